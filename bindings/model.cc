@@ -123,7 +123,10 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
                       const std::optional<Ints>& resident) {
   if (num_ranks < 1) reject("num_ranks", num_ranks, "at least 1");
   require_equal("length of cost", cost.size(), 5);
-  const Ints domain(num_ranks);
+  // Relays go from rank to rank wherever these are.
+  Ints domain(num_ranks);
+  if (parent.empty() && !counts.empty() && counts[0] > 0)
+    for (int32_t r = 0; r < num_ranks; ++r) domain[r] = r / counts[0];
   model::Transfer transfer;
   transfer.topology = {num_ranks,
                        static_cast<int32_t>(home.size()),

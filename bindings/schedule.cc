@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 
@@ -65,7 +66,8 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
 
   const size_t replicas = slot_expert.size(), ranks = domain.size(), experts = home.size();
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
-      boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1);
+      boundary(3 * replicas + 2), count(std::max(experts, replicas) + 1), exports(ranks),
+      order(replicas + 1);
   std::vector<Sender> source(replicas + 1);
   std::vector<int64_t> egress(ranks), extra(2 * replicas + 2);
   Schedule s{.expert = expert.data(),

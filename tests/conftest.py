@@ -54,6 +54,44 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tier")
 
 
+# Modules whose tests run on both engines of the CPU: c10d does what the host engine does.
+# Without --exhaustive only the quick ones do.
+ON_BOTH_ENGINES = {
+    "test_replicate": True,
+    "test_banks": True,
+    "test_prefetch": True,
+    "test_reroute_calls": True,
+    "test_reduce": False,
+    "test_ops": False,
+    "test_plan_store": False,
+    "test_nn": False,
+    "test_compiled_banks": False,
+    "test_inference_mode": False,
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_quick = ON_BOTH_ENGINES.get(metafunc.module.__name__.rpartition(".")[2])
+    if is_quick is None or metafunc.definition.get_closest_marker("gpu"):
+        return
+    metafunc.fixturenames.append("default_engine")
+    marks = () if is_quick else pytest.mark.exhaustive
+    engines = ["host", pytest.param("c10d", marks=marks)]
+    metafunc.parametrize("default_engine", engines, indirect=True)
+
+
+@pytest.fixture
+def default_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let groups of this process have an engine where a test names none."""
+    made = uec.new_loopback_groups
+
+    def make(num_ranks: int, **options: Any) -> list[uec.Group]:
+        return made(num_ranks, **{"engine": request.param, **options})
+
+    if request.param != "host":
+        monkeypatch.setattr(uec, "new_loopback_groups", make)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run all tests in two processes, but tests named on the command line in this one."""

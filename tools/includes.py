@@ -21,6 +21,7 @@ BELOW = {
     "core/transfer": ("core/schedule",),
     "engine": ("core/transfer",),
     "host": ("engine",),
+    "c10d": ("engine",),
     "cuda/device": ("core/transfer",),
     "cuda": ("cuda/device", "engine"),
     "model": ("core/transfer",),

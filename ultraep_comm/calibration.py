@@ -77,7 +77,11 @@ class Calibration:
     def constants(self, engine: str, num_ranks: int, built_in: Constants) -> Constants:
         """Return the cost model's constants for one of ``ENGINES``."""
         found = self.costs.get(engine)
-        return built_in if found is None else found.constants(num_ranks, scales=engine == "cuda")
+        if found is None:
+            return built_in
+        # On separate machines each rank has a link of its own.
+        apart = engine == "c10d" and found.parallel > 0.9 * found.ranks
+        return found.constants(num_ranks, scales=engine == "cuda" or apart)
 
 
 def from_environment(engine: str) -> Calibration:

@@ -1,5 +1,6 @@
 #include "c10d/ledger.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -10,6 +11,11 @@ namespace {
 
 // Chunks that a rank has under way at least, where experts are long enough.
 constexpr int32_t kInFlight = 3;
+// The cost model's price of a group is that of a message, over this.
+constexpr int32_t kChunkGroups = 8;
+
+// Of a message. A chunk may be a whole expert, and sizes in it are 32-bit numbers.
+constexpr int64_t kMaxPartBytes = 1 << 30;
 
 }  // namespace
 
@@ -51,7 +57,7 @@ Prepared Ledger::replicate(ReplicateArgs args) {
   banks_.enter(args);
   fill_segments(tables_, args, arrays_, &call_);
   Schedule& s = work_.schedule;
-  shape_ = collect_replicas(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
+  shape_ = collect_entries(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
   choose_hubs(Alone{}, topology_, call_.tiles, shape_, args.mode, false, tables_.cost,
               work_.scratch, s);
   const uint64_t digest =
@@ -69,8 +75,11 @@ Prepared Ledger::replicate(ReplicateArgs args) {
 Prepared Ledger::reduce(const ReduceArgs& args) {
   fill_segments(tables_, args, arrays_, &call_);
   Schedule& s = work_.schedule;
-  shape_ = collect_replicas(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
-  choose_sums(Alone{}, topology_, call_.tiles, shape_, args.mode, tables_.cost, s);
+  shape_ = collect_entries(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
+  // The model has the summing rank load what is sent to it here; adding costs nothing beside that.
+  CostModel cost = tables_.cost;
+  cost.load_per_kib = std::exchange(cost.store_per_kib, 0);
+  choose_sums(Alone{}, topology_, call_.tiles, shape_, args.mode, cost, s);
   Prepared prepared =
       enter(with_mode(digest_call(Alone{}, topology_, args, args.plan_digest), args, s.mode));
   bool relays = false;
@@ -99,7 +108,7 @@ int32_t Ledger::chunk_groups(bool relays) const {
       static_cast<double>(call_.tiles.expert_bytes()) / static_cast<double>(groups);
   const double bytes = static_cast<double>(call_.tiles.expert_bytes()) *
                        static_cast<double>(busiest) / static_cast<double>(kEgressUnit);
-  const double messages_bytes = static_cast<double>(cost.hop) * 1024 /
+  const double messages_bytes = static_cast<double>(cost.group * kChunkGroups) * 1024 /
                                 static_cast<double>(std::max<int64_t>(cost.store_per_kib, 1));
   // Rounds until the receivers of a widely replicated expert are all busy.
   const double fill = 1 + (shape_.max_fanout + 1) / 2;
@@ -114,12 +123,13 @@ void Ledger::list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) c
   const Schedule& s = work_.schedule;
   const int32_t rank = config_.rank;
   int64_t tag = 0;
+  const int64_t most = std::max<int64_t>(kMaxPartBytes / tiles.tile_bytes, 1);
   int32_t chunk = 0, entry = -1;
   // Calls body(segment, offset, bytes, tag) for the parts of a hop.
   const auto each_part = [&](const Hop& hop, auto&& body) {
     const int64_t end = std::min<int64_t>(int64_t{hop.end} * tiles.group_tiles, tiles.num_tiles());
     for (int64_t tile = int64_t{hop.begin} * tiles.group_tiles; tile < end; ++tag) {
-      const TileSpan span = tiles.span(tile, end);
+      const TileSpan span = tiles.span(tile, std::min(end, tile + most));
       body(span, tag);
       tile += ceil_div(span.bytes, tiles.tile_bytes);
     }

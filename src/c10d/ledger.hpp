@@ -74,8 +74,6 @@ class Ledger {
   const std::vector<uint8_t>& moves() const { return moves_; }
 
  private:
-  template <class Args>
-  uint64_t schedule(const Args& args);
   int32_t chunk_groups(bool relays) const;
   void list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) const;
   Prepared enter(uint64_t digest);

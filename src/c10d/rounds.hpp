@@ -129,7 +129,7 @@ class Matcher {
     collect();
     size_t left = rounds_.hops.size();
     for (int32_t t = 0; left > 0; ++t) {
-      match(t);
+      match();
       for (int32_t from = 0; from < num_ranks_; ++from) {
         if (sends_[from] == nullptr) continue;
         take(*sends_[from], t);
@@ -149,6 +149,7 @@ class Matcher {
   };
 
   int32_t gain(const Hop& hop) const { return hop.opens < 0 ? 0 : rounds_.gates[hop.opens].behind; }
+
   void collect() {
     std::vector<int32_t> index(static_cast<size_t>(num_ranks_) * num_ranks_, -1);
     for (size_t i = 0; i < rounds_.hops.size(); ++i) {
@@ -176,19 +177,18 @@ class Matcher {
 
   Hop& hop_at(const Pair& pair, size_t i) { return rounds_.hops[pair.waiting[i]]; }
 
-  bool may_go(const Hop& hop, int32_t t) const {
-    if (hop.behind < 0) return true;
-    const Gate& gate = rounds_.gates[hop.behind];
-    return gate.missing == 0 && gate.opened < t;
+  // Whether what it is made of has arrived, in rounds before the one that is being matched.
+  bool may_go(const Hop& hop) const {
+    return hop.behind < 0 || rounds_.gates[hop.behind].missing == 0;
   }
 
-  void match(int32_t t) {
+  void match() {
     std::fill(sends_.begin(), sends_.end(), nullptr);
     std::fill(receives_.begin(), receives_.end(), nullptr);
     ready_.clear();
     for (Pair& pair : pairs_) {
       pair.next = 0;
-      while (pair.next < pair.waiting.size() && !may_go(hop_at(pair, pair.next), t)) ++pair.next;
+      while (pair.next < pair.waiting.size() && !may_go(hop_at(pair, pair.next))) ++pair.next;
       pair.hop = pair.next < pair.waiting.size() ? &hop_at(pair, pair.next) : nullptr;
       if (pair.hop == nullptr) continue;
       const int64_t out = left_out_[pair.from] + gain(*pair.hop);
@@ -207,17 +207,19 @@ class Matcher {
       if (sends_[pair->from] != nullptr || receives_[pair->to] != nullptr) continue;
       sends_[pair->from] = receives_[pair->to] = pair;
     }
+    // Receivers of a search in vain have none to give up, whichever others find one after that.
+    ++search_;
     for (Pair* pair : ready_)
-      if (sends_[pair->from] == nullptr) augment(pair->from, ++search_);
+      if (sends_[pair->from] == nullptr && augment(pair->from)) ++search_;
   }
 
   // Finds a receiver for a rank that has none, by giving others another one.
-  bool augment(int32_t from, int32_t search) {
+  bool augment(int32_t from) {
     for (const int32_t at : pairs_of_[from]) {
       Pair& pair = pairs_[at];
-      if (pair.hop == nullptr || seen_[pair.to] == search) continue;
-      seen_[pair.to] = search;
-      if (receives_[pair.to] != nullptr && !augment(receives_[pair.to]->from, search)) continue;
+      if (pair.hop == nullptr || seen_[pair.to] == search_) continue;
+      seen_[pair.to] = search_;
+      if (receives_[pair.to] != nullptr && !augment(receives_[pair.to]->from)) continue;
       sends_[from] = receives_[pair.to] = &pair;
       return true;
     }

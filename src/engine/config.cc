@@ -1,6 +1,7 @@
 #include "engine/config.hpp"
 
 #include <algorithm>
+#include <set>
 
 #include "core/base/digest.hpp"
 #include "core/schedule/tiles.hpp"
@@ -60,13 +61,15 @@ GroupTables EngineLayout::tables(const EngineConfig& c) const {
 }
 
 Capacity EngineLayout::capacity(const EngineConfig& c) const {
+  const std::set<int32_t> domains(c.domain.begin(), c.domain.end());
   return {static_cast<int32_t>(c.domain.size()),
           c.num_experts,
           c.slots_per_rank,
           num_mains[c.rank],
           static_cast<int32_t>(c.segment_bytes.size()),
           static_cast<int32_t>(c.grad_bytes.size()),
-          c.banks};
+          c.banks,
+          c.allow_cross_domain ? static_cast<int32_t>(domains.size()) : 1};
 }
 
 }  // namespace uec::host

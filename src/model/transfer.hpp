@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -17,7 +18,7 @@
 namespace uec::model {
 
 struct Transfer {
-  Topology topology;
+  Topology topology;                     // with relays, of one domain
   const int32_t* slot_expert = nullptr;  // [G][S], legal
   const int32_t* resident = nullptr;     // [G][S] as in SlotsToFill
   std::vector<int64_t> segment_bytes;
@@ -72,8 +73,13 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
 
   const Gradients grads{transfer.reduces() ? num_segments : 0, transfer.segment_bytes.data(),
                         transfer.grad_type.data(), slot_offset.data()};
-  Capacity capacity{t.num_ranks, t.num_experts, t.slots_per_rank,
-                    0,           num_segments,  grads.num_segments};
+  const std::set<int32_t> domains(t.domain, t.domain + t.num_ranks);
+  Capacity capacity{.num_ranks = t.num_ranks,
+                    .num_experts = t.num_experts,
+                    .slots_per_rank = t.slots_per_rank,
+                    .num_segments = num_segments,
+                    .num_grad_segments = grads.num_segments,
+                    .num_domains = t.allow_cross_domain ? static_cast<int32_t>(domains.size()) : 1};
   using Block = std::vector<std::byte>;
   ScheduleArrays work;
   Block schedule_block(ScheduleArrays::cut(nullptr, capacity, &work));

@@ -549,4 +549,54 @@ ultraep_add_core_mutant(source_not_counted_yet PROGRAM transfer/test_prepare_tea
   FIND [[    team.sync();  // the next one counts it]]
   REPLACE [[]])
 
+# ---- domains ------------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(crosses_for_each_replica PROGRAM schedule/test_schedule
+  FILE core/schedule/hubs.hpp
+  FIND [[  return domain != nullptr && is_foreign(domain, s, x);]]
+  REPLACE [[  return 0;]])
+
+ultraep_add_core_mutant(direct_across_domains PROGRAM schedule/test_schedule
+  FILE core/schedule/cost.hpp
+  FIND [[  if (mode < 0 && own.relays) mode = static_cast<int32_t>(relay);]]
+  REPLACE [[]])
+
+ultraep_add_core_mutant(holder_in_the_domain_left_out PROGRAM schedule/test_schedule
+  FILE core/schedule/schedule.hpp
+  FIND [[      is_native = is_near[x] != 0 || t.domain[home] == domain;]]
+  REPLACE [[      is_native = t.domain[home] == domain;]])
+
+ultraep_add_core_mutant(home_in_the_domain_left PROGRAM schedule/test_schedule
+  FILE core/schedule/schedule.hpp
+  FIND [[    const auto is_far = [&](int32_t rank) {
+      return kSplit && is_native && t.domain[rank] != domain;]]
+  REPLACE [[    const auto is_far = [&](int32_t rank) {
+      return false && rank == home;]])
+
+ultraep_add_core_mutant(domains_by_rank PROGRAM schedule/test_schedule
+  FILE core/schedule/schedule.hpp
+  FIND [=[t.domain[s.replica_rank[to - 1]] > t.domain[rank]; --to) {]=]
+  REPLACE [[s.replica_rank[to - 1] > rank; --to) {]])
+
+ultraep_add_prepare_mutant(entries_in_one_place schedule/schedule
+  FIND [[      s.first[num_entries + counted.before] = i;]]
+  REPLACE [[      s.first[num_entries] = i;]])
+
+ultraep_add_prepare_mutant(entries_not_known_yet schedule/schedule
+  FIND [[    s.first[num_entries] = num_replicas;
+  }
+  team.sync();]]
+  REPLACE [[    s.first[num_entries] = num_replicas;
+  }]])
+
+ultraep_add_prepare_mutant(replicas_not_sorted_yet schedule/schedule
+  FIND [[scratch.exports[r] = 0;
+  team.sync();]]
+  REPLACE [[scratch.exports[r] = 0;]])
+
+ultraep_add_prepare_mutant(relays_of_each schedule/schedule
+  FIND [[  shape.relays = team.count(relays).all > 0;]]
+  REPLACE [[  shape.relays = relays;
+  team.sync();]])
+
 ultraep_add_mutants(core _ultraep_core_program)

@@ -58,6 +58,25 @@ void check_random(uint32_t seed, bool far, Plans plans) {
   }
 }
 
+// Experts cross to a domain once, and are handed on by two ranks there.
+void check_domains(Plans plans, bool far) {
+  PlanCase group = make_group(5, 5, 2);
+  group.allow_cross_domain = true;
+  group.domain = {1, 0, 1, 0, 0};
+  for (const int32_t r : {1, 2, 3, 4}) CHECK(group.place(0, r));
+  for (const int32_t r : {0, 2}) CHECK(group.place(3, r));
+  Options options;
+  options.plans = plans;
+  options.far = far;
+  options.segment_bytes = {4 * kTile + 48};
+  EmulatedGroup ranks(group, options);
+  for (const Mode mode : {Mode::kPush, far ? Mode::kPush : Mode::kPull, Mode::kDirect}) {
+    ranks.prepare(mode, {0});
+    ranks.launch_apart(2);
+    ranks.check_success();
+  }
+}
+
 // More segments than a block has room for copies of their tables.
 void check_many_segments() {
   PlanCase group = make_group(2, 8, 2);
@@ -244,6 +263,8 @@ int main() {
   for (int seed = 0; seed < cases; ++seed)
     check_random(static_cast<uint32_t>(seed), seed % 2 == 1, kPlans[seed / 2 % 3]);
   check_many_segments();
+  for (const Plans plans : kPlans)
+    for (const bool far : {false, true}) check_domains(plans, far);
   for (const Mode mode : kModes) {
     check_timeout(mode);
     check_mismatch(mode);

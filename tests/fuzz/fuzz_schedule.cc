@@ -19,21 +19,25 @@ namespace {
 using uec::Mode;
 using uec::Source;
 
-// The schedule has the plan's replicas, by expert and then rank, and shares all groups out to hubs.
+// The schedule has the plan's replicas, by expert, domain and rank, and shares all groups out to
+// hubs.
 void check_schedule(const PlanCase& c, const uec::TileMap& tiles, const ScheduleArrays& arrays) {
   const uec::Schedule& s = arrays.schedule;
-  std::map<int32_t, std::vector<std::pair<int32_t, int32_t>>> replicas;
+  std::map<std::pair<int32_t, int32_t>, std::vector<std::pair<int32_t, int32_t>>> replicas;
   std::vector<int64_t> exports(c.num_ranks, 0), imports(c.num_ranks, 0);
   for (int32_t i = 0; i < c.num_ranks * c.slots_per_rank; ++i) {
     if (c.slot_expert[i] < 0) continue;
-    replicas[c.slot_expert[i]].push_back({i / c.slots_per_rank, i % c.slots_per_rank});
-    ++imports[i / c.slots_per_rank];
+    const int32_t rank = i / c.slots_per_rank, domain = c.allow_cross_domain ? c.domain[rank] : 0;
+    replicas[{c.slot_expert[i], domain}].push_back({rank, i % c.slots_per_rank});
+    ++imports[rank];
   }
   CHECK_EQ(s.num_experts, replicas.size());
   int32_t x = 0, at = 0;
   size_t fan_out = 0;
   int64_t least = 0, sent = 0;
-  for (const auto& [expert, slots] : replicas) {
+  bool relays = false;
+  for (const auto& [entry, slots] : replicas) {
+    const auto [expert, domain] = entry;
     CHECK_EQ(s.expert[x], expert);
     CHECK_EQ(s.first[x], at);
     const auto n = static_cast<int32_t>(slots.size());
@@ -47,7 +51,12 @@ void check_schedule(const PlanCase& c, const uec::TileMap& tiles, const Schedule
     CHECK_EQ(bounds[0], 0);
     for (int32_t hub = 0; hub <= n; ++hub) CHECK(bounds[hub] <= bounds[hub + 1]);
     CHECK_EQ(bounds[n + 1], tiles.num_groups());
-    if (n == 1 || s.mode == Mode::kDirect) CHECK_EQ(bounds[1], bounds[n + 1]);
+    const bool foreign = c.allow_cross_domain && c.domain[c.home[expert]] != domain;
+    if (n == 1 || s.mode == Mode::kDirect)
+      CHECK_EQ(bounds[1], bounds[n + 1]);
+    else if (foreign)
+      CHECK_EQ(bounds[1], 0);  // each group crosses once
+    relays |= foreign && n > 1;
     ++exports[c.home[expert]];
     fan_out = std::max(fan_out, slots.size());
     ++x;
@@ -55,6 +64,7 @@ void check_schedule(const PlanCase& c, const uec::TileMap& tiles, const Schedule
   CHECK_EQ(s.first[x], at);
   CHECK_EQ(arrays.shape.num_replicas, at);
   CHECK_EQ(arrays.shape.max_fanout, fan_out);
+  CHECK_EQ(arrays.shape.relays, relays);
   bool chained = false;
   for (int32_t r = 0; r < c.num_ranks; ++r) {
     chained |= exports[r] > 0 && imports[r] > 0;
@@ -182,7 +192,8 @@ Mode choose_mode(const PlanCase& c, const uec::TileMap& tiles, bool may_pull,
   uec::make_schedule(uec::Alone{}, c.topology(), tiles, c.slot_expert.data(), c.residents(), -1,
                      may_pull, cost, scratch, &a.shape, a.schedule);
   const Mode mode = a.schedule.mode;
-  CHECK(mode == Mode::kDirect || mode == (may_pull ? Mode::kPull : Mode::kPush));
+  CHECK(mode == (may_pull ? Mode::kPull : Mode::kPush) ||
+        (mode == Mode::kDirect && !a.shape.relays));
   const ScheduleArrays named(c, tiles, mode);
   CHECK(a.boundary == named.boundary && a.egress == named.egress);
   check_schedule(c, tiles, a);

@@ -136,7 +136,7 @@ int main() {
     PlanCase c = draw_case(random, 9);
     c.allow_cross_domain = true;
     const std::vector<int32_t> one_domain(c.num_ranks);
-    c.domain = one_domain;
+    c.domain = one_domain;  // its values may change, its address not
     Transfer transfer;
     transfer.topology = c.topology();
     transfer.slot_expert = c.slot_expert.data();
@@ -144,6 +144,8 @@ int main() {
       transfer.segment_bytes.push_back(draw(random, 0, 300'000));
     transfer.tile_bytes = 1 << draw(random, 11, 16);
     const Machine machine = draw_machine(random);
+    for (int32_t r = 0; r < c.num_ranks; ++r)
+      c.domain[r] = machine.domain_size > 0 ? r / machine.domain_size : 0;
     for (int32_t mode = 0; mode < uec::kNumModes; ++mode) {
       transfer.mode = mode;
       const Result result = uec::model::model_transfer(transfer, machine, true);
@@ -151,6 +153,7 @@ int main() {
       check_outcome(c, transfer, machine, result.outcome);
       check_same(result.outcome, uec::model::model_transfer(transfer, machine, true).outcome);
     }
+    std::copy(one_domain.begin(), one_domain.end(), c.domain.begin());
     transfer.parent = draw_parents(c, random);
     transfer.chunk_tiles = draw(random, 1, 9);
     if (transfer.parent.empty()) continue;

@@ -15,6 +15,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, vstack
 
 UNIT = Fraction(1, 1 << 16)  # egress is counted in these; 1 is an expert's bytes
+Entry = int | tuple[int, int]  # an expert or, in plans across domains, an expert and a domain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Problem:
     slot_expert: list[list[int]]  # [G][S], -1: empty
     home: list[int]  # [E]
     residents: list[list[int]] | None = None  # [G][S], what slots hold already; -1: nothing
+    domain: list[int] | None = None  # [G], which plans cross; None: all ranks are in one
     segment_bytes: list[int] = field(default_factory=lambda: [37_748_736])
     tile_bytes: int = 32 << 10
 
@@ -58,6 +60,30 @@ class Problem:
                     found[expert].append((rank, slot))
         return found
 
+    def entries(self) -> dict[Entry, list[tuple[int, int]]]:
+        """The replicas as they are scheduled: of an expert, or of an expert in one domain."""
+        if self.domain is None:
+            return dict(self.replicas())
+        found = defaultdict(list)
+        for expert, at in self.replicas().items():
+            for rank, slot in at:
+                found[expert, self.domain[rank]].append((rank, slot))
+        return dict(sorted(found.items()))
+
+    def senders(self) -> dict[Entry, list[tuple[int, int]]]:
+        """Who may send each entry: holders in its domain, or all where there are none."""
+        if self.domain is None:
+            return dict(self.holders())
+        found, holders = {}, self.holders()
+        for expert, domain in self.entries():
+            inside = [(rank, slot) for rank, slot in holders[expert] if self.domain[rank] == domain]
+            found[expert, domain] = inside or holders[expert]
+        return found
+
+    def is_foreign(self, entry: Entry, source: int) -> bool:
+        """Whether the source has to send it into another domain."""
+        return self.domain is not None and self.domain[source] != entry[1]
+
     def group_sizes(self, num_replicas: int) -> list[int]:
         """Bytes of each flag group, cut one by one."""
         tiles = []
@@ -75,18 +101,20 @@ class Schedule:
     """An implementation's answer, in plain integers."""
 
     mode: str
-    sources: dict[int, tuple[int, int]]  # expert -> (rank, slot), -1: its main weights
-    replicas: dict[int, list[tuple[int, int]]]  # expert -> (rank, slot)s
-    pieces: list[tuple[int, int, int, int]]  # (expert, hub, begin, end) in flag groups
+    sources: dict[Entry, tuple[int, int]]  # (rank, slot), -1: its main weights
+    replicas: dict[Entry, list[tuple[int, int]]]  # (rank, slot)s
+    pieces: list[tuple[Entry, int, int, int]]  # (entry, hub, begin, end) in flag groups
     egress: list[int]  # [G] in UNITs
 
-    def hubs(self, expert: int) -> list[int]:
+    def hubs(self, expert: Entry) -> list[int]:
         """The ranks that may hand it out, its source first."""
         return [self.sources[expert][0], *(rank for rank, _ in self.replicas[expert])]
 
 
 def exports(problem: Problem, schedule: Schedule | None = None) -> list[int]:
-    """Experts with replicas to be made that are sent from each rank: by default, from the homes."""
+    """Entries with replicas to be made that are sent from each rank: by default, of experts, from
+    the homes.
+    """
     ranks = [problem.home[e] for e in problem.replicas()]
     if schedule is not None:
         ranks = [rank for rank, _ in schedule.sources.values()]
@@ -102,9 +130,9 @@ def imports(problem: Problem) -> list[int]:
 def violations(problem: Problem, schedule: Schedule) -> list[str]:
     """The names of the rules that the schedule breaks."""
     broken = set()
-    if schedule.replicas != problem.replicas():
+    if schedule.replicas != problem.entries():
         return ["the replicas are the plan's, by expert and rank"]
-    holders = problem.holders()
+    holders = problem.senders()
     if list(schedule.sources) != list(holders) or any(
         at not in holders[e] for e, at in schedule.sources.items()
     ):
@@ -112,7 +140,8 @@ def violations(problem: Problem, schedule: Schedule) -> list[str]:
     members, exported = {e: schedule.hubs(e) for e in holders}, exports(problem, schedule)
 
     handed_out = {e: [0] * len(problem.group_sizes(len(at) - 1)) for e, at in members.items()}
-    share: dict[tuple[int, int], int] = defaultdict(int)
+    crossed = {e: [0] * len(counts) for e, counts in handed_out.items()}
+    share: dict[tuple[Entry, int], int] = defaultdict(int)
     for expert, hub, begin, end in schedule.pieces:
         if hub not in members.get(expert, []):
             broken.add("a hub has an instance of its expert")
@@ -122,9 +151,14 @@ def violations(problem: Problem, schedule: Schedule) -> list[str]:
             continue
         for group in range(begin, end):
             handed_out[expert][group] += 1
+            crossed[expert][group] += _crossings(problem, schedule, expert, hub)
         share[expert, hub] += end - begin
     if any(count != 1 for counts in handed_out.values() for count in counts):
         broken.add("every group has exactly one hub")
+    for e, (source, _) in schedule.sources.items():
+        copies = len(members[e]) - 1 if schedule.mode == "direct" else 1
+        if set(crossed[e]) - {copies if problem.is_foreign(e, source) else 0}:
+            broken.add("an expert crosses once to a domain that lacks it")
     if schedule.mode == "direct" and any(
         share[e, hub] for e, ranks in members.items() for hub in ranks[1:]
     ):
@@ -152,24 +186,36 @@ def violations(problem: Problem, schedule: Schedule) -> list[str]:
     return sorted(broken)
 
 
-def _settled(members: dict[int, list[int]]) -> set[int]:
-    """Experts that were spread with all other egress final.
+def _crossings(problem: Problem, schedule: Schedule, entry: Entry, hub: int) -> int:
+    """How often a group of this hub goes from one domain into another."""
+    if problem.domain is None:
+        return 0
+    ways = [(hub, rank) for rank, _ in schedule.replicas[entry]]
+    ways.append((schedule.sources[entry][0], hub))
+    return sum(problem.domain[a] != problem.domain[b] for a, b in ways)
+
+
+def _settled(members: dict[Entry, list[int]]) -> set[Entry]:
+    """Entries that were spread with all other egress final.
 
     The last one in order: fewest replicas, highest id. And those that share no rank with another
     expert that needs spreading.
     """
     shared = {e: set(ranks) for e, ranks in members.items() if len(ranks) > 2}
     alone = {e for e in shared if not any(shared[e] & shared[x] for x in shared if x != e)}
-    return alone | {min(shared, key=lambda e: (len(shared[e]), -e))} if shared else set()
+    backwards = sorted(shared, reverse=True)
+    return alone | {min(backwards, key=lambda e: len(shared[e]))} if shared else set()
 
 
-def gap(problem: Problem, schedule: Schedule, expert: int) -> Fraction:
-    """How much fuller the fullest hub of an expert is than the emptiest rank that could help."""
-    ranks = schedule.hubs(expert)
+def gap(problem: Problem, schedule: Schedule, expert: Entry) -> Fraction:
+    """How much fuller the fullest hub of an entry is than the emptiest rank that could help."""
+    source, *able = schedule.hubs(expert)
     busy = [hub for e, hub, begin, end in schedule.pieces if e == expert and begin < end]
-    if len(ranks) == 2 or not busy:  # with one replica there is no copy but the source's
+    if len(able) == 1 or not busy:  # with one replica there is no copy but the source's
         return Fraction()
-    return (max(schedule.egress[r] for r in busy) - min(schedule.egress[r] for r in ranks)) * UNIT
+    if not problem.is_foreign(expert, source):
+        able.append(source)
+    return (max(schedule.egress[r] for r in busy) - min(schedule.egress[r] for r in able)) * UNIT
 
 
 def sent_bytes(problem: Problem, schedule: Schedule) -> list[int]:

@@ -94,7 +94,9 @@ struct RankCall {
                                  c.group.slots_per_rank,
                                  c.group.num_mains()[tables.rank],
                                  static_cast<int32_t>(c.segment_bytes.size()),
-                                 static_cast<int32_t>(c.grad_bytes.size())};
+                                 static_cast<int32_t>(c.grad_bytes.size()),
+                                 1,
+                                 c.group.num_domains()};
     reduction = std::make_unique<Given>(capacity);
     const uec::ReduceArgs args{.slot_expert = spec.plan.data(),
                                .plan_digest = 0,

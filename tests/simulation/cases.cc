@@ -348,6 +348,16 @@ std::vector<Case> named_banks() {
       add(ending(c, Ending::kDisagrees, 2, 1), "one rank has other weights");
     }
     {
+      // Expert 0 does not cross to rank 2, next to which it is kept; expert 2 crosses once, and is
+      // handed on by ranks 0 and 3.
+      Case c = start;
+      c.group.domain = {0, 1, 1, 0};
+      c.group.allow_cross_domain = true;
+      c.calls = {banked(c, mode, 1, {{0, 1}}),
+                 banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {2, 0}, {2, 3}})};
+      add(c, "residents in two domains");
+    }
+    {
       // A slot that holds an expert is no slot to write to, whoever else is being written to.
       Case c = start;
       c.num_workers = 2;
@@ -453,6 +463,10 @@ Case draw_case(Random& random) {
     c.other = draw_call();
   } while (digest_of(c.other) == digest_of(c.calls[c.at_call]));
   if (draw(random, 0, 2) == 0) fill_bank(c, random);
+  if (draw(random, 0, 2) == 0) {
+    for (int32_t& domain : c.group.domain) domain = draw(random, 0, 2);
+    c.group.allow_cross_domain = true;
+  }
   return c;
 }
 

@@ -225,6 +225,10 @@ World::Place World::follow(int32_t agent, const uint8_t* address) {
   const auto number = reinterpret_cast<uint64_t>(address);
   const Place at{static_cast<Space>(number >> 44), static_cast<int32_t>(number >> 36 & 0xFF),
                  static_cast<int64_t>(number & 0xFFFFFFFFF)};
+  if (at.rank >= shape.num_ranks) {
+    stray(at, 0);
+    return {at.space, 0, -1};  // which is nowhere
+  }
   const int32_t own = rank_of(agent), call = call_now[own];
   if (at.rank != own && records[at.rank][call] != records[own][call])
     violate(Property::kMovedMismatch, "rank %d reaches into rank %d in call %d", own, at.rank,

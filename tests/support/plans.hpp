@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "core/base/common.hpp"
@@ -49,6 +50,12 @@ struct PlanCase {
     std::vector<int32_t> count(num_ranks, 0), idx(num_experts);
     for (int32_t e = 0; e < num_experts; ++e) idx[e] = count[home[e]]++;
     return idx;
+  }
+
+  // That plans may cross.
+  int32_t num_domains() const {
+    if (!allow_cross_domain) return 1;
+    return static_cast<int32_t>(std::set<int32_t>(domain.begin(), domain.end()).size());
   }
 
   const int32_t* residents() const { return resident.empty() ? nullptr : resident.data(); }
@@ -169,13 +176,13 @@ class Tiles {
 struct ScheduleArrays {
   ScheduleArrays(const PlanCase& c, const uec::TileMap& tiles, uec::Mode mode)
       : num_replicas(c.num_ranks * c.slots_per_rank),
-        max_experts(std::min(c.num_experts, num_replicas)),
+        max_experts(std::min(c.num_experts * c.num_domains(), num_replicas)),
         expert(max_experts),
         first(max_experts + 1),
         replica_rank(num_replicas),
         replica_slot(num_replicas),
         boundary(num_replicas + 2 * max_experts),
-        count(c.num_experts + 1),
+        count(std::max(c.num_experts, max_experts) + 1),
         exports(c.num_ranks),
         order(max_experts),
         egress(c.num_ranks),
@@ -189,8 +196,8 @@ struct ScheduleArrays {
     schedule.egress = egress.data();
     schedule.source = source.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
-    shape = uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(),
-                                  uec::SlotsToFill{c.residents()}, scratch, schedule);
+    shape = uec::collect_entries(uec::Alone{}, c.topology(), c.slot_expert.data(),
+                                 uec::SlotsToFill{c.residents()}, scratch, schedule);
     uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }

@@ -52,7 +52,9 @@ struct PrepareCase {
             plan.slots_per_rank,
             plan.num_mains()[rank],
             static_cast<int32_t>(segment_bytes.size()),
-            0};
+            0,
+            1,
+            plan.num_domains()};
   }
 
   // Puts any expert, or an out-of-range id, into any slots.
@@ -137,6 +139,7 @@ inline void check_equal(const PrepareCase& c, const Given& a, const Given& b) {
   CHECK_EQ(a.shape.max_imports, b.shape.max_imports);
   CHECK_EQ(a.shape.max_fanout, b.shape.max_fanout);
   CHECK_EQ(a.shape.chained, b.shape.chained);
+  CHECK_EQ(a.shape.relays, b.shape.relays);
   const uec::TileMap &left = a.call.tiles, &right = b.call.tiles;
   CHECK_EQ(left.num_segments, right.num_segments);
   CHECK_EQ(left.tile_bytes, right.tile_bytes);
@@ -150,7 +153,7 @@ inline void check_equal(const PrepareCase& c, const Given& a, const Given& b) {
 // What a test has covered, to be sure that it has covered enough.
 struct PrepareSeen {
   int faults[5] = {}, modes[uec::kNumModes] = {};
-  int chosen = 0, chained = 0, wide = 0, empty = 0, held = 0;
+  int chosen = 0, chained = 0, wide = 0, empty = 0, held = 0, relays = 0;
 
   void add(const PrepareCase& c, const PrepareAnswer& answer, const Given& given) {
     ++faults[static_cast<int>(answer.check.fault)];
@@ -160,13 +163,14 @@ struct PrepareSeen {
     chained += given.shape.chained;
     wide += given.shape.max_fanout >= 8;
     empty += given.shape.num_replicas == 0;
+    relays += given.shape.relays;
     const uec::Schedule& s = given.schedule.schedule;
     for (int32_t x = 0; x < s.num_experts; ++x) held += s.source[x].slot != uec::kMainSlot;
   }
   void require() const {
     for (const int count : faults) CHECK(count > 0);
     for (const int count : modes) CHECK(count > 0);
-    CHECK(chosen > 0 && chained > 0 && wide > 0 && empty > 0 && held > 0);
+    CHECK(chosen > 0 && chained > 0 && wide > 0 && empty > 0 && held > 0 && relays > 0);
   }
 };
 

@@ -62,8 +62,8 @@ class Block {
 // What a rank has been given for a call.
 struct Given {
   explicit Given(const uec::Capacity& c) : call_block(c, &arrays), schedule_block(c, &schedule) {
-    const int64_t replicas = c.replicas(), experts = uec::min64(c.num_experts, replicas);
-    const int64_t tasks = c.num_mains + c.slots_per_rank;
+    const int64_t replicas = c.replicas(), experts = c.entries();
+    const int64_t tasks = c.tasks();
     const uec::Worklist& w = arrays.work;
     call_block.add(w.tasks, tasks);
     call_block.add(w.pieces, c.pieces());
@@ -87,7 +87,7 @@ struct Given {
     schedule_block.add(s.replica_slot, replicas);
     schedule_block.add(s.boundary, replicas + 2 * experts);
     schedule_block.add(s.egress, c.num_ranks);
-    schedule_block.add(schedule.scratch.count, c.num_experts + 1);
+    schedule_block.add(schedule.scratch.count, uec::max64(c.num_experts, experts) + 1);
     schedule_block.add(schedule.scratch.exports, c.num_ranks);
     schedule_block.add(schedule.scratch.order, experts);
     schedule_block.add(schedule.scratch.extra, replicas + experts);

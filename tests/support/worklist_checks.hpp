@@ -28,7 +28,8 @@ struct Sums {
   std::set<Flag> published, expected;
   std::set<std::pair<int32_t, int32_t>> touches;  // (owner of memory, who writes or reads it)
   std::vector<bool> involved;
-  std::map<int32_t, Slot> sources;  // of experts
+  std::map<Slot, Slot> sources;  // of filled slots: rank and slot
+  std::map<Slot, int32_t> held;  // (expert, source's rank) -> the source's slot
 };
 
 inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Worklist& w,
@@ -46,7 +47,8 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     CHECK(piece.begin < piece.end && piece.dst_count > 0);
     CHECK(piece.dst_first >= 0 && piece.dst_first + piece.dst_count <= w.num_destinations);
     groups[piece.task] += piece.end - piece.begin;
-    const auto [source, held] = sums.sources.at(task.expert);
+    const uec::Destination& first = w.destinations[piece.dst_first];
+    const auto [source, held] = sums.sources.at({first.rank, first.slot});
     CHECK_EQ(piece.source_rank, source);
     if (piece.source == Source::kHeld) CHECK_EQ(rank, source);
     if (piece.source == Source::kSlot) {
@@ -66,6 +68,7 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     for (int32_t i = 0; i < piece.dst_count; ++i) {
       const auto [to, slot] = w.destinations[piece.dst_first + i];
       CHECK_EQ(slot_expert(to, slot), task.expert);
+      CHECK(sums.sources.at({to, slot}) == Slot(source, held));
       for (int32_t g = piece.begin; g < piece.end; ++g) {
         ++sums.writes[{to, slot}][g];
         if (piece.sets_ready) ++sums.ready[{to, slot}][g];
@@ -85,7 +88,7 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     }
     CHECK(written[i].empty());
     if (task.pulled_rank < 0) continue;
-    CHECK_EQ(task.pulled_rank, sums.sources.at(task.expert).first);
+    CHECK_EQ(task.pulled_rank, sums.sources.at({done[0].rank, done[0].slot}).first);
     CHECK(
         sums.published.insert({Expected::kPulled, task.pulled_rank, task.pulled_idx, rank}).second);
   }
@@ -94,7 +97,7 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     CHECK(sums.expected.insert({e.kind, rank, e.idx, e.peer}).second);
     if (e.kind == Expected::kDone) CHECK_EQ(slot_expert(rank, e.idx), e.expert);
     if (e.kind == Expected::kPulled)
-      CHECK_EQ(uec::source_idx(sums.sources.at(e.expert).second, main_idx[e.expert]), e.idx);
+      CHECK_EQ(uec::source_idx(sums.held.at({e.expert, rank}), main_idx[e.expert]), e.idx);
   }
   for (int32_t r = 0; r < c.num_ranks; ++r) CHECK_EQ(w.involved[r], sums.involved[r]);
 }
@@ -105,12 +108,14 @@ inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::S
   Sums sums;
   sums.involved.assign(c.num_ranks, false);
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    sums.sources[s.expert[x]] = {s.source[x].rank, s.source[x].slot};
+    const Slot source{s.source[x].rank, s.source[x].slot};
+    sums.held[{s.expert[x], source.first}] = source.second;
     sums.involved[s.source[x].rank] = true;
     const int64_t groups = tiles.num_groups();
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       const Slot slot{s.replica_rank[i], s.replica_slot[i]};
       sums.involved[slot.first] = true;
+      sums.sources[slot] = source;
       for (auto* counts : {&sums.writes, &sums.ready, &sums.awaited})
         (*counts)[slot].resize(groups);
     }

@@ -1,6 +1,7 @@
 // One rank's worklist, shared by the C++ tests.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "core/schedule/worklist.hpp"
@@ -10,7 +11,7 @@
 // A worklist with arrays of exactly the capacities that worklist.hpp states.
 struct WorklistArrays {
   WorklistArrays(const PlanCase& c, const uec::Schedule& s, int32_t rank)
-      : tasks(c.num_mains()[rank] + c.slots_per_rank),
+      : tasks(max_tasks(c, c.num_mains()[rank] + c.slots_per_rank)),
         pieces(c.num_mains()[rank] + c.num_replicas() + c.slots_per_rank),
         destinations(c.num_replicas() + c.slots_per_rank * c.num_ranks),
         expected(destinations.size()),
@@ -30,6 +31,11 @@ struct WorklistArrays {
     CHECK(list.num_pieces <= static_cast<int32_t>(pieces.size()));
     CHECK(list.num_destinations <= static_cast<int32_t>(destinations.size()));
     CHECK(list.num_expected <= static_cast<int32_t>(expected.size()));
+  }
+
+  static int32_t max_tasks(const PlanCase& c, int32_t instances) {
+    return std::min(instances * c.num_domains(),
+                    std::max(instances, c.num_ranks * c.slots_per_rank));
   }
 
   std::vector<uec::Task> tasks;

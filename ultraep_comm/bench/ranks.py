@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ultraep_comm.bench.clock import DeviceClock, Meter
 from ultraep_comm.bench.inside import put
@@ -16,6 +17,7 @@ from ultraep_comm.bench.measure import add_up
 from ultraep_comm.bench.payload import SENTINEL, Payload, count_disturbed
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.group.create import new_group, new_loopback_groups
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.work import Work
@@ -49,7 +51,7 @@ class Ranks(abc.ABC):
         """Create the groups; ``more`` goes to ``new_group``. Collective, but in loopback."""
         options = {
             **{"num_experts": num_experts, "slots_per_rank": slots, "engine": meter.engine},
-            "allow_cross_domain": meter.engine == "c10d",  # which needs no access to peers' memory
+            **(_domains(num_ranks) if meter.engine == "c10d" else {}),
             **more,
         }
         self.meter, self.loopback = meter, fabric == "loopback"
@@ -128,6 +130,19 @@ class Ranks(abc.ABC):
         """Close the groups."""
         for group in self.groups:
             group.close()
+
+
+def _domains(num_ranks: int) -> dict[str, Any]:
+    """Return arguments of a group that may span machines. Collective.
+
+    Each machine is a domain. If none has two ranks all are in one, and experts are handed on over
+    the links between machines, which are all alike.
+    """
+    machines: list[object] = [None] * num_ranks
+    dist.all_gather_object(machines, machine_id())
+    if len(set(machines)) == num_ranks:
+        return {"domains": [0] * num_ranks}
+    return {"allow_cross_domain": True}
 
 
 class WeightRanks(Ranks):

@@ -57,7 +57,8 @@ def new_group(
         expert: ``{name: (shape, dtype) or Segment}``: the tensors of one expert.
         home: integers ``[E]``; None: contiguous, as even as possible.
         domains: integers ``[G]``; None: ranks with load/store access to each other.
-        allow_cross_domain: replicas may lie outside their home's domain.
+        allow_cross_domain: replicas may lie outside their home's domain. An expert then crosses
+            once to each domain that needs it, and its replicas there hand it on to each other.
         grads: dtype of the slots' gradients, torch.float32 or torch.bfloat16; ``{name: dtype}`` if
             not all segments have gradients. None: no gradients.
         banks: sets of slots, for instance one for each layer, which keeps what it holds from one

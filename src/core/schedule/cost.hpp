@@ -62,14 +62,16 @@ UEC_STEP int64_t modelled_time(Team team, const Topology& t, const TileMap& tile
 }
 
 // Assigns hubs to collected replicas in the mode asked for, or (`mode` < 0) in the cheapest allowed
-// one.
+// one. kDirect is none where an expert would cross between domains once for each of several
+// replicas.
 template <class Team>
 UEC_HD void choose_hubs(Team team, const Topology& t, const TileMap& tiles, const PlanShape& own,
                         int32_t mode, bool may_pull, const CostModel& cost,
                         const ScheduleScratch& scratch, Schedule& s) {
   const int32_t num_groups = tiles.num_groups();
-  const bool has_choice = mode < 0 && own.max_fanout > 1;
   const Mode relay = may_pull ? Mode::kPull : Mode::kPush;
+  if (mode < 0 && own.relays) mode = static_cast<int32_t>(relay);
+  const bool has_choice = mode < 0 && own.max_fanout > 1;
   // With one replica each, and nothing to relay, all modes send the same bytes the same way.
   Mode next = mode >= 0 ? static_cast<Mode>(mode) : Mode::kDirect;
   int64_t direct = 0;
@@ -91,7 +93,7 @@ UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
                           const int32_t* slot_expert, const int32_t* resident, int32_t mode,
                           bool may_pull, const CostModel& cost, const ScheduleScratch& scratch,
                           PlanShape* shape, Schedule& s) {
-  const PlanShape own = collect_replicas(team, t, slot_expert, SlotsToFill{resident}, scratch, s);
+  const PlanShape own = collect_entries(team, t, slot_expert, SlotsToFill{resident}, scratch, s);
   if (team.leader()) *shape = own;
   choose_hubs(team, t, tiles, own, mode, may_pull, cost, scratch, s);
 }

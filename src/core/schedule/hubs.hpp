@@ -11,7 +11,7 @@ namespace uec {
 
 namespace detail {
 
-// Hub i of expert x: the source, then the replicas.
+// Hub i of entry x: the source, then the replicas.
 UEC_HD inline int32_t hub_rank(const Schedule& s, int32_t x, int32_t hub) {
   return hub == 0 ? s.source[x].rank : s.replica_rank[s.first[x] + hub - 1];
 }
@@ -60,20 +60,30 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
   return num_shared;
 }
 
+// 1 if the first of an entry's hubs, the source, is left out when it is filled: a foreign source
+// sends no copy but the first. `domain`: [G]; null: no entry is foreign, or has several replicas.
+UEC_HD inline int32_t left_out(const int32_t* domain, const Schedule& s, int32_t x) {
+  return domain != nullptr && is_foreign(domain, s, x);
+}
+
 // An expert to be filled. A member handles every size()-th of its hubs, from index() on, and caches
-// what it knows of the first.
+// what it knows of the first. Hubs are counted without one that is left out.
 struct Filling {
-  int32_t num_replicas;
-  int32_t rank;    // of the member's first hub, if there is one
-  int32_t x;       // expert
-  int64_t* extra;  // [num_replicas + 1]
+  int32_t last;             // hub
+  int32_t copies;           // to be handed out, beyond the one that leaves the source anyway
+  int32_t rank;             // of the member's first hub, if there is one
+  const int32_t* replicas;  // ranks of hubs 1 to `last`, by hub
+  int64_t* extra;           // [last + 1]
 };
 
 template <class Team>
-UEC_HD Filling filling_of(Team team, const Schedule& s, int32_t x, int64_t* extra) {
-  const int32_t n = s.num_replicas(x);
-  const int32_t rank = team.index() <= n ? hub_rank(s, x, team.index()) : -1;
-  return {n, rank, x, extra + s.first[x] + x};
+UEC_HD Filling filling_of(Team team, const int32_t* domain, const Schedule& s, int32_t x,
+                          int64_t* extra) {
+  const int32_t skip = left_out(domain, s, x), n = s.num_replicas(x);
+  int64_t* const own = extra + s.first[x] + x;
+  if (skip > 0 && team.leader()) own[0] = 0;
+  const int32_t rank = team.index() + skip <= n ? hub_rank(s, x, team.index() + skip) : -1;
+  return {n - skip, n - 1, rank, s.replica_rank + s.first[x] - 1 + skip, own + skip};
 }
 
 // Water-filling: the largest level with sum(max(level - egress, 0)) <= total. What is left goes to
@@ -87,8 +97,8 @@ UEC_HD Filling filling_of(Team team, const Schedule& s, int32_t x, int64_t* extr
 template <class Units, class Team>
 UEC_HD void fill_expert(Team team, const Filling& filling, bool first_time, const Schedule& s) {
   constexpr Units kNoHub = ~Units{0};  // above all levels
-  const int32_t n = filling.num_replicas;
-  const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
+  const int32_t last = filling.last;
+  const Units total = static_cast<Units>(filling.copies) * static_cast<Units>(kEgressUnit);
   int64_t* const extra = filling.extra;
   int64_t* const egress = extra;  // of further hubs without this expert's extra, until it is known
   Units below = 0, num_below = 0;
@@ -102,8 +112,8 @@ UEC_HD void fill_expert(Team team, const Filling& filling, bool first_time, cons
   };
   const Units first = filling.rank < 0 ? kNoHub : enter(filling.rank, team.index());
   UEC_ROLLED
-  for (int32_t hub = team.index() + team.size(); hub <= n; hub += team.size())
-    egress[hub] = enter(hub_rank(s, filling.x, hub), hub);
+  for (int32_t hub = team.index() + team.size(); hub <= last; hub += team.size())
+    egress[hub] = enter(filling.replicas[hub], hub);
 
   Units level;
   uint64_t filled;
@@ -114,7 +124,7 @@ UEC_HD void fill_expert(Team team, const Filling& filling, bool first_time, cons
     below = first < level ? first : 0;
     num_below = first < level;
     UEC_ROLLED
-    for (int32_t hub = team.index() + team.size(); hub <= n; hub += team.size()) {
+    for (int32_t hub = team.index() + team.size(); hub <= last; hub += team.size()) {
       const auto e = static_cast<Units>(egress[hub]);
       below += e < level ? e : 0;
       num_below += e < level;
@@ -126,17 +136,17 @@ UEC_HD void fill_expert(Team team, const Filling& filling, bool first_time, cons
   }
   auto left = static_cast<int32_t>(total - filled);
   UEC_ROLLED
-  for (int32_t begin = 0; begin <= n; begin += team.size()) {
+  for (int32_t begin = 0; begin <= last; begin += team.size()) {
     const int32_t hub = begin + team.index();
     Units others = first;
-    if (begin > 0) others = hub <= n ? static_cast<Units>(egress[hub]) : kNoHub;
+    if (begin > 0) others = hub <= last ? static_cast<Units>(egress[hub]) : kNoHub;
     const bool fits = others <= level;
     const Counted counted = team.count(fits);
     const int64_t unit = fits && counted.before < left;
     left -= counted.all;
-    if (hub > n) continue;
+    if (hub > last) continue;
     extra[hub] = (fits ? static_cast<int64_t>(level - others) : 0) + unit;
-    const int32_t rank = begin == 0 ? filling.rank : hub_rank(s, filling.x, hub);
+    const int32_t rank = begin == 0 ? filling.rank : filling.replicas[hub];
     s.egress[rank] = static_cast<int64_t>(others) + extra[hub];
   }
   team.sync();  // the next expert may have the same hubs
@@ -182,14 +192,14 @@ UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_sh
   return num_levels;
 }
 
-// The ranks of a narrow expert's hubs, looked up side by side; the last one's stands for those that
-// it does not have.
-UEC_HD inline void find_ranks(const Schedule& s, int32_t x, int32_t n,
+// The ranks of a narrow expert's hubs, up to `last`, looked up side by side; the last one's stands
+// for those that it does not have. `skip`: as left_out() says.
+UEC_HD inline void find_ranks(const Schedule& s, int32_t x, int32_t skip, int32_t last,
                               int32_t (&rank)[kNarrowHubs]) {
-  const int32_t* const replica = s.replica_rank + s.first[x] - 1;
-  rank[0] = s.source[x].rank;
+  const int32_t* const replica = s.replica_rank + s.first[x] - 1 + skip;
+  rank[0] = skip > 0 ? replica[0] : s.source[x].rank;
   UEC_UNROLLED
-  for (int32_t hub = 1; hub < kNarrowHubs; ++hub) rank[hub] = replica[min32(hub, n)];
+  for (int32_t hub = 1; hub < kNarrowHubs; ++hub) rank[hub] = replica[min32(hub, last)];
 }
 
 // Whether any two experts with several replicas share a rank. Rarely, and only then their order
@@ -216,7 +226,7 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     if (n > 0) scratch.count[x] = n > 1 && !is_wide(n);
     if (n <= 1 || is_wide(n)) continue;
     int32_t rank[kNarrowHubs], before[kNarrowHubs];
-    find_ranks(s, x, n, rank);
+    find_ranks(s, x, 0, n, rank);
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
       before[hub] = hub <= n ? team.add(&met[rank[hub]], 1) : 0;
@@ -257,29 +267,31 @@ UEC_HD int32_t order_experts(Team team, const Topology& t, const PlanShape& shap
 }
 
 // As fill_expert(), by one member, which keeps what it knows of the hubs in registers.
-UEC_HD inline void fill_narrow(int32_t x, bool first_time, int64_t* extra, const Schedule& s) {
+UEC_HD inline void fill_narrow(int32_t x, const int32_t* domain, bool first_time, int64_t* extra,
+                               const Schedule& s) {
   constexpr uint32_t kNoHub = ~0u;
-  const int32_t n = s.num_replicas(x);
+  const int32_t n = s.num_replicas(x), skip = left_out(domain, s, x), last = n - skip;
   const uint32_t total = static_cast<uint32_t>(n - 1) * static_cast<uint32_t>(kEgressUnit);
   int32_t rank[kNarrowHubs];
   int64_t* const egress = s.egress;
   uint32_t others[kNarrowHubs], below = 0, level;
-  find_ranks(s, x, n, rank);
+  find_ranks(s, x, skip, last, rank);
+  if (skip > 0) *extra++ = 0;
   UEC_UNROLLED
   for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
     others[hub] = static_cast<uint32_t>(egress[rank[hub]]);
   if (!first_time) {
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
-      others[hub] -= static_cast<uint32_t>(extra[min32(hub, n)]);
+      others[hub] -= static_cast<uint32_t>(extra[min32(hub, last)]);
   }
   UEC_UNROLLED
   for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
-    below += hub <= n ? others[hub] : 0;
-    others[hub] = hub <= n ? others[hub] : kNoHub;
+    below += hub <= last ? others[hub] : 0;
+    others[hub] = hub <= last ? others[hub] : kNoHub;
   }
   uint64_t filled;
-  for (uint32_t num_below = static_cast<uint32_t>(n) + 1;;) {
+  for (uint32_t num_below = static_cast<uint32_t>(last) + 1;;) {
     level = (total + below) / num_below;
     below = num_below = 0;
     UEC_UNROLLED
@@ -296,44 +308,45 @@ UEC_HD inline void fill_narrow(int32_t x, bool first_time, int64_t* extra, const
     const bool fits = others[hub] <= level;
     const uint32_t added = (fits ? level - others[hub] : 0) + (fits && left > 0);
     left -= fits;
-    if (hub > n) continue;
+    if (hub > last) continue;
     extra[hub] = static_cast<int64_t>(added);
     egress[rank[hub]] = static_cast<int64_t>(others[hub] + added);
   }
 }
 
 template <class Team>
-UEC_STEP void fill_level(Team team, int32_t level, bool first_time, const ScheduleScratch& scratch,
-                         const Schedule& s) {
+UEC_STEP void fill_level(Team team, const int32_t* domain, int32_t level, bool first_time,
+                         const ScheduleScratch& scratch, const Schedule& s) {
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size())
     if (scratch.count[x] == level && !is_wide(s.num_replicas(x)))
-      fill_narrow(x, first_time, scratch.extra + s.first[x] + x, s);
+      fill_narrow(x, domain, first_time, scratch.extra + s.first[x] + x, s);
   team.sync();  // the next level may have the same hubs
 }
 
 // In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-[[gnu::noinline]] UEC_STEP void fill_wide(Team team, int32_t num_wide, bool first_time,
-                                          const ScheduleScratch& arrays, const Schedule& schedule) {
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const int32_t* domain, int32_t num_wide,
+                                          bool first_time, const ScheduleScratch& arrays,
+                                          const Schedule& schedule) {
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
   UEC_ROLLED
   for (int32_t i = 0; i < num_wide; ++i) {
-    const Filling filling = filling_of(team, s, scratch.order[i], scratch.extra);
+    const Filling filling = filling_of(team, domain, s, scratch.order[i], scratch.extra);
     fill_expert<Units>(team, filling, first_time, s);
   }
 }
 
 template <class Units, class Team>
-UEC_HD void fill_experts(Team team, int32_t passes, int32_t num_wide, int32_t num_levels,
-                         const ScheduleScratch& scratch, const Schedule& s) {
+UEC_HD void fill_experts(Team team, const int32_t* domain, int32_t passes, int32_t num_wide,
+                         int32_t num_levels, const ScheduleScratch& scratch, const Schedule& s) {
   UEC_ROLLED
   for (int32_t pass = 0; pass < passes; ++pass) {
-    if (num_wide > 0) fill_wide<Units>(team, num_wide, pass == 0, scratch, s);
+    if (num_wide > 0) fill_wide<Units>(team, domain, num_wide, pass == 0, scratch, s);
     UEC_ROLLED
     for (int32_t level = 1; team.size() > 1 && level <= num_levels; ++level)
-      fill_level(team, level, pass == 0, scratch, s);
+      fill_level(team, domain, level, pass == 0, scratch, s);
   }
 }
 
@@ -433,10 +446,11 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, cons
   // Where none of them share a rank, a second pass would change nothing.
   int32_t passes = shape.chained ? 4 : 2;
   if (num_levels == 1) passes = 1;
+  const int32_t* const domain = shape.relays ? t.domain : nullptr;
   if (shape.num_replicas < detail::kNearReplicas)
-    detail::fill_experts<uint32_t>(team, passes, num_wide, num_levels, scratch, schedule);
+    detail::fill_experts<uint32_t>(team, domain, passes, num_wide, num_levels, scratch, schedule);
   else
-    detail::fill_experts<uint64_t>(team, passes, num_wide, num_levels, scratch, schedule);
+    detail::fill_experts<uint64_t>(team, domain, passes, num_wide, num_levels, scratch, schedule);
   detail::set_boundaries(team, num_groups, num_wide, scratch, schedule);
 }
 

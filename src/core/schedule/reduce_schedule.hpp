@@ -96,7 +96,7 @@ UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
                            const int32_t* slot_expert, const int32_t* quota, int32_t mode,
                            const CostModel& cost, const ScheduleScratch& scratch, PlanShape* shape,
                            Schedule& s) {
-  const PlanShape own = collect_replicas(team, t, slot_expert, SlotsWithTokens{quota}, scratch, s);
+  const PlanShape own = collect_entries(team, t, slot_expert, SlotsWithTokens{quota}, scratch, s);
   if (team.leader()) *shape = own;
   choose_sums(team, t, tiles, own, mode, cost, s);
 }

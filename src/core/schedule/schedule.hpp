@@ -7,6 +7,13 @@
 // to the bound of any schedule: each replicated expert leaves its source once and each slot is
 // filled once. All integers, so that every rank computes the same bytes.
 //
+// Where plans may cross domains, whose links are slower than those inside, an expert crosses once
+// for each domain that needs it, and is handed on inside. An entry of the schedule is then an
+// expert and one of the domains that its replicas lie in, and an expert may have several. The
+// source is in that domain if anyone there holds the expert. Otherwise the entry is foreign: with
+// several replicas these alone are hubs, and the source sends each range once, to its hub. Only if
+// sources are to do all the work (kDirect) do they send a foreign entry once for every replica.
+//
 // A team (team.hpp) of any size computes it, with the same result. The members share what is
 // written: the arrays, and the Schedule itself, whose scalars the leader writes. The members have
 // synchronised before each of these functions, and synchronise at its end. All members get the same
@@ -26,6 +33,7 @@ inline constexpr int64_t kEgressUnit = 1 << 16;
 
 // Which of a plan's filled slots a call takes. Null: all.
 struct SlotsToFill {
+  static constexpr bool kByDomain = true;  // see collect_entries()
   // [G][S] what slots hold since earlier calls, -1: nothing. A slot that already holds what the
   // plan has there is left out, and may be a source.
   const int32_t* resident = nullptr;
@@ -34,11 +42,13 @@ struct SlotsToFill {
   }
 };
 struct SlotsWithTokens {
+  static constexpr bool kByDomain = false;
   static constexpr const int32_t* resident = nullptr;
   const int32_t* quota = nullptr;  // [G][S]
   UEC_HD bool takes(int32_t at, int32_t) const { return quota == nullptr || quota[at] != 0; }
 };
 struct AllSlots {
+  static constexpr bool kByDomain = true;
   static constexpr const int32_t* resident = nullptr;
   UEC_HD static constexpr bool takes(int32_t, int32_t) { return true; }
 };
@@ -50,12 +60,13 @@ struct Sender {
   int32_t slot;
 };
 
-// Capacities: R = num_ranks * slots_per_rank replicas, X = min(num_experts, R) replicated experts.
-// Replicas of an expert stand in ascending rank order; its hubs are the source and then the
-// replicas, and hub i owns groups [boundary[i], boundary[i + 1]) counted from boundaries(x).
+// Capacities: R = num_ranks * slots_per_rank replicas, X = min(num_experts, R) entries; where plans
+// may cross D domains, X = min(num_experts * D, R). Replicas of an entry stand in ascending rank
+// order; its hubs are the source and then the replicas, and hub i owns groups [boundary[i],
+// boundary[i + 1]) counted from boundaries(x).
 struct Schedule {
   Mode mode = Mode::kDirect;
-  int32_t num_experts = 0;          // X: replicated experts, by ascending id
+  int32_t num_experts = 0;          // X: entries, by ascending id of the expert, then by domain
   int32_t* expert = nullptr;        // [X]
   int32_t* first = nullptr;         // [X + 1] into replica_rank and replica_slot
   int32_t* replica_rank = nullptr;  // [R]
@@ -69,23 +80,34 @@ struct Schedule {
   UEC_HD const int32_t* boundaries(int32_t x) const { return boundary + first[x] + 2 * x; }
 };
 
-// What the shape of a plan costs, before any mode is chosen. Counts are in experts.
+// What the shape of a plan costs, before any mode is chosen. Counts are in experts, once for each
+// of their entries.
 struct PlanShape {
   int32_t num_replicas = 0;
-  int32_t max_exports = 0;  // max over ranks of distinct replicated experts sent from there
+  int32_t max_exports = 0;  // max over ranks of entries sent from there
   int32_t max_imports = 0;  // max over ranks of slots to fill
-  int32_t max_fanout = 0;   // max over experts of replicas
+  int32_t max_fanout = 0;   // max over entries of replicas
   bool chained = false;     // some rank both exports and imports
+  bool relays = false;      // some foreign entry has several replicas
 };
 
 struct ScheduleScratch {
-  int32_t* count = nullptr;    // [E + 1]; from the filling on, by replicated expert: its level
-  int32_t* exports = nullptr;  // [G] distinct replicated experts sent from there
-  int32_t* order = nullptr;    // [X] experts by descending replicas, then id
-  int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per expert and hub
+  int32_t* count = nullptr;    // [max(E, X) + 1]; from the filling on, by entry: its level
+  int32_t* exports = nullptr;  // [G] entries sent from there
+  int32_t* order = nullptr;    // [X] entries by descending replicas, then as they stand
+  int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per entry and hub
 };
 
 namespace detail {
+
+// The domain that an entry's replicas lie in.
+UEC_HD inline int32_t domain_of(const int32_t* domain, const Schedule& s, int32_t x) {
+  return domain[s.replica_rank[s.first[x]]];
+}
+// Whether its source lies in another one.
+UEC_HD inline bool is_foreign(const int32_t* domain, const Schedule& s, int32_t x) {
+  return domain[s.source[x].rank] != domain_of(domain, s, x);
+}
 
 // Has collected experts sent from slots that hold them where that takes load off other ranks.
 //
@@ -94,7 +116,10 @@ namespace detail {
 // another holder, the one with the least load, if that is at most its source's without it: to the
 // home before slots, and to the first of these. Steps sideways, and a second pass, let one expert
 // make room for another. Returns the most that a rank sends.
-template <class Team>
+//
+// `kSplit`: these are entries, split by domain. If any holders lie in an entry's domain, the others
+// are none; and if the home is not among them, the first step is taken whatever their load.
+template <bool kSplit, class Team>
 UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32_t* slot_expert,
                                 const int32_t* resident, int32_t num_experts,
                                 const ScheduleScratch& arrays, const Schedule& schedule) {
@@ -105,9 +130,13 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
   const int32_t slots = t.slots_per_rank, num_slots = t.num_ranks * slots;
   auto* const is_held = reinterpret_cast<uint8_t*>(scratch.order);  // [X] both are free until hubs
   auto* const load = reinterpret_cast<int32_t*>(s.egress);          // [G] are assigned
+  uint8_t* const is_near = is_held + num_experts;                   // [X] by a slot in the domain
   team.sync();                                                      // exports are counted
   UEC_ROLLED
-  for (int32_t x = team.index(); x < num_experts; x += team.size()) is_held[x] = 0;
+  for (int32_t x = team.index(); x < num_experts; x += team.size()) {
+    is_held[x] = 0;
+    if constexpr (kSplit) is_near[x] = 0;
+  }
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
     load[r] = 2 * scratch.exports[r];
@@ -123,8 +152,18 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
   };
   UEC_ROLLED
   for (int32_t at = team.index(); at < num_slots; at += team.size()) {
-    const int32_t x = find(slot_expert[at]);
+    int32_t x = find(slot_expert[at]);
     if (x < 0) continue;
+    if constexpr (kSplit) {
+      const int32_t e = slot_expert[at], domain = t.domain[at / slots];
+      UEC_ROLLED
+      for (int32_t y = x; keeps(at) && y < num_experts && s.expert[y] == e; ++y) {
+        team.set(&is_held[y]);
+        if (domain_of(t.domain, s, y) == domain) team.set(&is_near[y]);
+      }
+      if (keeps(at)) continue;
+      while (domain_of(t.domain, s, x) != domain) ++x;
+    }
     if (keeps(at))
       team.set(&is_held[x]);
     else if (s.num_replicas(x) > 1)
@@ -136,15 +175,26 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     const int32_t x = i < num_experts ? i : i - num_experts;
     if (!is_held[x]) continue;
     const int32_t e = s.expert[x], home = t.home[e], source = s.source[x].rank;
+    int32_t domain = 0;
+    bool is_native = false;  // it has holders in its domain, and no others
+    bool may_stay = true;    // with its source
+    if constexpr (kSplit) {
+      domain = domain_of(t.domain, s, x);
+      is_native = is_near[x] != 0 || t.domain[home] == domain;
+      may_stay = !is_native || t.domain[source] == domain;
+    }
+    const auto is_far = [&](int32_t rank) {
+      return kSplit && is_native && t.domain[rank] != domain;
+    };
     auto least = kNone, first = kNone;  // 0: the home, and behind it the slots
-    if (home != source) {
+    if (home != source && !is_far(home)) {
       least = static_cast<uint32_t>(load[home]);
       first = 0;
     }
     UEC_ROLLED
     for (int32_t at = team.index(); at < num_slots; at += team.size()) {
       const int32_t rank = at / slots;
-      if (resident[at] != e || !keeps(at) || rank == source) continue;
+      if (resident[at] != e || !keeps(at) || rank == source || is_far(rank)) continue;
       const auto own = static_cast<uint32_t>(load[rank]);
       if (own >= least) continue;
       least = own;
@@ -152,7 +202,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     }
     const uint32_t lowest = team.lowest(least);
     first = team.lowest(least == lowest ? first : kNone);
-    if (team.leader() && lowest != kNone && static_cast<int32_t>(lowest) <= load[source] - 2) {
+    if (team.leader() && lowest != kNone &&
+        (!may_stay || static_cast<int32_t>(lowest) <= load[source] - 2)) {
       const auto at = static_cast<int32_t>(first) - 1;
       const int32_t rank = first == 0 ? home : at / slots;
       s.source[x] = {rank, first == 0 ? kMainSlot : at - rank * slots};
@@ -172,7 +223,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
 
 }  // namespace detail
 
-// Collects the replicas of each expert. For a team of one the plan has been validated, and it
+// Collects the replicas of each expert. If plans may cross domains, a transfer's sources are still
+// to be chosen: see collect_entries(). For a team of one the plan has been validated, and it
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team, class Slots>
@@ -262,9 +314,9 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     s.source[i] = {home, kMainSlot};
     max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
   }
-  if (choice.resident != nullptr)
-    max_exports = detail::choose_sources(team, t, slot_expert, choice.resident, num_experts,
-                                         scratch, schedule);
+  if (choice.resident != nullptr && !t.allow_cross_domain)
+    max_exports = detail::choose_sources<false>(team, t, slot_expert, choice.resident, num_experts,
+                                                scratch, schedule);
   shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
   bool chained = false;
   UEC_ROLLED
@@ -285,6 +337,98 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     }
   }
   shape.chained = team.count(chained).all > 0;
+  return shape;
+}
+
+// Where plans may cross domains: splits each collected expert into an entry for each domain that
+// its replicas lie in, in the order of their numbers, and chooses the sources. `before`: what
+// collect_replicas() has returned.
+template <class Team, class Slots>
+UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const int32_t* slot_expert,
+                                   Slots choice, const PlanShape& before,
+                                   const ScheduleScratch& arrays, Schedule& schedule) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
+  const Schedule s = schedule;
+  PlanShape shape;
+  const int32_t num_replicas = shape.num_replicas = before.num_replicas;
+  shape.max_imports = before.max_imports;
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
+    const int32_t begin = s.first[x], end = s.first[x + 1];
+    // In order already, where domains are runs of ranks.
+    UEC_ROLLED
+    for (int32_t i = begin + 1; i < end; ++i) {
+      const int32_t rank = s.replica_rank[i], slot = s.replica_slot[i];
+      int32_t to = i;
+      UEC_ROLLED
+      for (; to > begin && t.domain[s.replica_rank[to - 1]] > t.domain[rank]; --to) {
+        s.replica_rank[to] = s.replica_rank[to - 1];
+        s.replica_slot[to] = s.replica_slot[to - 1];
+      }
+      s.replica_rank[to] = rank;
+      s.replica_slot[to] = slot;
+    }
+  }
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) scratch.exports[r] = 0;
+  team.sync();
+  const auto expert_at = [&](int32_t i) {
+    return slot_expert[s.replica_rank[i] * t.slots_per_rank + s.replica_slot[i]];
+  };
+  int32_t num_entries = 0;
+  UEC_ROLLED
+  for (int32_t begin = 0; begin < num_replicas; begin += team.size()) {
+    const int32_t i = begin + team.index();
+    bool is_first = i == 0;
+    if (i > 0 && i < num_replicas)
+      is_first = expert_at(i) != expert_at(i - 1) ||
+                 t.domain[s.replica_rank[i]] != t.domain[s.replica_rank[i - 1]];
+    const Counted counted = team.count(is_first);
+    if (is_first) {
+      s.expert[num_entries + counted.before] = expert_at(i);
+      s.first[num_entries + counted.before] = i;
+    }
+    num_entries += counted.all;
+  }
+  if (team.leader()) {
+    schedule.num_experts = num_entries;
+    s.first[num_entries] = num_replicas;
+  }
+  team.sync();
+  int32_t max_exports = 0, max_fanout = 0;
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < num_entries; x += team.size()) {
+    const int32_t home = t.home[s.expert[x]];
+    s.source[x] = {home, kMainSlot};
+    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
+    max_fanout = max32(max_fanout, s.num_replicas(x));
+  }
+  if (choice.resident != nullptr)
+    max_exports = detail::choose_sources<true>(team, topology, slot_expert, choice.resident,
+                                               num_entries, arrays, schedule);
+  shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
+  shape.max_fanout = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_fanout)));
+  bool sends = false, relays = false;
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < num_replicas; i += team.size())
+    sends |= scratch.exports[s.replica_rank[i]] > 0;
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < num_entries; x += team.size())
+    relays |= s.num_replicas(x) > 1 && detail::is_foreign(t.domain, s, x);
+  shape.chained = team.count(sends).all > 0;
+  shape.relays = team.count(relays).all > 0;
+  return shape;
+}
+
+// Collects the entries of a transfer, or the experts of a reduction. The latter are not split: the
+// order of sums, and with it every bit, does not depend on domains.
+template <class Team, class Slots>
+UEC_HD PlanShape collect_entries(Team team, const Topology& t, const int32_t* slot_expert,
+                                 Slots choice, const ScheduleScratch& scratch, Schedule& schedule) {
+  PlanShape shape = collect_replicas(team, t, slot_expert, choice, scratch, schedule);
+  if (Slots::kByDomain && t.allow_cross_domain)
+    shape = split_by_domain(team, t, slot_expert, choice, shape, scratch, schedule);
   return shape;
 }
 

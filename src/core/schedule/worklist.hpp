@@ -18,8 +18,9 @@ struct Destination {
   int32_t slot;
 };
 
-// Everything this rank sends of one expert: groups in a row. When the last of them has been
-// delivered, `done` is published to each destination in [done_first, done_first + done_count).
+// Everything this rank sends of one entry of the schedule: groups in a row. When the last of them
+// has been delivered, `done` is published to each destination in [done_first, done_first +
+// done_count).
 struct Task {
   int32_t expert;
   int32_t num_groups;  // over all pieces
@@ -69,7 +70,8 @@ struct Reduction {
 };
 
 // Capacities, with R replicas in the plan and M mains on this rank: tasks M + S, pieces M + R + S,
-// reductions M + R + 2 S, destinations and expected R + S * G.
+// reductions M + R + 2 S, destinations and expected R + S * G. Where plans may cross D domains,
+// tasks are at most (M + S) * D, and at most the larger of M + S and G * S.
 struct Worklist {
   int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
   Task* tasks = nullptr;
@@ -217,8 +219,8 @@ struct WorklistBuilder {
   }
 };
 
-// Calls of_source(x) for each replicated expert of the schedule whose source is `rank`, and
-// of_replica(x, i) for its replica at index i there: by ascending expert.
+// Calls of_source(x) for each entry of the schedule whose source is `rank`, and of_replica(x, i)
+// for its replica at index i there: by ascending entry.
 template <class Team, class OfSource, class OfReplica>
 UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&& of_source,
                           OfReplica&& of_replica) {

@@ -17,14 +17,22 @@ struct Capacity {
   int32_t num_segments = 0;
   int32_t num_grad_segments = 0;
   int32_t num_banks = 1;
+  int32_t num_domains = 1;  // that plans may cross
 
   UEC_HD int64_t replicas() const { return static_cast<int64_t>(num_ranks) * slots_per_rank; }
+  UEC_HD int64_t entries() const {  // of a schedule
+    return min64(static_cast<int64_t>(num_experts) * num_domains, replicas());
+  }
   UEC_HD int64_t pieces() const { return num_mains + replicas() + slots_per_rank; }
   UEC_HD int64_t reductions() const {  // where slots hold gradients
     return num_grad_segments > 0 ? pieces() + slots_per_rank : 0;
   }
   UEC_HD int64_t striped() const { return max64(pieces(), reductions()); }
-  UEC_HD int64_t tasks() const { return num_mains + slots_per_rank; }
+  // A rank sends what it has once for each domain, and fills its own slots.
+  UEC_HD int64_t tasks() const {
+    const int64_t instances = num_mains + slots_per_rank;
+    return min64(instances * num_domains, max64(instances, replicas()));
+  }
   UEC_HD int64_t tiled_segments() const { return max64(num_segments, num_grad_segments); }
 };
 

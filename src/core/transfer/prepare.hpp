@@ -23,7 +23,7 @@ struct ScheduleArrays {
   // As CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, const Capacity& c, ScheduleArrays* arrays) {
     ScratchCutter cutter(base);
-    const int64_t replicas = c.replicas(), experts = min64(c.num_experts, replicas);
+    const int64_t replicas = c.replicas(), experts = c.entries();
     Schedule& s = arrays->schedule;
     ScheduleScratch& scratch = arrays->scratch;
     s.egress = cutter.take<int64_t>(c.num_ranks);
@@ -33,7 +33,7 @@ struct ScheduleArrays {
     s.replica_rank = cutter.take<int32_t>(replicas);
     s.replica_slot = cutter.take<int32_t>(replicas);
     s.boundary = cutter.take<int32_t>(replicas + 2 * experts);
-    scratch.count = cutter.take<int32_t>(c.num_experts + 1);
+    scratch.count = cutter.take<int32_t>(max64(c.num_experts, experts) + 1);
     scratch.exports = cutter.take<int32_t>(c.num_ranks);
     scratch.order = cutter.take<int32_t>(experts);
     s.source = cutter.take<Sender>(experts);
@@ -178,8 +178,8 @@ UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         Call* call) {
   if (team.leader())
     fill_segments(group, args, arrays, call);  // members meet before they look at it
-  const PlanShape own = collect_replicas(team, group.topology, args.slot_expert, args.slots(),
-                                         work.scratch, work.schedule);
+  const PlanShape own = collect_entries(team, group.topology, args.slot_expert, args.slots(),
+                                        work.scratch, work.schedule);
   if (team.leader()) *shape = own;
   fill_call(team, group, args, own, work, call);
   return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,

@@ -216,6 +216,23 @@ UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, int
   if (Warp::leader()) made.digest = digest;
 }
 
+// By a warp, once the plan has been checked: what is particular to groups whose plans may cross
+// domains.
+template <bool kBanked>
+UEC_APART void split_plan(const RankState& known, int32_t bank, PrepareShared& made) {
+  ScheduleArrays& work = made.arrays.schedule;
+  PlanShape shape;
+  if constexpr (kBanked)
+    shape = split_by_domain(Warp{}, made.tables.topology, made.args.slot_expert,
+                            SlotsToFill{bank_of(known, bank).resident}, made.shape, work.scratch,
+                            work.schedule);
+  else
+    shape = split_by_domain(Warp{}, made.tables.topology, made.args.slot_expert, AllSlots{},
+                            made.shape, work.scratch, work.schedule);
+  if (Warp::leader()) made.shape = shape;
+  Warp::sync();
+}
+
 // By all threads: makes the call in shared memory, where `made` is. A refusal has its reason in
 // `seen`, in all threads of the warp that has found it, and `prepared` is false.
 template <Operation kOperation, bool kBanked>
@@ -240,9 +257,12 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
   ptx::sync_block();
   if (!prepared) return refusal;
   if (is_last) digest_plan<kOperation, kBanked>(known, device, launch.bank, made);
-  if (warp == 0)
+  if (warp == 0) {
+    if (kOperation != Operation::kReduce && known.allow_cross_domain != 0)
+      split_plan<kBanked>(known, launch.bank, made);
     fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.shape, made.arrays.schedule,
               &made.call);
+  }
   ptx::sync_block();
   Wait missing;
   if (warp != 0) return missing;

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "core/schedule/cost.hpp"
 #include "core/schedule/schedule.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
@@ -12,6 +13,24 @@ namespace {
 
 using uec::kEgressUnit;
 using uec::Mode;
+
+// Of entry x's replicas; of the group, if plans stay inside domains.
+int32_t domain_of(const PlanCase& c, const uec::Schedule& s, int32_t x) {
+  return c.allow_cross_domain ? c.domain[s.replica_rank[s.first[x]]] : 0;
+}
+bool is_foreign(const PlanCase& c, const uec::Schedule& s, int32_t x) {
+  return c.allow_cross_domain && c.domain[s.source[x].rank] != domain_of(c, s, x);
+}
+
+// Whether a rank of `domain` has the expert, and keeps it.
+bool is_held_in(const PlanCase& c, int32_t expert, int32_t domain) {
+  if (c.domain[c.home[expert]] == domain) return true;
+  for (size_t at = 0; at < c.resident.size(); ++at)
+    if (c.slot_expert[at] == expert && !c.moves(at) &&
+        c.domain[static_cast<int32_t>(at) / c.slots_per_rank] == domain)
+      return true;
+  return false;
+}
 
 void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   const uec::Schedule& s = a.schedule;
@@ -22,9 +41,14 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   CHECK_EQ(a.shape.num_replicas, c.num_replicas());
   std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks);
   int32_t max_fanout = 0;
+  bool relays = false;
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    CHECK(x == 0 || s.expert[x - 1] < s.expert[x]);
+    const int32_t domain = domain_of(c, s, x);
+    CHECK(x == 0 || s.expert[x - 1] < s.expert[x] ||
+          (s.expert[x - 1] == s.expert[x] && domain_of(c, s, x - 1) < domain));
     CHECK(s.num_replicas(x) > 0);
+    CHECK(!is_foreign(c, s, x) || !is_held_in(c, s.expert[x], domain));
+    relays |= is_foreign(c, s, x) && s.num_replicas(x) > 1;
     max_fanout = std::max(max_fanout, s.num_replicas(x));
     const int32_t source = s.source[x].rank;
     if (s.source[x].slot == uec::kMainSlot) {
@@ -36,6 +60,7 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
     ++exports[source];
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       CHECK(i == s.first[x] || s.replica_rank[i - 1] < s.replica_rank[i]);
+      if (c.allow_cross_domain) CHECK_EQ(c.domain[s.replica_rank[i]], domain);
       CHECK_EQ(slot(s.replica_rank[i], s.replica_slot[i]), s.expert[x]);
       CHECK(c.moves(s.replica_rank[i] * c.slots_per_rank + s.replica_slot[i]));
       ++imports[s.replica_rank[i]];
@@ -47,6 +72,7 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   CHECK_EQ(a.shape.max_imports, *std::max_element(imports.begin(), imports.end()));
   CHECK_EQ(a.shape.max_fanout, max_fanout);
   CHECK_EQ(a.shape.chained, chained);
+  CHECK_EQ(a.shape.relays, relays);
 }
 
 void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const ScheduleArrays& a) {
@@ -61,7 +87,10 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
     CHECK_EQ(bounds[0], 0);
     CHECK_EQ(bounds[n + 1], groups);
     for (int32_t hub = 0; hub <= n; ++hub) CHECK(bounds[hub] <= bounds[hub + 1]);
-    if (n == 1 || mode == Mode::kDirect) CHECK_EQ(bounds[1], groups);  // the source alone
+    if (n == 1 || mode == Mode::kDirect)
+      CHECK_EQ(bounds[1], groups);  // the source alone
+    else if (is_foreign(c, s, x))
+      CHECK_EQ(bounds[1], 0);  // each group crosses to one replica
     implied[source] += kEgressUnit;
     if (n == 1 || groups == 0) continue;
     if (mode != Mode::kDirect) {  // each boundary is the nearest to its hubs' shares
@@ -99,7 +128,8 @@ void check_case(const PlanCase& c, const uec::TileMap& tiles) {
     const int64_t busiest = *std::max_element(a.egress.begin(), a.egress.end());
     if (mode == Mode::kDirect)
       busiest_direct = busiest;
-    else  // a fill moves egress to the emptiest ranks; units that do not divide cost one each
+    else if (!a.shape.relays)  // where a foreign source, however idle, is not to send all copies
+      // A fill moves egress to the emptiest ranks; units that do not divide cost one each.
       CHECK(busiest <= busiest_direct + 4 * a.shape.num_replicas);
     const ScheduleArrays again(c, tiles, mode);
     CHECK(a.boundary == again.boundary && a.egress == again.egress);
@@ -144,10 +174,52 @@ void check_sources() {
   CHECK_EQ(a.shape.num_replicas, 5);
 }
 
+// An expert crosses to a domain once, unless somebody there has it, and each replica gets a part.
+void check_domains() {
+  const Tiles tiles({6 << 20}, 32 << 10);  // 192 groups of a tile
+  PlanCase c = make_group(7, 7, 2);
+  c.domain = {4, 2, 2, 2, 4, 3, 3};
+  c.allow_cross_domain = true;
+  c.resident = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, -1, -1, -1};
+  c.slot_expert = {-1, -1, 0, -1, -1, 0, 0, -1, 0, -1, 0, -1, 0, -1};
+  const ScheduleArrays a(c, tiles.map(), Mode::kPull);
+  const uec::Schedule& s = a.schedule;
+  CHECK_EQ(s.num_experts, 3);  // of one expert
+  for (int32_t x = 0; x < 3; ++x) CHECK_EQ(s.expert[x], 0);
+  const int32_t first[] = {0, 3, 4, 5}, ranks[] = {1, 2, 3, 6, 4}, slots[] = {0, 1, 0, 0, 0};
+  for (int32_t x = 0; x <= 3; ++x) CHECK_EQ(s.first[x], first[x]);
+  for (int32_t i = 0; i < 5; ++i) {
+    CHECK_EQ(s.replica_rank[i], ranks[i]);
+    CHECK_EQ(s.replica_slot[i], slots[i]);
+  }
+  CHECK_EQ(s.source[1].rank, 5);  // has it, in domain 3
+  CHECK_EQ(s.source[1].slot, 0);
+  CHECK_EQ(s.source[2].rank, 0);  // inside its own domain
+  CHECK_EQ(s.source[0].rank, 0);  // domain 2 has none; ranks 0 and 5 have as much to do
+  for (int32_t hub = 0; hub <= 4; ++hub) CHECK_EQ(s.boundaries(0)[hub], 64 * std::max(hub - 1, 0));
+  CHECK_EQ(a.egress[0], 2 * kEgressUnit);
+  CHECK(a.shape.relays && !a.shape.chained);
+  CHECK_EQ(a.shape.max_fanout, 3);
+  CHECK_EQ(a.shape.max_exports, 2);
+
+  // By cost it would be direct, where a second hop takes so long.
+  const uec::CostModel cost{.store_per_kib = 1, .hop = int64_t{1} << 40};
+  for (const bool may_pull : {true, false}) {
+    ScheduleArrays chosen(c, tiles.map(), Mode::kDirect);
+    const uec::ScheduleScratch scratch{chosen.count.data(), chosen.exports.data(),
+                                       chosen.order.data(), chosen.extra.data()};
+    uec::choose_hubs(uec::Alone{}, c.topology(), tiles.map(), chosen.shape, -1, may_pull, cost,
+                     scratch, chosen.schedule);
+    CHECK(chosen.schedule.mode == (may_pull ? Mode::kPull : Mode::kPush));
+    CHECK(chosen.boundary == a.boundary && chosen.egress == a.egress);
+  }
+}
+
 }  // namespace
 
 int main() {
   check_sources();
+  check_domains();
   check_single_expert();
   Random random(11);
   const Tiles large({3 << 20, 1 << 20}, 32 << 10), small({1, 3}, 32 << 10);

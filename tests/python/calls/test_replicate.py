@@ -77,6 +77,7 @@ def _all_modes(rank: int, process_group: Any, num_experts: int, slots: int, opti
         (8, 8, 1, {}),
         (8, 3, 2, {}),  # ranks without mains
         (4, 6, 0, {}),  # no slots
+        (8, 13, 2, {"domains": [0, 0, 0, 4, 4, 4, 4, 1], "allow_cross_domain": True}),
     ],
 )
 def test_every_mode_moves_every_byte(
@@ -90,9 +91,11 @@ def test_every_mode_moves_every_byte(
 # ---- hubs forward in their own process --------------------------------------------------------
 
 
-def _stored(rank: int, process_group: Any) -> Any:
+def _stored(rank: int, process_group: Any, domains: list[int] | None) -> Any:
     bytes_stored = {}
-    with _group(process_group, 16, 2, expert={"w": Segment((1 << 20,), torch.uint8)}) as group:
+    options = {"domains": domains, "allow_cross_domain": domains is not None}
+    expert = {"w": Segment((1 << 20,), torch.uint8)}
+    with _group(process_group, 16, 2, expert=expert, **options) as group:
         weights = group.empty_weights()
         for mode in ("push", "pull", "direct"):
             for i, plan in enumerate(_plans(group.num_ranks, 16, 2)):
@@ -102,9 +105,12 @@ def _stored(rank: int, process_group: Any) -> Any:
     return bytes_stored
 
 
-def test_each_rank_stores_what_the_schedule_gives_it(ranks: RankPool) -> None:
+@pytest.mark.parametrize("domains", [None, [0, 0, 0, 4, 4, 4, 4, 1]], ids=["one", "three"])
+def test_each_rank_stores_what_the_schedule_gives_it(
+    ranks: RankPool, domains: list[int] | None
+) -> None:
     num_ranks, tile = 8, HOST_TILE_BYTES
-    stored = ranks.run(num_ranks, _stored)
+    stored = ranks.run(num_ranks, _stored, domains)
     home = contiguous_home(16, num_ranks)
     for mode in ("push", "pull", "direct"):
         for i, plan in enumerate(_plans(num_ranks, 16, 2)):
@@ -114,6 +120,7 @@ def test_each_rank_stores_what_the_schedule_gives_it(ranks: RankPool) -> None:
                 segment_bytes=[1 << 20],
                 tile_bytes=tile,
                 mode=mode,
+                domain=domains,
             )
             expected = np.zeros(num_ranks, np.int64)
             for x in range(s.num_experts):

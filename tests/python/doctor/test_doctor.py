@@ -456,6 +456,7 @@ def test_auto_is_decided_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", "nvshmem", "no NVSHMEM here"),
         ("cuda", "torch", ""),
         ("host", "shm", ""),
+        ("c10d", "none", ""),
     ]
     assert found[1].found[1] == "memory"
     assert [w.fabric for w in make.find_ways("cuda", "auto")] == ["nvshmem", "torch"]

@@ -43,10 +43,19 @@ import ultraep_comm as uec
 from ultraep_comm import errors
 
 
-def _walk_in_process(rank: int, process_group: dist.ProcessGroup, seed: int) -> list[int]:
+def _walk_in_process(
+    rank: int, process_group: dist.ProcessGroup, seed: int, domains: list[int] | None
+) -> list[int]:
     num_ranks, moved = process_group.size(), []
     with uec.new_group(
-        process_group, num_experts=E, slots_per_rank=S, expert=MIXED, banks=2, timeout=30.0
+        process_group,
+        num_experts=E,
+        slots_per_rank=S,
+        expert=MIXED,
+        domains=domains,
+        allow_cross_domain=domains is not None,
+        banks=2,
+        timeout=30.0,
     ) as group:
         weights, now = make_weights(group), -1
         calls = walk(seed, num_ranks, 15)
@@ -61,10 +70,12 @@ def _walk_in_process(rank: int, process_group: dist.ProcessGroup, seed: int) -> 
     return moved
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_banks_across_processes(ranks: RankPool, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed, domains", [(0, None), (1, None), (2, None), (2, [1, 0, 0, 1]), (3, [0, 0, 0, 1, 1])]
+)
+def test_banks_across_processes(ranks: RankPool, seed: int, domains: list[int] | None) -> None:
     num_ranks = 2 + seed
-    moved = ranks.run(num_ranks, _walk_in_process, seed)
+    moved = ranks.run(num_ranks, _walk_in_process, seed, domains)
     expected = [count for _, count in expected_slots(walk(seed, num_ranks, 15))]
     assert [sum(of_call) for of_call in zip(*moved, strict=True)] == [
         count * EXPERT_BYTES for count in expected

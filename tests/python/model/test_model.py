@@ -137,15 +137,22 @@ def test_every_byte_once_and_never_below_the_bound(
         assert (found.time_us > 0) == bool(moved.any())
 
 
-@given(plans_on_residents(), st.sampled_from([[600_000], [40_000, 300_001, 7]]))
-@settings(max_examples=cases(40, 200))
+@given(
+    plans_on_residents(),
+    st.sampled_from([[600_000], [40_000, 300_001, 7]]),
+    st.sampled_from([72, 2, 3]),
+)
+@settings(max_examples=cases(60, 200))
 def test_ranks_send_what_the_schedule_says(
-    case: tuple[Plan, list[list[int]] | None], segments: list[int]
+    case: tuple[Plan, list[list[int]] | None], segments: list[int], domain_size: int
 ) -> None:
     """Groups of the schedule, counted here: sent by the hub, and to the hub by the source."""
     plan, residents = case
     tile = NVL72.tile_bytes
-    for mode in MODES:
+    machine = dataclasses.replace(NVL72, domain_size=domain_size, cross_gbps=71.0)
+    domain = np.arange(len(plan.slot_expert)) // domain_size
+    crosses = (domain != domain[0]).any()
+    for mode in [mode for mode in MODES if mode != "pull" or not crosses]:
         made = schedule.make_schedule(
             plan.slot_expert,
             home=plan.home,
@@ -153,6 +160,7 @@ def test_ranks_send_what_the_schedule_says(
             tile_bytes=tile,
             mode=mode,
             residents=residents,
+            domain=domain,
         )
         tiles = [min(tile, size - at) for size in segments for at in range(0, size, tile)]
         sent = np.zeros(plan.slot_expert.shape[0], np.int64)
@@ -164,7 +172,7 @@ def test_ranks_send_what_the_schedule_says(
                 size = sum(tiles[begin:end])
                 sent[rank] += size * (len(ranks) if i == 0 else len(ranks) - 1)
                 sent[source] += size if i > 0 else 0
-        found = predict(plan, segments, "nvl72", mode, residents=residents)
+        found = predict(plan, segments, machine, mode, residents=residents)
         assert found.sent_bytes.tolist() == sent.tolist()
 
 
@@ -283,6 +291,18 @@ def test_slower_links_between_domains() -> None:
     assert found.bound_us == pytest.approx(W / 2 / 71e3)  # of the two ranks that may receive
     with pytest.raises(UnsupportedError, match=r"rank 2 has a replica of expert 0 from rank 0"):
         predict(far, W, dataclasses.replace(machine, cross_gbps=None))
+
+
+def test_an_expert_crosses_to_a_domain_once() -> None:
+    """By its far link; the near ones, ten times as fast, hand it on."""
+    plan = make_plan([[-1]] * 4 + [[0]] * 4, 8)
+    machine = dataclasses.replace(NVL72, domain_size=4, cross_gbps=71.0)
+    found, direct = predict(plan, W, machine), predict(plan, W, machine, "direct")
+    assert found.mode == "push"
+    assert found.sent_bytes[0] == W
+    assert found.time_us < 1.1 * W / 71e3
+    assert direct.sent_bytes[0] == 4 * W
+    assert direct.time_us > 4 * W / 71e3
 
 
 def test_the_bound_of_a_resident_in_another_domain() -> None:

@@ -44,9 +44,9 @@ def in_core(
     return _core.make_schedule(
         slot_expert=[expert for row in problem.slot_expert for expert in row],
         home=problem.home,
-        domain=[0] * problem.num_ranks,
+        domain=problem.domain or [0] * problem.num_ranks,
         slots_per_rank=len(problem.slot_expert[0]),
-        allow_cross_domain=False,
+        allow_cross_domain=problem.domain is not None,
         segment_bytes=problem.segment_bytes,
         tile_bytes=problem.tile_bytes,
         mode=mode,
@@ -64,18 +64,23 @@ def in_numpy(problem: Problem, mode: str) -> schedule.Schedule:
         tile_bytes=problem.tile_bytes,
         mode=mode,
         residents=problem.residents,
+        domain=problem.domain,
     )
 
 
-def plain(found: schedule.Schedule) -> Schedule:
+def plain(found: schedule.Schedule, domain: list[int] | None = None) -> Schedule:
     """The schedule as the oracle takes it."""
-    experts = list(enumerate(found.expert.tolist()))
+    entries = found.expert.tolist()
+    if domain is not None:
+        firsts = found.replica_rank[found.first[:-1]].tolist()
+        entries = [(e, domain[rank]) for e, rank in zip(entries, firsts, strict=True)]
     sources = zip(found.source_rank.tolist(), found.source_slot.tolist(), strict=True)
+    assert entries == sorted(set(entries))
     return Schedule(
         mode=found.mode,
-        sources=dict(zip(found.expert.tolist(), sources, strict=True)),
-        replicas={expert: list(found.replicas(x)) for x, expert in experts},
-        pieces=[(expert, *piece) for x, expert in experts for piece in found.hubs(x)],
+        sources=dict(zip(entries, sources, strict=True)),
+        replicas={entry: list(found.replicas(x)) for x, entry in enumerate(entries)},
+        pieces=[(entry, *piece) for x, entry in enumerate(entries) for piece in found.hubs(x)],
         egress=found.egress.tolist(),
     )
 
@@ -90,7 +95,7 @@ def check(problem: Problem) -> Schedule:
             array = getattr(found, name)
             assert array.dtype == (np.int64 if name == "egress" else np.int32)
             assert core[name] == array.tolist(), (mode, name)
-        by_mode[mode] = plain(found)
+        by_mode[mode] = plain(found, problem.domain)
         assert violations(problem, by_mode[mode]) == []
         exported = exports(problem, by_mode[mode])
         assert core["max_exports"] == max(exported)
@@ -160,6 +165,42 @@ def test_both_definitions_agree_and_obey_every_rule(problem: Problem) -> None:
 @settings(max_examples=cases(15, 60))
 def test_long_rows_of_hubs_likewise(problem: Problem) -> None:
     check(problem)
+
+
+@st.composite
+def crossing(draw: st.DrawFn, max_ranks: int = 10, max_experts: int = 24) -> Problem:
+    """Plans across domains, runs of ranks or not, with any numbers."""
+    problem = draw(problems(max_ranks, max_experts))
+    ranks = problem.num_ranks
+    number = st.sampled_from([0, 1, 7, -3, 2**31 - 1])
+    runs = st.integers(1, ranks).map(lambda size: [rank // size for rank in range(ranks)])
+    domain = draw(runs | st.lists(number, min_size=ranks, max_size=ranks))
+    return replace(problem, domain=domain)
+
+
+@given(crossing())
+@settings(max_examples=cases(60, 300))
+def test_plans_across_domains_likewise(problem: Problem) -> None:
+    found = check(problem)
+    assert bound(problem) <= max(*found.egress, max(imports(problem)) * 65536) / 65536
+
+
+@given(crossing(max_ranks=40, max_experts=4))
+@settings(max_examples=cases(15, 60))
+def test_long_rows_of_hubs_in_domains_likewise(problem: Problem) -> None:
+    check(problem)
+
+
+@given(problems())
+@settings(max_examples=cases(20, 100))
+def test_plans_inside_a_domain_are_as_without_any(problem: Problem) -> None:
+    """Wherever plans may go, what stays with its home is scheduled to the integer as before."""
+    across = replace(problem, domain=[5] * problem.num_ranks)
+    for mode, number in schedule.MODES.items():
+        assert in_core(across, number) == in_core(problem, number)
+        for name in FIELDS:
+            inside, anywhere = (getattr(in_numpy(p, mode), name) for p in (problem, across))
+            assert inside.tolist() == anywhere.tolist()
 
 
 def adversarial(name: str, num_ranks: int, num_experts: int, slots_per_rank: int) -> Problem:
@@ -252,6 +293,33 @@ def test_a_resident_takes_load_off_a_home() -> None:
     assert found.egress == [65536, 65536, 0, 0]
     assert bound(problem) == optimum(problem) == 1
     assert check(replace(problem, residents=problem.slot_expert)).sources == {}
+
+
+def test_an_expert_crosses_once_and_is_handed_on() -> None:
+    """By hand: each replica in the other domain gets a third, and gives it to the others."""
+    problem = placed([0], [[], [0], [0], [0], [0]], 1, segment_bytes=[12 << 15])
+    found = check(replace(problem, domain=[3, 3, 2, 2, 2]))
+    assert found.sources == {(0, 2): (0, -1), (0, 3): (0, -1)}
+    assert found.pieces == [
+        ((0, 2), 0, 0, 0),
+        ((0, 2), 2, 0, 4),
+        ((0, 2), 3, 4, 8),
+        ((0, 2), 4, 8, 12),
+        ((0, 3), 0, 0, 12),
+        ((0, 3), 1, 12, 12),
+    ]
+    assert found.egress == [2 * 65536, 0, 43691, 43691, 43690]
+
+
+def test_an_expert_does_not_cross_to_a_domain_that_has_it() -> None:
+    """By hand: rank 2 sends what it keeps, though the home has less to do; 4 and 5 have nobody."""
+    slots = [[-1, -1], [-1, -1], [0, -1], [0, 1], [0, -1], [0, -1]]
+    residents = [[-1, -1], [-1, -1], [0, -1], [-1, -1], [-1, -1], [-1, -1]]
+    home = [0, 2]
+    problem = Problem(slot_expert=slots, home=home, residents=residents, domain=[0, 0, 1, 1, 2, 2])
+    found = check(problem)
+    assert found.sources == {(0, 1): (2, 0), (0, 2): (0, -1), (1, 1): (2, -1)}
+    assert found.egress == [65536, 0, 2 * 65536, 0, 32768, 32768]
 
 
 # ---- how close to the best ------------------------------------------------------------------
@@ -441,12 +509,23 @@ costs = st.tuples(
 ).map(list)
 
 
-@given(problems(), costs, st.booleans())
+def crosses_often(problem: Problem) -> bool:
+    """Whether a source that does all the work sends an expert into one domain several times."""
+    sources = plain(in_numpy(problem, "direct"), problem.domain).sources
+    return any(
+        len(at) > 1 and problem.is_foreign(entry, sources[entry][0])
+        for entry, at in problem.entries().items()
+    )
+
+
+@given(problems() | crossing(), costs, st.booleans())
 @settings(max_examples=cases(50, 300))
 def test_auto_takes_a_cheapest_legal_mode(
     problem: Problem, cost: list[int], may_pull: bool
 ) -> None:
     legal = [mode for mode in schedule.MODES if may_pull or mode != "pull"]
+    if crosses_often(problem):
+        legal = ["pull" if may_pull else "push"]  # whatever it costs
     forced = {
         schedule.MODES[mode]: in_core(problem, schedule.MODES[mode], may_pull=may_pull, cost=cost)
         for mode in legal
@@ -477,6 +556,19 @@ def test_auto_on_a_rack(fan_out: int, num_bytes: int, may_pull: bool, mode: str)
 
 
 # ---- the oracle and the errors --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("may_pull", [False, True])
+def test_auto_crosses_once(may_pull: bool) -> None:
+    """Though a second hop costs more than the bytes."""
+    problem = placed([0, 0], [[], [], [0], [0]], 1, segment_bytes=[4096])
+    found = in_core(problem, None, may_pull=may_pull, cost=RACK)
+    assert found["mode"] is _core.Mode.DIRECT
+    apart = replace(problem, domain=[0, 0, 1, 1])
+    found = in_core(apart, None, may_pull=may_pull, cost=RACK)
+    assert found["mode"] is (_core.Mode.PULL if may_pull else _core.Mode.PUSH)
+    alone = replace(apart, domain=[0, 0, 1, 2])  # there is nobody to hand it on to
+    assert in_core(alone, None, may_pull=may_pull, cost=RACK)["mode"] is _core.Mode.DIRECT
 
 
 def broken(problem: Problem, good: Schedule, rule: str) -> Schedule:
@@ -529,6 +621,27 @@ def test_the_oracle_notices(rule: str) -> None:
     assert rule in violations(problem, broken(problem, check(problem), rule))
 
 
+def test_the_oracle_notices_an_expert_that_crosses_for_each_replica() -> None:
+    problem = placed([0, 0], [[], [0], [0], [0], [0], []], 2)
+    apart = replace(problem, domain=[0, 1, 1, 1, 1, 1])
+    alone = replace(plain(in_numpy(apart, "direct"), apart.domain), mode="push")
+    assert violations(apart, alone) == [
+        "an expert crosses once to a domain that lacks it",
+        "no hub is fuller than a rank that could take over from it",
+    ]
+
+
+def test_the_oracle_notices_sources_in_another_domain() -> None:
+    kept = [[-1, -1], [0, -1], [-1, -1]]
+    problem = Problem(
+        slot_expert=[[-1, -1], [0, -1], [0, -1]], home=[0], residents=kept, domain=[0, 1, 1]
+    )
+    good = check(problem)
+    assert good.sources == {(0, 1): (1, 0)}
+    bad = replace(good, sources={(0, 1): (0, -1)})
+    assert violations(problem, bad) == ["a source holds its expert"]
+
+
 def test_the_oracle_notices_a_home_that_does_all_the_work() -> None:
     problem = placed([0, 0], [[], [0], [0], [0], [0], []], 2)
     alone = replace(plain(in_numpy(problem, "direct")), mode="push")
@@ -555,6 +668,8 @@ def test_unknown_modes_are_rejected(found: str) -> None:
 def test_other_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="slot_expert"):
         schedule.transfer_bound([-1, -1], home=[0])
+    with pytest.raises(ValueError, match=r"domain has shape \(2,\); expected \(1,\)"):
+        in_numpy(Problem(slot_expert=[[-1]], home=[0], domain=[0, 0]), "push")
     with pytest.raises(ValueError, match=r"residents has shape \(2, 1\); expected \(1, 2\)"):
         schedule.transfer_bound([[-1, -1]], home=[0], residents=[[-1], [-1]])
 

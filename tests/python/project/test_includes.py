@@ -36,6 +36,8 @@ def test_no_file_includes_what_it_may_not() -> None:
         ("cuda/device/a.cuh", '"engine/b.hpp"', "cuda/device may not include engine/b.hpp"),
         ("cuda/a.cc", '"host/b.hpp"', "cuda may not include host/b.hpp"),
         ("host/a.cc", '"cuda/b.hpp"', "host may not include cuda/b.hpp"),
+        ("c10d/a.cc", '"host/b.hpp"', "c10d may not include host/b.hpp"),
+        ("cuda/a.cc", '"c10d/b.hpp"', "cuda may not include c10d/b.hpp"),
         ("model/a.hpp", '"host/b.hpp"', "model may not include host/b.hpp"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ultraep_comm.system import undocumented
 
@@ -84,7 +85,14 @@ class Pending:
 
 
 class Channel(Protocol):
-    """A process group of its own."""
+    """A process group of its own.
+
+    Attributes:
+        matches_tags: messages find their receive by the tag, in whatever order these are posted;
+            else both ends issue rounds in their order.
+    """
+
+    matches_tags: bool
 
     def post(self, messages: Sequence[Message]) -> list[Pending]:
         """Issue the messages of one round, in the order of rounds on every rank.
@@ -108,6 +116,8 @@ class GlooChannel:
         rank, num_ranks: of this channel.
         timeout: for meeting, in seconds.
     """
+
+    matches_tags = True
 
     def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
         limit = timedelta(seconds=timeout) if timeout else _FOREVER
@@ -153,25 +163,42 @@ def _cut_gloo(group: Any) -> None:
 
 
 class BackendChannel:
-    """A channel over any backend, by torch.distributed's registry of process groups. Collective.
+    """A channel over any backend, by torch.distributed's registry of process groups.
+
+    `torch.distributed.new_group` has to be called by all ranks of WORLD, or names the group after
+    what a rank is a member of, so that members may not meet. This one is named by the caller.
 
     Args:
-        ranks: the members' global ranks.
+        store: where the ranks meet.
+        name: the process group's; new, and the same on all ranks.
+        ranks: the members' global ranks, in the order of their ranks here.
+        rank: of this process here.
         backend: its name.
         device: of the tensors.
         timeout: in seconds; 0: none.
     """
 
+    matches_tags = False
+
     def __init__(
-        self, ranks: Sequence[int], backend: str, device: torch.device, timeout: float
+        self,
+        store: Any,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        backend: str,
+        device: torch.device,
+        timeout: float,
     ) -> None:
         self._device = device
-        self._group: Any = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout) if timeout else _FOREVER,
-            backend=backend,
-            use_local_synchronization=True,
+        make = undocumented(distributed_c10d, "_new_process_group_helper")
+        limit = timedelta(seconds=timeout) if timeout else _FOREVER
+        group, _ = make(
+            len(ranks), rank, list(ranks), dist.Backend(backend), store, name, timeout=limit
         )
+        world = undocumented(distributed_c10d, "_world")
+        world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
+        self._group: Any = group
 
     def post(self, messages: Sequence[Message]) -> list[Pending]:
         """Issue messages as one batch, which a backend may run in any order."""

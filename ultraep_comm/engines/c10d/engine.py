@@ -167,12 +167,10 @@ class C10dEngine:
         self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
     ) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction of what ``bound`` refers to."""
-        reduces = isinstance(bound, BoundGrads)
         with self._changed:
             if self._refuses():
                 return self._ledger.reject(), _core.Mode.DIRECT
             epoch, digest, mode, is_empty, rows = self._ledger.transfer(call)
-            self._counts["reduce" if reduces else "replicate"] += 1
             job = _Job(
                 epoch=epoch,
                 # Rule: an empty call asks nobody. Its digest is in that of the next call that does.
@@ -182,6 +180,7 @@ class C10dEngine:
             )
             steps = read_steps(rows.tolist())
             if isinstance(bound, BoundGrads):
+                self._counts["reduce"] += 1
                 grads = self._slots.grads_of_bank(call.bank)
                 main = _mains(bound.grads, self._slots.grad_names, as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, grads, main)
@@ -189,6 +188,7 @@ class C10dEngine:
                     read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
+                self._counts["replicate"] += 1
                 slots = self._slots.of_bank(call.bank)
                 main = _mains(bound.weights or {}, self._slots.names, as_bytes=True)
                 movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))

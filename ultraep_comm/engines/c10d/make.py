@@ -174,7 +174,7 @@ def make_group_parts(
     parts = None
     try:
         try:
-            channels.extend(_open(meeting, device, hellos[0].token.hex()))
+            channels.extend(open_channels(meeting, device, hellos[0].token))
         except EchoError as failure:
             error = failure
         except Exception as refused:
@@ -190,7 +190,8 @@ def make_group_parts(
         )
         if not any(meeting.exchange(Hello(cost=cost))[0].cost):
             try:
-                cost = measure(channels[0], meeting.rank, meeting.num_ranks, device)
+                found = measure(channels[0], meeting.rank, meeting.num_ranks, device)
+                cost = found.constants(meeting.num_ranks, scales=False)
             except Exception as broken:
                 text = f"rank {meeting.rank}: {str(broken) or type(broken).__name__}"
                 if isinstance(broken, BrokenChannelError):  # a peer failed first, or is gone
@@ -239,24 +240,27 @@ def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     ]
 
 
-def _open(meeting: Meeting, device: torch.device, name: str) -> Iterator[Channel]:
-    """Yield channels for data (unless the next carries it), calls, and news of failures."""
+def open_channels(meeting: Meeting, device: torch.device, run: bytes) -> Iterator[Channel]:
+    """Yield channels for data (unless the next carries it), calls, and news of failures.
+
+    Collective. ``run``: new, and the same on all ranks.
+
+    Raises:
+        UnsupportedError: the process group has no store.
+    """
     rank, num_ranks = meeting.rank, meeting.num_ranks
     limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
-    ranks = dist.get_process_group_ranks(meeting.group)
-
-    def connect(what: str, backend: str, on: torch.device) -> Channel:
-        if backend != "gloo" or meeting.store is None:
-            return BackendChannel(ranks, backend, on, meeting.timeout)
-        store = c10d.PrefixStore(f"ultraep_comm/{name}/{what}", meeting.store)
-        return GlooChannel(WatchedStore(store, meeting, limit), rank, num_ranks, limit)
-
-    cpu, backend = torch.device("cpu"), movers(meeting.group)[device.type]
-    # Over gloo one channel carries both, as every process group of gloo has a thread of its own.
+    if meeting.store is None:
+        raise UnsupportedError("the process group has no store, by which new ones could meet")
+    name = f"ultraep_comm/{run.hex()}"
+    backend = movers(meeting.group)[device.type]
     if backend != "gloo":
-        yield connect("data", backend, device)
-    yield connect("calls", "gloo", cpu)
-    yield connect("alarms", "gloo", cpu)
+        ranks = dist.get_process_group_ranks(meeting.group)
+        yield BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
+    # Else one channel carries both, as every process group of gloo has a thread of its own.
+    for what in ("calls", "alarms"):
+        store = c10d.PrefixStore(f"{name}/{what}", meeting.store)
+        yield GlooChannel(WatchedStore(store, meeting, limit), rank, num_ranks, limit)
 
 
 def _make_one(

@@ -1,8 +1,10 @@
 """Movement: the rounds of one call on one rank, from steps of the core to messages.
 
 A rank issues its rounds in order. Ahead of round t it waits for its messages of rounds up to
-t - ``IN_FLIGHT``, and for those that bring what it sends on in t: for earlier rounds alone, at both
-ends, so nothing can wait in a circle (`src/c10d/rounds.hpp`).
+t - ``IN_FLIGHT``, and for those that bring what it sends on in t: for earlier rounds alone, at
+both ends, so nothing can wait in a circle (`src/c10d/rounds.hpp`). Where messages find their
+receive by a tag, receives are posted a few rounds ahead of that wait: with only one under way a
+link would rest between chunks.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ IN_FLIGHT = 3  # rounds
 _TAGS = (1 << 30) - 1  # beyond are those of records
 _KINDS = tuple(_core.C10dStep)
 _Kind = _core.C10dStep
+_SEND = frozenset((_Kind.SEND_MAIN, _Kind.SEND_SLOT, _Kind.SEND_GRAD, _Kind.SEND_SUM))
 _RECEIVE = frozenset((_Kind.RECEIVE, _Kind.ADD_GRAD, _Kind.ADD_SUM))
 
 
@@ -69,7 +72,7 @@ class Movement(ABC):
     def __init__(self, steps: Sequence[Step], channel: Channel, digest: int) -> None:
         self._rounds = [(t, list(own)) for t, own in groupby(steps, lambda step: step.round)]
         self._channel, self._mark = channel, digest & _TAGS
-        self._next = 0  # of the rounds
+        self._next = self._posted = 0  # of the rounds: to be sent, and to be received
         self._leaving: deque[tuple[Step, Pending]] = deque()
         self._arriving: deque[tuple[Step, Pending]] = deque()
         self.bytes_sent = 0
@@ -80,7 +83,6 @@ class Movement(ABC):
             if t >= IN_FLIGHT or _behind(steps) >= 0:
                 break
             self._issue(steps)
-            self._next += 1
 
     def finish(self, limit: float) -> None:
         """Issue the rest, and wait for all.
@@ -92,6 +94,8 @@ class Movement(ABC):
             BrokenStepError: a message did not arrive or leave.
         """
         for t, steps in self._rounds[self._next :]:
+            if self._channel.matches_tags:
+                self._receive_until(self._next + IN_FLIGHT)
             self._settle(self._arriving, max(t - IN_FLIGHT, _behind(steps)), limit)
             self._settle(self._leaving, t - IN_FLIGHT, limit)
             self._issue(steps)
@@ -100,7 +104,15 @@ class Movement(ABC):
         self._settle(self._leaving, last, limit)
 
     def _issue(self, steps: Sequence[Step]) -> None:
-        steps = [step for step in steps if step.kind is not _Kind.KEEP_GRAD]
+        """Post what a round sends, and what it receives unless that has been posted."""
+        self._receive_until(self._next + 1, [step for step in steps if step.kind in _SEND])
+        self._next += 1
+
+    def _receive_until(self, end: int, sends: Sequence[Step] = ()) -> None:
+        rounds = self._rounds[self._posted : end]
+        self._posted = max(self._posted, end)
+        receives = [s for _, steps in rounds for s in steps if s.kind in _RECEIVE]
+        steps = [*receives, *sends]
         messages = [
             Message(s.peer, s.tag ^ self._mark, self.prepare(s), s.kind in _RECEIVE) for s in steps
         ]
@@ -116,7 +128,7 @@ class Movement(ABC):
                 self._arriving.append((step, pending))
             else:
                 self._leaving.append((step, pending))
-                self.bytes_sent += step.bytes
+                self.bytes_sent += pending.message.tensor.nbytes
 
     def _settle(self, pending: deque[tuple[Step, Pending]], last: int, limit: float) -> None:
         """Wait for the messages of rounds up to ``last``."""

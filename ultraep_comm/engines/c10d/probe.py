@@ -6,22 +6,28 @@ import time
 
 import torch
 
-from ultraep_comm.calibration import Constants
+from ultraep_comm.calibration import MOST, MeasuredCosts, device_name
 from ultraep_comm.engines.c10d.channel import Channel, Message
 
-_SMALL, _LARGE = 1024, 1 << 20  # bytes
+_SMALL, _LARGE = 1024, 512 << 10  # bytes
 _LIMIT = 60.0  # seconds
-_PS = 1e12
+GROUPS = 8  # flag groups in a typical chunk; ledger.cc knows it as kChunkGroups
 
 
-def measure(channel: Channel, rank: int, num_ranks: int, device: torch.device) -> Constants:
-    """Return the fields of `CostModel`, as this rank has measured them. Collective.
+def measure(
+    channel: Channel, rank: int, num_ranks: int, device: torch.device, rounds: int = 5
+) -> MeasuredCosts:
+    """Return what messages cost, as this rank has measured it. Collective.
 
-    A message's time besides its bytes, where several are under way; and the rate of messages of
-    1 MiB: of one pair of ranks alone, and of all at once, each to the next.
+    A small message's latency; the time that it costs where several are under way; and the rate of
+    messages of 512 KiB: of one pair of ranks alone, and of all at once, each to the next.
+
+    Args:
+        channel: whose messages are timed.
+        rank, num_ranks: of the group.
+        device: of the messages.
+        rounds: of each figure; the fastest counts, as whatever disturbs a message slows it.
     """
-    if num_ranks == 1:
-        return (1_000_000, 0, 10_000_000, 100_000_000, 100)
 
     def ring(num_bytes: int, count: int, rounds: int, tag: int) -> float:
         """Return the time of a message, of ``count`` at once to the next rank, by all ranks."""
@@ -37,7 +43,7 @@ def measure(channel: Channel, rank: int, num_ranks: int, device: torch.device) -
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
             times.append((time.perf_counter() - start) / count)
-        return sorted(times)[(rounds - 1) // 2]
+        return min(times)
 
     def pair(num_bytes: int, rounds: int, tag: int) -> float:
         """Return the time of a message from rank 0 to rank 1 and back."""
@@ -53,17 +59,27 @@ def measure(channel: Channel, rank: int, num_ranks: int, device: torch.device) -
                 if device.type != "cpu":
                     torch.accelerator.synchronize(device)
             times.append((time.perf_counter() - start) / 2)
-        return sorted(times)[(rounds - 1) // 2]
+        return min(times)
 
-    ring(_SMALL, 2, 1, 0)  # connections
-    message = ring(_SMALL, 16, 5, 0)
-    together = max(ring(_LARGE, 1, 3, 0) - message, 1e-9)
-    alone = min(max(pair(_LARGE, 3, 1) - message, 1e-9), together)
-    ring(_SMALL, 1, 1, 0)  # all wait for the pair
-    return (
-        max(1, round(alone * 1024 / _LARGE * _PS)),
-        0,
-        round(message * _PS / 8),
-        round(message * _PS),
-        max(100, round(100 * num_ranks * alone / together)),
+    latency = message = 100e-6  # alone there is nobody to send to
+    alone = together = 1e-3
+    if num_ranks > 1:
+        ring(_SMALL, 2, 1, 0)  # connections
+        message = ring(_SMALL, 16, rounds, 0)
+        latency = pair(_SMALL, rounds, 1)
+        together, alone = ring(_LARGE, 1, rounds, 0), pair(_LARGE, rounds, 1)
+        together, alone = (max(took - message, took / 4) for took in (together, alone))
+        # Ranks that slow each other down so much share a processor, or a link: what all of them
+        # send counts then, and handing on saves nothing.
+        alone = min(alone, together) if 2 * alone > together else together / num_ranks
+        ring(_SMALL, 1, 1, 0)  # all wait for the pair
+    return MeasuredCosts(
+        device=device_name("c10d") or "",
+        ranks=num_ranks,
+        store_gbps=_LARGE / alone / 1e9,
+        load_gbps=MOST,  # the network is slower by far
+        flag_us=message * 1e6 / GROUPS,
+        hop_us=latency * 1e6,
+        parallel=max(num_ranks * alone / together, 1.0),
+        call_us=message * 1e6,
     )

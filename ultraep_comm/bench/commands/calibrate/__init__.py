@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="bytes of one copy (default 16M; in loopback 256M, more than a GPU's cache)",
     )
-    add_engine(add)
+    add_engine(add, "c10d")
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("-n", "--iters", type=int, default=20, help="iterations; the fastest counts (default 20)")
     add("--seed", type=int, default=1, help="seed of the payload (default 1)")

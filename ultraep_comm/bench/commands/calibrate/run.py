@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,8 +26,11 @@ from ultraep_comm.bench.ranks import (
 )
 from ultraep_comm.bench.report import Report, write_output
 from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
+from ultraep_comm.engines.c10d.make import open_channels
+from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.fabrics.meeting import Hello, Meeting
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import GROUP_BYTES, make_schedule
 
@@ -62,6 +66,8 @@ def run(settings: CalibrateSettings, report: Report) -> int:
             the file could not be written.
     """
     torch.set_num_threads(1)
+    if settings.engine == "c10d":
+        return _finish(measure_messages(settings), 0, settings, report)
     return run_on(HostMeter() if settings.engine == "host" else own_gpu(), settings, report)
 
 
@@ -69,14 +75,36 @@ def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:
     """Measure with a meter; see :func:`run`."""
     probe = Probe(meter, settings, report)
     found = probe.measure()
+    return _finish(found, probe.wrong_bytes, settings, report)
+
+
+def measure_messages(settings: CalibrateSettings) -> MeasuredCosts:
+    """Return what messages of the process group cost. Collective."""
+    meeting, device = Meeting(None), torch.device("cpu")
+    with meeting.making():
+        run = meeting.exchange(Hello(token=secrets.token_bytes(16)))[0].token
+        channels = list(open_channels(meeting, device, run))
+        try:
+            return measure(
+                channels[0], meeting.rank, meeting.num_ranks, device, rounds=settings.iters
+            )
+        finally:
+            meeting.agree(None, last=True)  # all have their answers
+            for channel in channels:
+                channel.close()
+
+
+def _finish(
+    found: MeasuredCosts, wrong_bytes: int, settings: CalibrateSettings, report: Report
+) -> int:
     report.header("calibrate")
     report.show(format_costs(settings, found))
-    if report.prints and probe.wrong_bytes == 0 and settings.output is not None:
+    if report.prints and wrong_bytes == 0 and settings.output is not None:
         costs = {**settings.kept, settings.section: found}
         text = json.dumps(make_calibration(costs), indent=2) + "\n"
         write_output("--output", settings.output, text)
         report.show(f"# wrote {settings.output}; for use set ULTRAEP_CALIBRATION to it on rank 0")
-    return WRONG if probe.wrong_bytes else 0
+    return WRONG if wrong_bytes else 0
 
 
 def format_costs(settings: CalibrateSettings, found: MeasuredCosts) -> str:
