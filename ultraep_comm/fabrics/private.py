@@ -31,7 +31,7 @@ class PrivateFabric:
         self._allocate: Callable[[int], torch.Tensor] = host_memory
         if not self._on_cpu:
             self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
-        self.slots = torch.empty(0, dtype=torch.uint8)
+        self.slots = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def peer_sockets(self) -> list[int]:

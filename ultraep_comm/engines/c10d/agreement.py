@@ -67,7 +67,7 @@ class Agreement:
         self._num_experts = num_experts
         self._told: list[Pending] = []
         # Receives wait for news from the start: it arrives at once, whatever this rank does then.
-        self._news = torch.full((num_ranks, _NEWS), _UNHEARD, dtype=torch.int64)
+        self._news = torch.full((num_ranks, _NEWS), _UNHEARD, dtype=torch.int64, device="cpu")
         self._heard = alarms.post(
             [
                 Message(peer, _NEWS_TAG, self._news[peer], receives=True)
@@ -77,7 +77,7 @@ class Agreement:
         )
         # Row i is that of rank (rank + i) % G. All rows have room for counts.
         length = _HEAD + -(-num_experts // 2)
-        rows = torch.zeros((num_ranks, length), dtype=torch.int64)
+        rows = torch.zeros((num_ranks, length), dtype=torch.int64, device="cpu")
         self._rows: NDArray[np.int64] = rows.numpy()
         self._leave: list[Message] = []
         self._arrive: list[Message] = []
@@ -147,7 +147,9 @@ class Agreement:
 
     def tell(self, news: News) -> None:
         """Tell all peers why this rank has failed, without waiting for them."""
-        words = torch.tensor([news.fault.value, news.peer, news.root], dtype=torch.int64)
+        words = torch.tensor(
+            [news.fault.value, news.peer, news.root], dtype=torch.int64, device="cpu"
+        )
         for peer in range(self._num_ranks):
             if peer == self._rank:
                 continue
@@ -180,7 +182,7 @@ class Agreement:
 
     def _is_open(self, peer: int) -> bool:
         """Return whether a connection is open, as far as is known."""
-        never = torch.empty(1, dtype=torch.uint8)
+        never = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             self._told += self._alarms.post([Message(peer, _PROBE_TAG, never, receives=True)])
         except BrokenChannelError:

@@ -157,7 +157,9 @@ def _cut_gloo(group: Any) -> None:
     for other in range(1, size):
         with contextlib.suppress(RuntimeError):  # that is what is wanted
             never = group.recv(
-                [torch.empty(1, dtype=torch.uint8)], (group.rank() + other) % size, _CUT_TAG
+                [torch.empty(1, dtype=torch.uint8, device="cpu")],
+                (group.rank() + other) % size,
+                _CUT_TAG,
             )
             never.wait(timedelta(milliseconds=1))
 
