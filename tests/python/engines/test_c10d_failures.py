@@ -9,7 +9,6 @@ import gc
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from ranks import (
     synchronize_all,
     wrong_bytes,
 )
-from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
@@ -44,6 +42,7 @@ from ultraep_comm.engines.c10d.channel import (
 from ultraep_comm.engines.c10d.engine import C10dEngine
 from ultraep_comm.engines.c10d.movement import Movement, Step
 from ultraep_comm.engines.c10d.transfer import Transfer
+from ultraep_comm.fabrics.meeting import Meeting
 
 E, S, ODD, LATE = 8, 2, 1, 3
 EXPERT = {"w": Segment((300, 200), torch.bfloat16), "s": Segment((5,), torch.uint8)}
@@ -418,8 +417,10 @@ def test_a_cut_ends_waits_though_the_next_rank_is_gone() -> None:
         channel.close()
 
 
-def _cuts(rank: int) -> Any:
-    channel = BackendChannel([0, 1], "gloo", torch.device("cpu"), LIMIT)
+def _cuts(rank: int, process_group: Any) -> Any:
+    store = dist.PrefixStore("cuts", Meeting(process_group).store)
+    cpu = torch.device("cpu")
+    channel = BackendChannel(store, "cuts", [0, 1], rank, "gloo", cpu, LIMIT)
     if rank == 0:
         time.sleep(0.2)
         channel.cut()
@@ -431,8 +432,8 @@ def _cuts(rank: int) -> Any:
     return None if error is None else (type(error).__name__, getattr(error, "timed_out", None))
 
 
-def test_a_cut_works_on_registered_process_groups_too(tmp_path: Path) -> None:
-    assert run_ranks(tmp_path, 2, _cuts) == [None, ("BrokenChannelError", False)]
+def test_a_cut_works_on_registered_process_groups_too(ranks: RankPool) -> None:
+    assert ranks.run(2, _cuts) == [None, ("BrokenChannelError", False)]
 
 
 class _Recorder:
