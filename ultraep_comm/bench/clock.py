@@ -83,12 +83,13 @@ class Meter(Protocol):
 class HostMeter:
     """A `Meter` of an engine on the CPU, whose calls block."""
 
+    engine = "host"
     torch_device = torch.device("cpu")
     big_bytes = 1 << 20
 
-    def __init__(self, engine: str = "host") -> None:
-        """Create it; ``engine``: of the groups."""
-        self.engine = engine
+    def __init__(self, engine: str | None = None) -> None:
+        """Create it; ``engine``: of the groups, if it is another one."""
+        self.engine = engine or self.engine
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
         """Return the given number of threads, or 1."""

@@ -301,7 +301,6 @@ class Scripted(StandIn):
     """Real transfers with scripted times."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.times = [6.0, 16.0, 116.0, 196.0, 232.0, 20.0, 40.0]
 
     def time_us(self, run: Callable[[], None], *_: Any, **__: Any) -> float:
