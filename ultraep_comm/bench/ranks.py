@@ -138,9 +138,10 @@ def _domains(num_ranks: int) -> dict[str, Any]:
     Each machine is a domain. If none has two ranks all are in one, and experts are handed on over
     the links between machines, which are all alike.
     """
-    machines: list[object] = [None] * num_ranks
-    dist.all_gather_object(machines, machine_id())
-    if len(set(machines)) == num_ranks:
+    own = torch.frombuffer(bytearray(machine_id()), dtype=torch.uint8)
+    machines = [torch.empty_like(own) for _ in range(num_ranks)]
+    dist.all_gather(machines, own)
+    if len({bytes(machine.tolist()) for machine in machines}) == num_ranks:
         return {"domains": [0] * num_ranks}
     return {"allow_cross_domain": True}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.actor import holdings, more_than
+from holdings import holdings, more_than
 from ranks import (
     RankPool,
     clear_slots,

@@ -548,6 +548,7 @@ def test_who_failed_first_is_said_as_far_as_it_is_known(
         flag=_core.FlagKind.CALL,
         expert=-1,
         piece=-1,
+        detail="",
     )
     report.seen = report.expected = 1
     text = str(error_from(report, 0, "replicate_experts", ()))
