@@ -74,6 +74,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_quick = ON_BOTH_ENGINES.get(metafunc.module.__name__.rpartition(".")[2])
     if is_quick is None or metafunc.definition.get_closest_marker("gpu"):
         return
+    if "ranks" in metafunc.fixturenames:  # processes of a pool, whose groups this does not reach
+        return
     metafunc.fixturenames.append("default_engine")
     marks = () if is_quick else pytest.mark.exhaustive
     engines = ["host", pytest.param("c10d", marks=marks)]
