@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from datetime import timedelta
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +29,9 @@ from ranks import (
 from tiers import cases
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, errors
+from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.c10d import make
+from ultraep_comm.engines.c10d.agreement import Agreement, Record
 from ultraep_comm.engines.c10d.order import DeviceOrder
 from ultraep_comm.group import create
 
@@ -130,6 +133,23 @@ def test_slots_are_ready_one_by_one() -> None:
     synchronize_all([*first, last])
     assert first[1].is_completed()
     close_all(groups)
+
+
+def test_the_limit_is_of_all_waits_for_a_call_together() -> None:
+    """A late rank and a dead one behind it must not add up."""
+    limits: list[float] = []
+
+    class Late:
+        def wait(self, limit: float) -> None:
+            limits.append(limit)
+            time.sleep(0.01)
+
+    channel: Any = SimpleNamespace(post=lambda messages: [Late() for _ in messages])
+    agreement = Agreement(channel, channel, 0, 8, E)
+    agreement.begin(Record(_core.RecordKind.CALL, 1, 1))
+    agreement.finish(5.0)
+    assert len(limits) == 6  # three steps, each way
+    assert all(later < sooner for sooner, later in pairwise(limits))
 
 
 # ---- process groups -------------------------------------------------------------------------

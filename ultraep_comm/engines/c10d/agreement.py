@@ -107,18 +107,23 @@ class Agreement:
         """Wait for the records of all ranks.
 
         Args:
-            limit: in seconds, for each wait; 0: none.
+            limit: in seconds, for all waits together; 0: none.
 
         Raises:
             BrokenChannelError: a rank did not take part in time, or is gone.
         """
+        end = time.monotonic() + limit
+
+        def wait(pending: Pending) -> None:
+            pending.wait(max(end - time.monotonic(), 1e-3) if limit else 0)
+
         steps = len(self._arrive)
         leaving = self._arriving[steps:]
         for i, pending in enumerate(self._arriving[:steps]):
-            pending.wait(limit)
+            wait(pending)
             leaving += self._calls.post(self._leave[i + 1 : i + 2])
         for pending in leaving:
-            pending.wait(limit)
+            wait(pending)
         self._arriving = []
 
     def first_rejecting(self) -> int:
