@@ -184,8 +184,9 @@ class Lab:
             else:
                 create[:0] = self._nsenter()
         pipe = subprocess.PIPE
+        # Without a buffer: what a refusal leaves unwritten would be written again at the end.
         with subprocess.Popen(
-            create, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=self._inherited
+            create, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=self._inherited
         ) as holder:
             # It answers from inside; from then on descriptors hold the namespaces.
             assert holder.stdin is not None
@@ -193,7 +194,6 @@ class Lab:
             assert holder.stderr is not None
             with contextlib.suppress(BrokenPipeError):
                 holder.stdin.write(b"\n")
-                holder.stdin.flush()
             if not holder.stdout.read(1):
                 reason = holder.stderr.read().decode(errors="replace").strip()
                 raise UnsupportedError(

@@ -183,6 +183,15 @@ def test_a_refusal_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / name).write_text("#!/bin/sh\necho 'not permitted here' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    class Ended(subprocess.Popen[bytes]):
+        """A program that has ended before anything is written to it."""
+
+        def __enter__(self) -> Ended:
+            self.wait()
+            return self
+
+    monkeypatch.setattr(netlab.subprocess, "Popen", Ended)
     lab_problem.cache_clear()
     try:
         assert "not permitted here" in str(lab_problem())
