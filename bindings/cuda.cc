@@ -237,7 +237,8 @@ void bind_cuda(nb::module_& m) {
                               std::move(launcher));
           },
           "config"_a, "launcher"_a, nb::kw_only(), "far"_a, "pes"_a, "staging"_a)
-      .def("add_region", &Engine::add_region, "bases"_a, "table"_a, nb::call_guard<Unlocked>())
+      .def("add_region", &Engine::add_region, "bases"_a, "offset"_a, "table"_a,
+           nb::call_guard<Unlocked>())
       .def(
           "transfer",
           [](Engine& e, const TransferCall& call, uint64_t stream) {

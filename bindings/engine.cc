@@ -64,7 +64,7 @@ void bind_engine(nb::module_& m) {
              std::vector<int64_t> segment_bytes, std::vector<int64_t> grad_bytes,
              std::vector<GradType> grad_type, int64_t tile_bytes,
              const std::array<int64_t, 5>& cost, double call_timeout, double wait_timeout,
-             int32_t banks, int32_t grad_banks) {
+             int32_t banks, int32_t grad_banks, int64_t instance_align) {
             new (self) EngineConfig{.rank = rank,
                                     .num_experts = num_experts,
                                     .slots_per_rank = slots_per_rank,
@@ -76,6 +76,7 @@ void bind_engine(nb::module_& m) {
                                     .grad_type = std::move(grad_type),
                                     .banks = banks,
                                     .grad_banks = grad_banks,
+                                    .instance_align = instance_align,
                                     .tile_bytes = tile_bytes,
                                     .call_timeout = call_timeout,
                                     .wait_timeout = wait_timeout,
@@ -83,7 +84,8 @@ void bind_engine(nb::module_& m) {
           },
           nb::kw_only(), "rank"_a, "num_experts"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
           "allow_cross_domain"_a, "segment_bytes"_a, "grad_bytes"_a, "grad_type"_a, "tile_bytes"_a,
-          "cost"_a, "call_timeout"_a, "wait_timeout"_a, "banks"_a = 1, "grad_banks"_a = 1)
+          "cost"_a, "call_timeout"_a, "wait_timeout"_a, "banks"_a = 1, "grad_banks"_a = 1,
+          "instance_align"_a = 0)
       .def_prop_ro("num_ranks", [](const EngineConfig& c) { return c.domain.size(); })
       .def_ro("num_experts", &EngineConfig::num_experts)
       .def_ro("slots_per_rank", &EngineConfig::slots_per_rank)
@@ -116,6 +118,11 @@ void bind_engine(nb::module_& m) {
       .def_ro("grad_offset", &EngineLayout::grad_offset)
       .def_ro("region_bytes", &EngineLayout::region_bytes)
       .def_ro("region_offset", &EngineLayout::region_offset)
+      .def_ro("instance_align", &EngineLayout::instance_align)
+      .def_ro("instance_bytes", &EngineLayout::instance_bytes)
+      .def_ro("instance_offset", &EngineLayout::instance_offset)
+      .def_ro("grad_instance_bytes", &EngineLayout::grad_instance_bytes)
+      .def_ro("grad_instance_offset", &EngineLayout::grad_instance_offset)
       .def_ro("main_idx", &EngineLayout::main_idx)
       .def_ro("num_mains", &EngineLayout::num_mains)
       .def_ro("max_mains", &EngineLayout::max_mains);
@@ -157,10 +164,10 @@ void bind_engine(nb::module_& m) {
   engine.def(nb::init<EngineConfig>(), "config"_a)
       .def(
           "add_region",
-          [](Engine& e, const std::vector<uint64_t>& bases) {
-            return e.add_region(pointers<const uint8_t>(bases));
+          [](Engine& e, const std::vector<uint64_t>& bases, std::vector<int64_t> offset) {
+            return e.add_region({pointers<const uint8_t>(bases), std::move(offset)});
           },
-          "bases"_a)
+          "bases"_a, "offset"_a)
       .def(
           "transfer",
           [](Engine& e, const TransferCall& call, nb::handle) {

@@ -30,8 +30,24 @@ nb::ndarray<nb::numpy, uint8_t> map_shared(int fd, size_t num_bytes) {
   return {address, {num_bytes}, owner};
 }
 
+// Lets the shared memory at `source` appear at `target` too, in place of other shared memory, which
+// is freed. Whole pages.
+void map_again(uint64_t target, uint64_t source, size_t num_bytes) {
+  auto* const to = reinterpret_cast<void*>(target);
+  // With a size of 0, mremap() leaves a shared mapping where it is, and makes another one of it.
+  if (madvise(to, num_bytes, MADV_REMOVE) != 0 ||
+      mremap(reinterpret_cast<void*>(source), 0, num_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) ==
+          MAP_FAILED) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
 }  // namespace
 
-void bind_memory(nb::module_& m) { m.def("map_shared", &map_shared, "fd"_a, "num_bytes"_a); }
+void bind_memory(nb::module_& m) {
+  m.def("map_shared", &map_shared, "fd"_a, "num_bytes"_a);
+  m.def("map_again", &map_again, "target"_a, "source"_a, "num_bytes"_a);
+}
 
 }  // namespace uec::python

@@ -67,6 +67,7 @@ ON_BOTH_ENGINES = {
     "test_nn": False,
     "test_compiled_banks": False,
     "test_inference_mode": False,
+    "test_instances": True,
 }
 
 

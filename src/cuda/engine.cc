@@ -60,12 +60,15 @@ void Engine::write_state() {
   copy_to_device(driver, launcher_->state(config_.rank), &state, sizeof(state));
 }
 
-int32_t Engine::add_region(const std::vector<uint64_t>& bases, Address table) {
+int32_t Engine::add_region(const std::vector<uint64_t>& bases, const std::vector<int64_t>& offset,
+                           Address table) {
   const ContextScope current = launcher_->scope();
   const Driver& driver = launcher_->config().driver;
-  copy_to_device(driver, table, bases.data(), bases.size() * sizeof(uint64_t));
+  std::vector<uint64_t> words = bases;
+  words.insert(words.end(), offset.begin(), offset.end());
+  copy_to_device(driver, table, words.data(), words.size() * sizeof(uint64_t));
   const std::lock_guard lock(submit_mutex_);
-  regions_.push_back({bases, table});
+  regions_.push_back({std::move(words), table});
   return static_cast<int32_t>(regions_.size()) - 1;
 }
 
@@ -160,8 +163,8 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
                    [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
     *mode = arrays_.schedule.schedule.mode;
     const bool reads_region = operation == Operation::kReplicate && *mode == Mode::kPull;
-    pack_call(call, capacity_, own_tables_, !peers_.far.empty(),
-              reads_region ? regions_[region].bases.data() : nullptr, digest,
+    pack_call(call, capacity_, own_tables_, own_banks_, !peers_.far.empty(),
+              reads_region ? regions_[region].words.data() : nullptr, digest,
               launcher_->block(config_.rank, epoch));
     Request request;
     request.operation = operation;
@@ -217,13 +220,12 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
   Request request;
   request.tag = args.tag;
   request.bank = args.bank;
-  request.first_slot = std::max(args.bank, 0) * topology_.slots_per_rank;
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
                     .home = args.home,
                     .mains = args.table,
-                    .regions = args.region < 0 ? 0 : regions_[args.region].table,
+                    .region_at = args.region < 0 ? 0 : regions_[args.region].table,
                     .segments = args.segments,
                     .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
@@ -249,7 +251,6 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
   request.operation = Operation::kReduce;
   request.tag = args.tag;
   request.bank = args.bank;
-  request.first_slot = first_grad_slot(args.bank);
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,

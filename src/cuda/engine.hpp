@@ -72,9 +72,11 @@ class Engine {
 
   const Topology& topology() const { return topology_; }
 
-  // A region of main weights that all ranks can address, in the order of their collective making.
-  // `table` is device memory for [G] addresses.
-  int32_t add_region(const std::vector<uint64_t>& bases, Address table);
+  // Main weights that all ranks can address, in the order of their collective making: `offset`
+  // [segments] of the first main, on all ranks, from `bases` [G]. `table` is device memory for
+  // both.
+  int32_t add_region(const std::vector<uint64_t>& bases, const std::vector<int64_t>& offset,
+                     Address table);
 
   PlanCheck check(const int32_t* slot_expert) const {
     return check_plan(Alone{}, topology_, slot_expert);
@@ -170,9 +172,6 @@ class Engine {
   int64_t num_grad_addresses() const {  // of main gradients
     return int64_t{capacity_.num_grad_segments} * capacity_.num_mains;
   }
-  int32_t first_grad_slot(int32_t bank) const {
-    return std::max(bank, 0) % config_.grad_banks * topology_.slots_per_rank;
-  }
   Status& status() const { return launcher_->status(config_.rank); }
   void write_state();
 
@@ -189,7 +188,7 @@ class Engine {
   PrepareArrays arrays_;
   PlanShape shape_;
   struct Region {
-    std::vector<uint64_t> bases;  // [G]
+    std::vector<uint64_t> words;  // as take_region() has them
     Address table;                // of these
   };
   std::vector<Region> regions_;

@@ -291,7 +291,6 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const Request& first = e.requests.front();
   args.tag = first.tag;
   args.bank = first.bank;
-  args.first_slot = first.first_slot;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
   const bool reduces = first.operation == Operation::kReduce;
   launch_together(reduces ? reduce_ : first.bank >= 0 ? to_bank_ : replicate_, &args, stream);

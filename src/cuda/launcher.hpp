@@ -36,10 +36,9 @@ inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 // What a rank submits: a replication, a reduction or, if there is a destination for it, a load.
 struct Request {
   Operation operation = Operation::kReplicate;  // of what is not a load
-  uint64_t tag = 0;        // of the plan's handle, the same for all ranks of a launch
-  int32_t bank = -1;       // of a plan on the device, likewise
-  int32_t first_slot = 0;  // as in LaunchArgs
-  DeviceCall device;       // of a plan on the device; else the host has filled the call's block
+  uint64_t tag = 0;   // of the plan's handle, the same for all ranks of a launch
+  int32_t bank = -1;  // of a plan on the device, likewise
+  DeviceCall device;  // of a plan on the device; else the host has filled the call's block
   // For a plan on the device: addresses of main weights, or of their gradients, in the block.
   int64_t mains_bytes = 0;
   LoadCall load;

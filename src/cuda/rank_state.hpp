@@ -36,10 +36,7 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
   state.tables_end = put(pes, tables.pes);
   state.pes = pes.empty() ? 0 : state.tables_end;
   state.segment_bytes = put(config.segment_bytes, tables.segment_bytes);
-  state.slot_offset = put(layout.slot_offset, tables.slot_offset);
-  state.region_offset = put(layout.region_offset, tables.region_offset);
   state.grad_bytes = put(config.grad_bytes, tables.grad_bytes);
-  state.grad_offset = put(layout.grad_offset, tables.grad_offset);
   state.grad_type = put(config.grad_type, tables.grad_type);
   state.home = put(config.home, tables.home);
   state.domain = put(config.domain, tables.domain);
@@ -53,6 +50,12 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
     banks.tables[i] = {.resident = reinterpret_cast<int32_t*>(at)};
   }
   state.banks = reinterpret_cast<uint64_t>(banks.tables) + moved;
+  int64_t* offset = banks.offsets;
+  for (int32_t i = 0; i < config.banks; ++i) {
+    offset = std::copy_n(layout.slots_of(i), config.segment_bytes.size(), offset);
+    offset = std::copy_n(layout.gradients(config, i).offset, config.grad_bytes.size(), offset);
+  }
+  state.offsets = reinterpret_cast<uint64_t>(banks.offsets) + moved;
   std::fill_n(banks.ready, int64_t{config.banks} * config.slots_per_rank, 0);
   state.slot_words = reinterpret_cast<uint64_t>(banks.ready) + moved;
   state.tile_bytes = config.tile_bytes;
@@ -67,19 +70,20 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
 }
 
 // A call's block on the host: what a rank's kernels get of a call whose plan is there. The
-// addresses of main weights or gradients are in the call's arrays.
-inline void pack_call(Call& call, const Capacity& capacity, const Tables& tables, bool has_far,
-                      const uint64_t* regions, uint64_t digest, std::byte* block) {
+// addresses of main weights or gradients are in the call's arrays. `region`: as in DeviceCall.
+inline void pack_call(Call& call, const Capacity& capacity, const Tables& tables,
+                      const BankTables& banks, bool has_far, const uint64_t* region,
+                      uint64_t digest, std::byte* block) {
   call.addresses = {.bases = reinterpret_cast<uint8_t* const*>(tables.bases),
                     .segment_bytes = tables.segment_bytes,
-                    .slot_offset = tables.slot_offset,
+                    .slot_offset = banks.offsets,
                     .mains = call.addresses.mains,
                     .num_mains = capacity.num_mains,
-                    .regions = reinterpret_cast<const uint8_t* const*>(regions),
-                    .region_offset = tables.region_offset,
                     .far = has_far ? tables.far : nullptr};
   if (call.grads.num_segments > 0)
-    call.grads = {call.grads.num_segments, tables.grad_bytes, tables.grad_type, tables.grad_offset};
+    call.grads = {call.grads.num_segments, tables.grad_bytes, tables.grad_type,
+                  banks.offsets + capacity.num_segments};
+  take_region(call.addresses, region, capacity.num_ranks);
   pack_arrays(Alone{}, call, capacity, tables.pes, block);
   pack_header(Alone{}, call, capacity, tables.pes, digest, block);
 }

@@ -16,13 +16,17 @@ uint64_t EngineConfig::initial_digest() const {
   for (size_t i = 0; i < grad_bytes.size(); ++i)
     d = mix(d, grad_bytes[i] << 1 | static_cast<int64_t>(grad_type[i]));
   d = mix(mix(d, banks), grad_banks);
+  if (instance_align > 0) d = mix(d, instance_align);
   return mix(mix(d, tile_bytes), allow_cross_domain);
 }
 
 EngineLayout::EngineLayout(const EngineConfig& c)
-    : slot_offset(c.segment_bytes.size()),
-      grad_offset(c.grad_bytes.size()),
+    : slot_offset(c.banks * c.segment_bytes.size()),
+      grad_offset(c.grad_banks * c.grad_bytes.size()),
       region_offset(c.segment_bytes.size()),
+      instance_align(c.instance_align),
+      instance_offset(c.segment_bytes.size()),
+      grad_instance_offset(c.grad_bytes.size()),
       main_idx(c.num_experts),
       num_mains(c.domain.size()) {
   for (int32_t e = 0; e < c.num_experts; ++e) main_idx[e] = num_mains[c.home[e]]++;
@@ -44,15 +48,22 @@ EngineLayout::EngineLayout(const EngineConfig& c)
   check.copies = round_up(check.sums + max_mains * check.blocks * 8, kSlotAlign);
   check.total = check.copies + region_bytes;
   const int64_t finest = TileMap::tiles_per_group(c.tile_bytes);
-  symmetric = SymmetricLayout::make(c.topology(), max_mains, ceil_div(tiles, finest),
-                                    static_cast<int32_t>(c.segment_bytes.size()),
-                                    c.segment_bytes.data(), slot_offset.data(), gradients(c),
-                                    c.tile_bytes, grad_offset.data(), c.banks, c.grad_banks);
+  symmetric = SymmetricLayout::make(
+      c.topology(), max_mains, ceil_div(tiles, finest),
+      static_cast<int32_t>(c.segment_bytes.size()), c.segment_bytes.data(), slot_offset.data(),
+      gradients(c), c.tile_bytes, grad_offset.data(), c.banks, c.grad_banks, c.instance_align);
+  if (c.instance_align == 0) return;
+  const auto place = [&](const std::vector<int64_t>& bytes, std::vector<int64_t>& offset) {
+    return place_instances(static_cast<int32_t>(bytes.size()), bytes.data(), max_mains,
+                           c.slots_per_rank, c.instance_align, 0, offset.data());
+  };
+  instance_bytes = place(c.segment_bytes, instance_offset);
+  grad_instance_bytes = place(c.grad_bytes, grad_instance_offset);
 }
 
-Gradients EngineLayout::gradients(const EngineConfig& c) const {
+Gradients EngineLayout::gradients(const EngineConfig& c, int32_t bank) const {
   return {static_cast<int32_t>(c.grad_bytes.size()), c.grad_bytes.data(), c.grad_type.data(),
-          grad_offset.data()};
+          grad_offset.data() + std::max(bank, 0) % c.grad_banks * c.grad_bytes.size()};
 }
 
 GroupTables EngineLayout::tables(const EngineConfig& c) const {

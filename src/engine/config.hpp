@@ -1,6 +1,7 @@
 // The description of a group, and the offsets that every rank computes from it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct EngineConfig {
   std::vector<GradType> grad_type;  // [grad segments] in a slot
   int32_t banks = 1;                // sets of slots
   int32_t grad_banks = 1;           // sets of slot gradients; bank b has set b modulo their number
+  int64_t instance_align = 0;       // of slots with room for mains before them; 0: there is none
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
@@ -68,13 +70,21 @@ struct EngineLayout {
   // `config` and this are borrowed.
   GroupTables tables(const EngineConfig& config) const;
   Capacity capacity(const EngineConfig& config) const;
-  Gradients gradients(const EngineConfig& config) const;
+  Gradients gradients(const EngineConfig& config, int32_t bank = 0) const;
+  const int64_t* slots_of(int32_t bank) const {  // [segments]; -1: no bank, with the slots of 0
+    return slot_offset.data() + std::max(bank, 0) * region_offset.size();
+  }
 
   SymmetricLayout symmetric;
-  std::vector<int64_t> slot_offset;    // [segments] in symmetric memory
-  std::vector<int64_t> grad_offset;    // [grad segments] of slot gradients in symmetric memory
+  std::vector<int64_t> slot_offset;    // [banks][segments] in symmetric memory
+  std::vector<int64_t> grad_offset;    // [grad_banks][grad segments] likewise, of slot gradients
   std::vector<int64_t> region_offset;  // [segments] in a region of main weights
   int64_t region_bytes = 0;
+  // Of memory that is laid out like a bank of the symmetric one, if that has room for mains: where
+  // the slots of each segment lie, and its bytes.
+  int64_t instance_align = 0;
+  std::vector<int64_t> instance_offset, grad_instance_offset;
+  int64_t instance_bytes = 0, grad_instance_bytes = 0;
   std::vector<int32_t> main_idx;   // [E] index among the home's mains
   std::vector<int32_t> num_mains;  // [G]
   int32_t max_mains = 0;

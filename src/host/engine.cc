@@ -27,9 +27,7 @@ Engine::Engine(EngineConfig config)
     call.layout = layout_.symmetric;
     call.addresses.bases = config_.bases.data();
     call.addresses.segment_bytes = config_.segment_bytes.data();
-    call.addresses.slot_offset = layout_.slot_offset.data();
     call.addresses.num_mains = capacity.num_mains;
-    call.addresses.region_offset = layout_.region_offset.data();
   }
   try {
     threads_->background = std::thread([this] { background_loop(); });
@@ -43,9 +41,9 @@ Engine::Engine(EngineConfig config)
 
 Engine::~Engine() { close(); }
 
-int32_t Engine::add_region(std::vector<const uint8_t*> bases) {
+int32_t Engine::add_region(Region region) {
   const std::lock_guard lock(submit_mutex_);
-  regions_.push_back(std::move(bases));
+  regions_.push_back(std::move(region));
   return static_cast<int32_t>(regions_.size()) - 1;
 }
 
@@ -135,7 +133,7 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
   Call& call = prepared.call;
   ReplicateArgs args = given;
   banks_.enter(args);
-  call.addresses.first_slot = std::max(args.bank.index, 0) * topology_.slots_per_rank;
+  call.addresses.slot_offset = layout_.slots_of(args.bank.index);
   const uint64_t digest = prepare_replicate(Alone{}, tables_, args, prepared.arrays,
                                             prepared.schedule, &prepared.shape, &call);
   const int64_t addresses =
@@ -151,7 +149,12 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
     for (int32_t i = 0; i < args.num_segments; ++i) prepared.selected[args.segments[i]] = 1;
   }
   *mode = prepared.schedule.schedule.mode;
-  call.addresses.regions = *mode == Mode::kPull ? regions_[args.region].data() : nullptr;
+  call.addresses.regions = nullptr;
+  if (*mode == Mode::kPull) {
+    const Region& region = regions_[args.region];
+    call.addresses.regions = region.bases.data();
+    call.addresses.region_offset = region.offset.data();
+  }
   banks_.note(args, submitted_.load() + 1);
   return enter_call(prepared, digest, background, lock);
 }
@@ -165,8 +168,7 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode,
   Prepared& prepared = *storage;
   const uint64_t digest = prepare_reduce(Alone{}, tables_, args, prepared.arrays, prepared.schedule,
                                          &prepared.shape, &prepared.call);
-  const int32_t bank = std::max(args.bank, 0) % config_.grad_banks;
-  prepared.call.addresses.first_slot = bank * topology_.slots_per_rank;
+  prepared.call.grads = layout_.gradients(config_, args.bank);
   const int64_t addresses =
       static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_mains[config_.rank];
   for (int64_t i = 0; i < addresses; ++i)

@@ -35,8 +35,13 @@ class Engine {
   const EngineLayout& layout() const { return layout_; }
   const Topology& topology() const { return topology_; }
 
-  // A region of main weights that all ranks can address, in the order of their collective making.
-  int32_t add_region(std::vector<const uint8_t*> bases);
+  // Main weights that all ranks can address: as many on each rank, or in memory of their own.
+  struct Region {
+    std::vector<const uint8_t*> bases;  // [G]
+    std::vector<int64_t> offset;        // [segments] of the first main from there, on all ranks
+  };
+  // In the order of their collective making.
+  int32_t add_region(Region region);
 
   PlanCheck check(const int32_t* slot_expert) const {
     return check_plan(Alone{}, topology_, slot_expert);
@@ -137,7 +142,7 @@ class Engine {
   EngineLayout layout_;
   Topology topology_;
   GroupTables tables_;
-  std::vector<std::vector<const uint8_t*>> regions_;
+  std::vector<Region> regions_;
   std::vector<std::unique_ptr<Prepared>> calls_;
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;

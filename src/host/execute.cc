@@ -27,7 +27,7 @@ CheckedCall checked_call(const Prepared& prepared) {
   return {prepared.call.epoch.number,
           prepared.slot_expert.data(),
           prepared.resident.empty() ? nullptr : prepared.resident.data(),
-          prepared.call.addresses.first_slot,
+          prepared.call.addresses.slot_offset,
           prepared.arrays.mains,
           &prepared.selected};
 }

@@ -57,8 +57,8 @@ uint64_t* SlotCheck::sums(int32_t rank, size_t segment, int32_t main_idx) const 
 }
 
 uint8_t* SlotCheck::slot(const CheckedCall& call, size_t segment, int32_t slot) const {
-  return config_.bases[config_.rank] + layout_.slot_offset[segment] +
-         int64_t{call.first_slot + slot} * config_.segment_bytes[segment];
+  return config_.bases[config_.rank] + call.slot_offset[segment] +
+         slot * config_.segment_bytes[segment];
 }
 
 std::atomic_ref<uint64_t> SlotCheck::checked(int32_t rank, int32_t main_idx, int32_t reader) const {

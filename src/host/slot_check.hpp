@@ -42,7 +42,7 @@ struct CheckedCall {
   uint64_t epoch = 0;
   const int32_t* slot_expert = nullptr;            // [G][S]
   const int32_t* resident = nullptr;               // [G][S] what slots held before; null: nothing
-  int32_t first_slot = 0;                          // of the bank
+  const int64_t* slot_offset = nullptr;            // [segments] of the bank's slots
   const uint8_t* const* mains = nullptr;           // [segments][M]
   const std::vector<uint8_t>* selected = nullptr;  // [segments] whether it is transferred
 

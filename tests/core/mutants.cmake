@@ -534,8 +534,20 @@ ultraep_add_core_mutant(consumed_by_each PROGRAM transfer/test_reducer
 
 ultraep_add_core_mutant(gradients_of_32_bits PROGRAM transfer/test_reduce_large
   FILE core/transfer/reducer.hpp
-  FIND [=[           int64_t{call_.addresses.first_slot + at.slot} * g.bytes[span.segment] + span.offset;]=]
+  FIND [=[           at.slot * g.bytes[span.segment] + span.offset;]=]
   REPLACE [=[           static_cast<uint32_t>(at.slot * g.bytes[span.segment] + span.offset);]=])
+
+# ---- memory -------------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(instances_without_mains PROGRAM transfer/test_layout
+  FILE core/transfer/layout.hpp
+  FIND [[    slot_offset[i] = round_up(at + mains * segment_bytes[i], align);]]
+  REPLACE [[    slot_offset[i] = round_up(at, align);]])
+
+ultraep_add_core_mutant(instances_share_pages PROGRAM transfer/test_layout
+  FILE core/transfer/layout.hpp
+  FIND [[    at = round_up(slot_offset[i] + slots * segment_bytes[i], align);]]
+  REPLACE [[    at = slot_offset[i] + slots * segment_bytes[i];]])
 
 # ---- sources ------------------------------------------------------------------------------------
 

@@ -47,8 +47,7 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   CHECK_EQ(found.tiles.group_tiles, expected.call.tiles.group_tiles);
   CHECK(std::equal(config.bases.begin(), config.bases.end(), to.bases));
   CHECK(std::equal(config.segment_bytes.begin(), config.segment_bytes.end(), to.segment_bytes));
-  CHECK(std::equal(layout.slot_offset.begin(), layout.slot_offset.end(), to.slot_offset));
-  CHECK(std::equal(layout.region_offset.begin(), layout.region_offset.end(), to.region_offset));
+  CHECK(std::equal(layout.slots_of(0), layout.slots_of(1), to.slot_offset));
   const auto same = [](const auto* a, const auto* b, int64_t count) {
     return std::memcmp(a, b, count * sizeof(*a)) == 0;
   };
@@ -93,8 +92,12 @@ void check_state() {
   for (int32_t i = 0; i < 2; ++i) {
     CHECK_EQ(reinterpret_cast<const int64_t*>(state.segment_bytes)[i],
              ranks.config.segment_bytes[i]);
-    CHECK_EQ(reinterpret_cast<const int64_t*>(state.slot_offset)[i], layout.slot_offset[i]);
-    CHECK_EQ(reinterpret_cast<const int64_t*>(state.region_offset)[i], layout.region_offset[i]);
+    for (int32_t bank = 0; bank < 2; ++bank) {
+      const auto* const row = uec::cuda::BankTables::row(
+          reinterpret_cast<const int64_t*>(state.offsets), state.capacity, bank);
+      CHECK_EQ(row[i], layout.slots_of(bank)[i]);
+      CHECK_EQ(row[2 + i], layout.grad_offset[i]);  // both banks'
+    }
   }
   CHECK(state.status == reinterpret_cast<uint64_t>(&ranks.launcher->status(1)));
 }

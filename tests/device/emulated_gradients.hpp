@@ -18,6 +18,7 @@ using uec::GradType;
 struct Reducing {
   int32_t mode = -1;  // a Mode, or -1: by cost
   bool zero = true;
+  int32_t bank = -1;  // of plans on the device
 };
 
 class EmulatedGradients : public EmulatedGroup {
@@ -42,6 +43,7 @@ class EmulatedGradients : public EmulatedGroup {
   void prepare_sums(const Reducing& how) {
     begin_call();
     how_ = how;
+    bank_ = how.bank;
     for (int32_t r = 0; r < group_.num_ranks; ++r) {
       fill_rank(r);
       prepare_sum(r, how, group_.slot_expert);
@@ -65,7 +67,8 @@ class EmulatedGradients : public EmulatedGroup {
     return uec::elements_of(options_.grad_bytes[i], options_.grad_type[i]);
   }
   uint8_t* grad(int32_t rank, int32_t i, int32_t slot) {
-    return memory_[rank]->data() + layouts_[0].grad_offset[i] + slot * options_.grad_bytes[i];
+    return memory_[rank]->data() + layouts_[0].gradients(configs_[0], bank_).offset[i] +
+           slot * options_.grad_bytes[i];
   }
   uint8_t* main_grad(int32_t rank, int32_t i, int32_t m) {
     return addresses_[rank][i * layouts_[0].num_mains[rank] + m];

@@ -65,6 +65,7 @@ struct Options {
   int32_t max_blocks = 4;
   int32_t banks = 1;
   int32_t grad_banks = 1;
+  int64_t instance_align = 0;
 };
 
 class EmulatedGroup {
@@ -96,6 +97,7 @@ class EmulatedGroup {
       config.tile_bytes = options.tile_bytes;
       config.banks = options.banks;
       config.grad_banks = options.grad_banks;
+      config.instance_align = options.instance_align;
       configs_.push_back(config);
       pes_.push_back(r);
     }
@@ -109,13 +111,14 @@ class EmulatedGroup {
           int64_t{options.max_blocks} * uec::cuda::kNumFarStages * options.tile_bytes;
       memory_.push_back(std::make_unique<Buffer>(layout.symmetric.total + staging));
       regions_.push_back(std::make_unique<Buffer>(layout.region_bytes));
-      region_table_.push_back(regions_.back()->data());
+      region_table_.push_back(reinterpret_cast<uint64_t>(regions_.back()->data()));
       for (int32_t i = 0; i < segments; ++i)
         for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m)
           mains_.push_back(std::make_unique<Buffer>(options.segment_bytes[i], options.skew));
       call_bytes_ =
           std::max(call_bytes_, uec::cuda::call_block_bytes(layouts_[r].capacity(configs_[r])));
     }
+    for (const int64_t at : layout.region_offset) region_table_.push_back(at);
     blocks_ = std::make_unique<Buffer>(call_bytes_ * ranks);
     auto& network = emulation::Network::instance();
     network.bases.clear();
@@ -127,9 +130,11 @@ class EmulatedGroup {
 
   virtual ~EmulatedGroup() = default;
 
+  // Slots are counted through all banks.
   uint8_t* slot(int32_t rank, int32_t segment, int32_t slot) {
-    return memory_[rank]->data() + layouts_[0].slot_offset[segment] +
-           slot * options_.segment_bytes[segment];
+    const int32_t slots = std::max(group_.slots_per_rank, 1);
+    return memory_[rank]->data() + layouts_[0].slots_of(slot / slots)[segment] +
+           slot % slots * options_.segment_bytes[segment];
   }
   Status& status(int32_t rank) { return statuses_[rank]; }
   RankState& state(int32_t rank) { return states_[rank]; }
@@ -269,7 +274,6 @@ class EmulatedGroup {
     args.call_bytes = call_bytes_;
     args.counted = counted;
     args.bank = bank_;
-    args.first_slot = std::max(bank_, 0) * group_.slots_per_rank;
     std::copy_n(device_.begin() + first, count, args.on_device);
     // As the launcher does: blocks wait for each other.
     run(args, {.blocks = num_blocks, .ranks = count, .first_rank = first, .together = true});
@@ -336,10 +340,8 @@ class EmulatedGroup {
     const auto prepare = [&](auto&&... out) {
       return uec::prepare_replicate(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
     };
-    make_block(
-        r, prepare,
-        mode == Mode::kPull ? reinterpret_cast<const uint64_t*>(region_table_.data()) : nullptr,
-        [&](const uint8_t** mains) { write_mains(r, mode, mains); });
+    make_block(r, prepare, mode == Mode::kPull ? region_table_.data() : nullptr,
+               [&](const uint8_t** mains) { write_mains(r, mode, mains); });
   }
 
   bool plan_is_on_device(int32_t r) const {
@@ -348,7 +350,7 @@ class EmulatedGroup {
 
   // A rank's block, as the host's half makes it.
   template <class Prepare, class WriteMains>
-  void make_block(int32_t r, const Prepare& prepare, const uint64_t* regions,
+  void make_block(int32_t r, const Prepare& prepare, const uint64_t* region,
                   const WriteMains& write) {
     const uec::cuda::RankState& state = states_[r];
     uec::cuda::PrepareArrays arrays;
@@ -359,7 +361,8 @@ class EmulatedGroup {
     uec::PlanShape shape;
     const uint64_t digest = prepare(arrays.arrays, arrays.schedule, &shape, &call);
     write(arrays.arrays.mains);
-    uec::cuda::pack_call(call, state.capacity, rank_tables_[r], options_.far, regions, digest,
+    uec::cuda::pack_call(call, state.capacity, rank_tables_[r], rank_banks_[r], options_.far,
+                         region, digest,
                          reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_));
   }
 
@@ -374,7 +377,7 @@ class EmulatedGroup {
     call.mains = reinterpret_cast<uint64_t>(tables_[r].data());
     call.mode = static_cast<int16_t>(mode);
     if (mode == Mode::kPull) {
-      call.regions = reinterpret_cast<uint64_t>(region_table_.data());
+      call.region_at = reinterpret_cast<uint64_t>(region_table_.data());
       call.region = 0;
     }
     for (const int32_t i : selected_) call.segments |= 1u << i;
@@ -418,7 +421,7 @@ class EmulatedGroup {
   std::vector<uec::host::EngineLayout> layouts_;
   std::vector<std::unique_ptr<Buffer>> memory_, regions_, mains_;
   std::unique_ptr<Buffer> blocks_;
-  std::vector<const uint8_t*> region_table_;
+  std::vector<uint64_t> region_table_;  // as DeviceCall has it
   std::vector<uint8_t*> bases_;
   std::vector<uint8_t> far_;
   std::vector<int32_t> pes_;

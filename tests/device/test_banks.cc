@@ -129,8 +129,8 @@ class BankedGroup : public EmulatedGroup {
   void poison() {
     for (int32_t r = 0; r < group().num_ranks; ++r)
       for (int32_t i = 0; i < num_segments(); ++i)
-        std::fill_n(slot(r, i, 0),
-                    options().banks * group().slots_per_rank * options().segment_bytes[i], kPoison);
+        for (int32_t s = 0; s < options().banks * group().slots_per_rank; ++s)
+          std::fill_n(slot(r, i, s), options().segment_bytes[i], kPoison);
   }
 
   std::vector<Held> held_;        // [banks]
@@ -151,6 +151,7 @@ int64_t check_random(uint32_t seed) {
   Random random(seed);
   PlanCase group = make_group(draw(random, 2, 4), draw(random, 3, 9), draw(random, 1, 3));
   Options options = small_options(draw(random, 1, 3));
+  options.instance_align = draw(random, 0, 1) * 4096;
   options.far = draw(random, 0, 2) == 0;
   if (options.far) {
     group.allow_cross_domain = true;

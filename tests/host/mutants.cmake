@@ -128,6 +128,16 @@ ultraep_add_host_mutant(reducers_not_awaited PROGRAM test_reduction_races FILE h
   FIND [[(busy = helpers_busy_.load()) != 0;]]
   REPLACE [[prepared.operation != Operation::kReduce && (busy = helpers_busy_.load()) != 0;]])
 
+# ---- banks --------------------------------------------------------------------------------------
+
+ultraep_add_host_mutant(bank_of_another PROGRAM test_banks FILE host/engine.cc
+  FIND [[layout_.slots_of(args.bank.index);]]
+  REPLACE [[layout_.slots_of(0);]])
+
+ultraep_add_host_mutant(region_of_another PROGRAM test_banks FILE host/engine.cc
+  FIND [[    call.addresses.region_offset = region.offset.data();]]
+  REPLACE [[    call.addresses.region_offset = layout_.region_offset.data();]])
+
 # ---- wake-ups ------------------------------------------------------------------------------------
 
 ultraep_add_host_mutant(ring_before_store PROGRAM test_doorbell FILE host/policies.hpp

@@ -47,6 +47,7 @@ struct GroupOptions {
   std::vector<int64_t> grad_bytes{};  // of gradients in a slot; none: there are none
   std::vector<uec::GradType> grad_type{};
   int32_t banks = 1, grad_banks = 1;
+  int64_t instance_align = 0;
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   bool check = false;                             // slots are compared with their homes
@@ -71,6 +72,7 @@ class Ranks {
     config.grad_type = options.grad_type;
     config.banks = options.banks;
     config.grad_banks = options.grad_banks;
+    config.instance_align = options.instance_align;
     config.tile_bytes = options.tile_bytes;
     config.num_workers = options.num_workers;
     config.call_timeout = options.call_timeout;
@@ -102,13 +104,13 @@ class Ranks {
   const uec::host::EngineLayout& layout() const { return engines_[0]->layout(); }
   uint8_t* base(int32_t rank) { return memory_[rank].get(); }
 
-  // Slots of bank 0 come first.
+  // Slots are counted through all banks.
   uint8_t* slot(int32_t rank, int32_t slot, size_t segment) {
-    return base(rank) + layout().slot_offset[segment] + slot * options_.segment_bytes[segment];
+    return base(rank) + place(layout().slot_offset, slot, segment, options_.segment_bytes);
   }
 
   uint8_t* slot_grad(int32_t rank, int32_t slot, size_t segment) {
-    return base(rank) + layout().grad_offset[segment] + slot * options_.grad_bytes[segment];
+    return base(rank) + place(layout().grad_offset, slot, segment, options_.grad_bytes);
   }
 
   // Main weights of all ranks. Each set, in order of creation, is a region on every rank.
@@ -116,15 +118,18 @@ class Ranks {
     std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions;
     std::vector<const uint8_t*> bases;
     for (int32_t r = 0; r < num_ranks(); ++r) {
-      regions.push_back(allocate(layout().region_bytes));
+      regions.push_back(allocate(kBefore + layout().region_bytes));
       bases.push_back(regions.back().get());
     }
-    for (auto& engine : engines_) engine->add_region(bases);
+    std::vector<int64_t> offset = layout().region_offset;
+    for (int64_t& at : offset) at += kBefore;
+    for (auto& engine : engines_) engine->add_region({bases, offset});
     return regions;
   }
 
   uint8_t* main(uint8_t* region, int32_t main_idx, size_t segment) const {
-    return region + layout().region_offset[segment] + main_idx * options_.segment_bytes[segment];
+    return region + kBefore + layout().region_offset[segment] +
+           main_idx * options_.segment_bytes[segment];
   }
 
   void fill_weights(int32_t rank, uint8_t* region, const Payload& payload, uint64_t seed) const {
@@ -159,8 +164,8 @@ class Ranks {
 
   void fill_slots(int32_t rank) {
     for (size_t i = 0; i < num_segments(); ++i)
-      std::memset(slot(rank, 0, i), kUntouched,
-                  options_.banks * group_.slots_per_rank * options_.segment_bytes[i]);
+      for (int32_t s = 0; s < options_.banks * group_.slots_per_rank; ++s)
+        std::memset(slot(rank, s, i), kUntouched, options_.segment_bytes[i]);
   }
 
   // The slot holds the expert's payload, or (`expert` < 0) nothing was written to it.
@@ -185,6 +190,15 @@ class Ranks {
   }
 
  private:
+  static constexpr int64_t kBefore = 512;  // bytes of a region that are nobody's
+
+  int64_t place(const std::vector<int64_t>& offset, int32_t slot, size_t segment,
+                const std::vector<int64_t>& bytes) const {
+    const int32_t slots = std::max(group_.slots_per_rank, 1);
+    const size_t row = slot / slots * bytes.size();
+    return offset[row + segment] + slot % slots * bytes[segment];
+  }
+
   static std::unique_ptr<uint8_t[], decltype(&std::free)> allocate(int64_t bytes) {
     bytes = uec::round_up(std::max<int64_t>(bytes, 1), uec::kSlotAlign);
     auto* const at = static_cast<uint8_t*>(std::aligned_alloc(uec::kSlotAlign, bytes));

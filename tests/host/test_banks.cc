@@ -164,6 +164,7 @@ int main() {
     const std::vector<std::vector<int64_t>> payloads{{100}, {300'000, 7}, {(64 << 10) + 1, 40}};
     options.segment_bytes = payloads[draw(random, 0, 2)];
     options.banks = draw(random, 1, 3);
+    options.instance_align = draw(random, 0, 1) * 4096;
     options.num_workers = draw(random, 1, 2);
     options.check = draw(random, 0, 2) == 0;
     run(group, options, draw_calls(group, options.banks, 20, random));

@@ -137,9 +137,10 @@ class FakeDevice:
         self.pages.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return self.pages[-1]
 
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        kind = ctypes.c_uint8 * num_bytes
-        return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
+    def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        memory.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         self.tensors.append(torch.empty(tuple(shape), dtype=dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from ultraep_comm.errors import (
     PeerRejectedError,
     Words,
 )
-from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
@@ -55,8 +55,30 @@ Report = _core.Report | BackendReport
 class Engine(Protocol):
     """One rank of one group. Calls are numbered by epochs from 1."""
 
-    def add_region(self, bases: list[int]) -> int:
-        """Register a region of main weights at the ranks' addresses ``[G]``; return its index."""
+    def add_region(self, bases: list[int], offset: list[int]) -> int:
+        """Register main weights that peers can address; return the region's index.
+
+        On every rank the first main of each segment is ``offset`` bytes, ``[segments]``, behind the
+        rank's address in ``bases``, ``[G]``.
+        """
+
+    def share_slots(
+        self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
+    ) -> SharedRegion:
+        """Return new memory in which slots appear once more, at some places.
+
+        Args:
+            allocate: how a region of so many bytes is made, where the slots are host memory.
+            num_bytes: of the region.
+            places: where slots are to appear.
+
+        Returns:
+            A region, without ``bases`` if peers cannot address it.
+
+        Raises:
+            UnsupportedError: the slots' memory can be mapped only once.
+            OutOfSharedMemoryError: there is not enough memory.
+        """
 
     def check(self, plan: _core.PlanView) -> tuple[_core.PlanFault, int, int, int]:
         """Check the placement of a plan of the group's shape; see `check_plan` in the core."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,8 +19,8 @@ from ultraep_comm.errors import (
     InvalidPlanError,
     UnsupportedError,
 )
-from ultraep_comm.fabrics import Fabric
-from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
+from ultraep_comm.fabrics import Fabric, Place, SharedRegion
+from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, show_again
 from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id
 from ultraep_comm.fabrics.sockets import Listener
@@ -48,6 +48,12 @@ class HostEngine(_core.Engine):
     def bank_table(self, bank: int) -> int:
         """Return 0: there is no device."""
         return 0
+
+    def share_slots(
+        self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
+    ) -> SharedRegion:
+        """Return new memory in which slots appear once more."""
+        return show_again(allocate(num_bytes), places)
 
     def reader(self, bank: int) -> int:
         """Return the call that fills a bank, if it has not finished, else 0."""

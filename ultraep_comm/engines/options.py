@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -75,6 +76,7 @@ class Options:
         grads: GradSpec = None,
         banks: int = 1,
         grad_banks: int = 1,
+        instances: bool = False,
         calibration: Calibration | None = None,
         check: bool | None = None,
         device: torch.device | str | None = None,
@@ -100,6 +102,8 @@ class Options:
             raise InvalidArgumentError(
                 f"grad_banks is {grad_banks}; expected 1 to {self.banks}, the number of banks"
             )
+        self.instances = bool(instances)
+        self.page_bytes = max(4096, mmap.PAGESIZE)  # that are mapped together; of the host's memory
         self.check = bool(env.check() if check is None else check)
         if engine in ("cuda", "c10d"):
             self.refuse_check({"cuda": "CUDA"}.get(engine, engine))
@@ -153,7 +157,7 @@ class Options:
                 t.allow_cross_domain,
                 segments,
                 [(n, str(s.dtype)) for n, s in self.grads.items()],
-                (self.banks, self.grad_banks),
+                (self.banks, self.grad_banks, self.instances),
                 self.tile_bytes,
                 self.check,
                 self.engine,
@@ -186,6 +190,7 @@ class Options:
             grad_type=[GRAD_TYPES[s.dtype] for s in self.grads.values()],
             banks=self.banks,
             grad_banks=self.grad_banks,
+            instance_align=self.page_bytes if self.instances else 0,
             tile_bytes=self.tile_bytes,
             cost=cost,
             call_timeout=patience if self.timeout is None else self.timeout,

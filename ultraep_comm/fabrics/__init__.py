@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,20 @@ class SharedRegion:
     bases: list[int]
     local: torch.Tensor
     keep: tuple[object, ...] = ()
+
+
+class Place(NamedTuple):
+    """Where memory appears once more.
+
+    Attributes:
+        offset: in a region.
+        address: of the memory.
+        num_bytes: of it, whole pages.
+    """
+
+    offset: int
+    address: int
+    num_bytes: int
 
 
 class Fabric(Protocol):

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ultraep_comm.fabrics import SharedRegion
+from ultraep_comm import _core
+from ultraep_comm.errors import OutOfSharedMemoryError
+from ultraep_comm.fabrics import Place, SharedRegion
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
     """Return zeroed host memory, uint8."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def show_again(region: SharedRegion, places: Sequence[Place]) -> SharedRegion:
+    """Let host memory appear at places of a region of host memory too; return the region.
+
+    The region's own pages there are freed. Both have to be shared mappings, as those of every
+    fabric are.
+
+    Raises:
+        OutOfSharedMemoryError: the process has too many mappings.
+    """
+    for place in places:
+        try:
+            _core.map_again(region.local.data_ptr() + place.offset, place.address, place.num_bytes)
+        except OSError as error:
+            raise OutOfSharedMemoryError(
+                f"{place.num_bytes} bytes of slots could not be mapped once more"
+                f" ({error.strerror}); raise vm.max_map_count, or create the group with more banks"
+            ) from error
+    return region
 
 
 class LoopbackMemory:

@@ -37,6 +37,7 @@ def new_group(
     grads: GradSpec = None,
     banks: int = 1,
     grad_banks: int = 1,
+    instances: bool = False,
     engine: str = "auto",
     fabric: str = "auto",
     timeout: float | None = None,
@@ -64,6 +65,8 @@ def new_group(
         banks: sets of slots, for instance one for each layer, which keeps what it holds from one
             step to the next; see :class:`Bank`. Each takes S experts' bytes (`group_memory`).
         grad_banks: sets of slot gradients; bank i has set i modulo their number.
+        instances: leave room for main weights and gradients directly before the slots of each bank,
+            for :meth:`Group.empty_instances`; it takes as many bytes (`group_memory`).
         engine: "host" (threads, on one machine), "cuda" (one GPU per rank: torch's current device,
             so call torch.cuda.set_device first), "c10d" (messages over process groups of its own,
             with the backends of this one: gloo, NCCL or others, on any number of machines); or
@@ -106,6 +109,7 @@ def new_group(
                 grads=grads,
                 banks=banks,
                 grad_banks=grad_banks,
+                instances=instances,
                 check=check,
                 calibration=from_environment(engine) if meeting.rank == 0 else None,
                 device=device,
@@ -183,6 +187,7 @@ def new_loopback_groups(
     grads: GradSpec = None,
     banks: int = 1,
     grad_banks: int = 1,
+    instances: bool = False,
     engine: str = "host",
     timeout: float | None = None,
     num_sms: int | None = None,
@@ -212,6 +217,7 @@ def new_loopback_groups(
         grads=grads,
         banks=banks,
         grad_banks=grad_banks,
+        instances=instances,
         check=check,
         calibration=from_environment(engine),
     )

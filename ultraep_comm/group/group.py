@@ -9,9 +9,11 @@ from typing import NoReturn
 import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
+from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.group.bank import Bank, bank_index
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
 from ultraep_comm.group.health import GroupHealth, health_of
+from ultraep_comm.group.instances import Instances
 from ultraep_comm.group.memory import GroupMemory, memory_of
 from ultraep_comm.group.names import register_group
 from ultraep_comm.group.saved_plans import PlanHandle
@@ -52,6 +54,22 @@ class Group:
         count = session.topology.slots_per_rank
         slots = _bank_views(memory, layout.slot_offset, count, session.segments, session.banks)
         slot_grads = _bank_views(memory, layout.grad_offset, count, grads, session.grad_banks)
+        self._instances = Instances(
+            session,
+            session.segments,
+            slot_offset=layout.slot_offset,
+            places=layout.instance_offset,
+            num_bytes=layout.instance_bytes,
+            allocate=session.fabric.allocate,
+        )
+        self._grad_instances = Instances(
+            session,
+            grads,
+            slot_offset=layout.grad_offset,
+            places=layout.grad_instance_offset,
+            num_bytes=layout.grad_instance_bytes,
+            allocate=PrivateFabric(session.rank, session.topology.num_ranks, self.device).allocate,
+        )
         self.banks = tuple(
             Bank(session, i, slots[i], slot_grads[i % session.grad_banks])
             for i in range(session.banks)
@@ -178,19 +196,83 @@ class Group:
                 " group reach each other by puts only; use ordinary tensors and mode='push'"
             )
         layout = session.layout
-        try:
-            with torch.inference_mode(False):
-                region = session.fabric.allocate(layout.region_bytes)
-        except BaseException as error:  # Ctrl-C too
-            if isinstance(error, Exception):
-                session.first_error = error
-            session.abort()  # peers may have the region that this rank lacks
-            raise
-        index = session.engine.add_region(region.bases)
+        with session.allocating():
+            region = session.fabric.allocate(layout.region_bytes)
         session.memory.append(region)
-        session.weights.add_region(region.bases[self.rank], index)
+        session.add_mains(region, layout.region_offset)
         with torch.inference_mode(False):  # as in new_group
             return _views(region.local, layout.region_offset, self.num_mains, self.segments)
+
+    def empty_instances(self, bank: Bank | int = 0) -> dict[str, torch.Tensor]:
+        """Allocate main weights that the slots of a bank follow, as grouped GEMMs ask. Collective.
+
+        The first call for a bank takes room that the group has; each further one, for another layer
+        that shares the bank, new memory, in which the slots themselves appear once more.
+
+        ``pull`` takes the mains, ``{name: tensor[:M]}``, where ranks reach each other by load and
+        store, and all have as many experts; on the CUDA engine only those of a bank's first call.
+
+        Args:
+            bank: whose slots follow.
+
+        Returns:
+            ``{name: tensor [M + S, *shape]}``: mains, zeroed, then ``bank.slots``, the same memory.
+
+        Raises:
+            OutOfSharedMemoryError: some rank has not enough memory.
+            InvalidArgumentError: the bank is not one of this group.
+            UnsupportedError: the group was created without ``instances=True``; or the bank's slots
+                are in memory of a device that can be mapped only once, and this is not the first
+                call; or the current stream is being captured.
+        """
+        session, index = self.session, bank_index(bank, self.session)
+        session.refuse_capture("empty_instances()")
+        session.enter("empty_instances")
+        self._require_instances("empty_instances()")
+        with session.allocating(UnsupportedError):  # on all ranks alike
+            region, begins = self._instances.take(index)
+        is_even = len(set(session.layout.num_mains)) == 1  # else mains begin at different places
+        if is_even and region.bases and session.fabric.can_pull:
+            session.add_mains(region, begins)
+        with torch.inference_mode(False):
+            return _own_views(region.local, begins, self._num_instances, self.segments)
+
+    def empty_instance_grads(self, bank: Bank | int = 0) -> dict[str, torch.Tensor]:
+        """Allocate main gradients that the slot gradients of a bank follow. Local.
+
+        For weight-gradient GEMMs that write those of all instances at once; the first M rows are
+        main gradients for :func:`reduce_expert_grads`. Otherwise as :meth:`empty_instances`, but
+        no peer addresses them.
+
+        Args:
+            bank: whose slot gradients follow.
+
+        Returns:
+            ``{name: tensor [M + S, *shape]}`` of the slot gradients' dtype, for segments with
+            gradients: mains, zeroed, then ``bank.slot_grads``, the same memory.
+
+        Raises:
+            OutOfSharedMemoryError: this rank has not enough memory.
+            InvalidArgumentError, UnsupportedError: as :meth:`empty_instances`.
+        """
+        session, index = self.session, bank_index(bank, self.session)
+        session.refuse_capture("empty_instance_grads()")
+        session.require_open("empty_instance_grads")
+        self._require_instances("empty_instance_grads()")
+        with torch.inference_mode(False):
+            region, begins = self._grad_instances.take(index % session.grad_banks)
+            return _own_views(region.local, begins, self._num_instances, self._grads)
+
+    @property
+    def _num_instances(self) -> int:
+        return self.num_mains + self.topology.slots_per_rank
+
+    def _require_instances(self, operation: str) -> None:
+        if not self.session.layout.instance_align:
+            raise UnsupportedError(
+                f"rank {self.rank}: {operation} on a group whose slots have no room for mains"
+                " before them; create it with instances=True"
+            )
 
     def expert_pointers(
         self, weights: Weights | BoundWeights, *, bank: Bank | int = 0
@@ -208,16 +290,14 @@ class Group:
         """
         session = self.session
         session.refuse_capture("expert_pointers()")
-        first = bank_index(bank, session) * self.topology.slots_per_rank
+        first = bank_index(bank, session) * len(self.segments)
         bound, mains = session.weights.addresses_of(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.names:
                 continue
-            base = session.memory[0].bases[self.rank] + session.layout.slot_offset[i]
-            slots = [
-                base + (first + s) * segment.nbytes for s in range(self.topology.slots_per_rank)
-            ]
+            base = session.memory[0].bases[self.rank] + session.layout.slot_offset[first + i]
+            slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
             own = bound.addresses[i * mains : (i + 1) * mains]
             result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
         return result
@@ -431,19 +511,18 @@ def _bank_views(
     banks: int,
 ) -> list[dict[str, torch.Tensor]]:
     """Return each bank's views of its slots, or of their gradients; bank 0 comes first."""
-    views = []
-    for bank in range(banks):
-        begins = [
-            offset + bank * count * segment.nbytes
-            for offset, segment in zip(offsets, segments.values(), strict=True)
-        ]
-        views.append(
-            {
-                name: with_own_storage(view)
-                for name, view in _views(storage, begins, count, segments).items()
-            }
-        )
-    return views
+    size = len(segments)
+    return [
+        _own_views(storage, offsets[bank * size : (bank + 1) * size], count, segments)
+        for bank in range(banks)
+    ]
+
+
+def _own_views(
+    storage: torch.Tensor, offsets: Sequence[int], count: int, segments: Mapping[str, Segment]
+) -> dict[str, torch.Tensor]:
+    views = _views(storage, offsets, count, segments)
+    return {name: with_own_storage(view) for name, view in views.items()}
 
 
 def _views(

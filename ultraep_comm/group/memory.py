@@ -19,18 +19,21 @@ class GroupMemory:
     Attributes:
         slots: of the slots of all banks.
         slot_grads: of their gradients.
-        other: flags, loads, and what reductions add up in; in check mode also copies of the main
-            weights. Main weights of ``group.empty_weights()`` are not included.
+        mains: room for main weights and gradients before them, in a group with ``instances=True``.
+        other: flags, loads, what reductions add up in, and padding; in check mode also copies of
+            the main weights. Not included: main weights of ``group.empty_weights()``, and of
+            further ``group.empty_instances()`` of a bank.
     """
 
     slots: int
     slot_grads: int
+    mains: int
     other: int
 
     @property
     def total(self) -> int:
         """Return their sum."""
-        return self.slots + self.slot_grads + self.other
+        return self.slots + self.slot_grads + self.mains + self.other
 
 
 def memory_of(
@@ -43,10 +46,13 @@ def memory_of(
     check: bool,
 ) -> GroupMemory:
     """Return the memory of a layout."""
-    slots = banks * slots_per_rank * sum(s.nbytes for s in segments.values())
-    slot_grads = grad_banks * slots_per_rank * sum(s.nbytes for s in grads.values())
+    weights = banks * sum(s.nbytes for s in segments.values())
+    gradients = grad_banks * sum(s.nbytes for s in grads.values())
+    slots, slot_grads = slots_per_rank * weights, slots_per_rank * gradients
+    mains = layout.max_mains * (weights + gradients) if layout.instance_align else 0
     total = layout.total_bytes + (layout.check_bytes if check else 0)
-    return GroupMemory(slots=slots, slot_grads=slot_grads, other=total - slots - slot_grads)
+    other = total - slots - slot_grads - mains
+    return GroupMemory(slots=slots, slot_grads=slot_grads, mains=mains, other=other)
 
 
 def group_memory(
@@ -59,13 +65,15 @@ def group_memory(
     grads: GradSpec = None,
     banks: int = 1,
     grad_banks: int = 1,
+    instances: bool = False,
     tile_bytes: int | None = None,
     check: bool | None = None,
 ) -> GroupMemory:
     """Return what a group of these arguments would take on each rank. Allocates nothing.
 
     Args:
-        num_ranks: G; the other arguments are those of :func:`new_group`.
+        num_ranks: G; the other arguments are those of :func:`new_group`. With ``instances=True``
+            the CUDA engine takes up to 4 MiB more for each segment and bank: its pages are larger.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -80,6 +88,7 @@ def group_memory(
         grads=grads,
         banks=banks,
         grad_banks=grad_banks,
+        instances=instances,
         check=check,
     )
     topology = Topology.make(

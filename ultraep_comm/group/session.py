@@ -6,7 +6,8 @@ import atexit
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -78,7 +79,6 @@ class Session:
             rank=self.rank,
             segments=self.segments,
             num_mains=self.num_mains,
-            region_offset=self.layout.region_offset,
             owner=self.memory[0],
             device=self.device,
             tables=tables(len(self.segments), self.num_mains),
@@ -161,6 +161,25 @@ class Session:
                 f"rank {self.rank}: {operation} while the current stream is being captured into a"
                 " CUDA graph; call it before or after the capture"
             )
+
+    def add_mains(self, region: SharedRegion, offset: list[int]) -> None:
+        """Let ``pull`` take main weights of a region; ``[segments]`` offsets, on every rank."""
+        index = self.engine.add_region(region.bases, offset)
+        self.weights.add_region([region.bases[self.rank] + at for at in offset], index)
+
+    @contextmanager
+    def allocating(self, *harmless: type[Exception]) -> Iterator[None]:
+        """Let tensors of the group be made; abort it if that fails, but for ``harmless`` errors."""
+        try:
+            with torch.inference_mode(False):  # as in new_group
+                yield
+        except harmless:
+            raise
+        except BaseException as error:  # Ctrl-C too
+            if isinstance(error, Exception):
+                self.first_error = error
+            self.abort()  # peers may have the region that this rank lacks
+            raise
 
     # ---- calls in flight ------------------------------------------------------------------
 

@@ -46,7 +46,6 @@ class RankWeights:
         rank: this rank.
         segments: an expert's segments, by name.
         num_mains: M.
-        region_offset: bytes from the start of a region of ``Group.empty_weights`` to each segment.
         owner: identifies the group.
         device: where weights must be.
         tables: address tables on the device of a CUDA group; None for the host engine.
@@ -58,7 +57,6 @@ class RankWeights:
         rank: int,
         segments: Mapping[str, Segment],
         num_mains: int,
-        region_offset: Sequence[int],
         owner: object,
         device: torch.device,
         tables: AddressTables | None,
@@ -67,15 +65,14 @@ class RankWeights:
         self._segments = segments
         self._names = tuple(segments)
         self._num_mains = num_mains
-        self._region_offset = region_offset
         self._owner = owner
         self._source = Source(rank, device)
         self._tables = tables
-        self._region_of: dict[int, int] = {}
+        self._region_of: dict[tuple[int, int], int] = {}  # by segment and address of its first main
 
-    def add_region(self, start: int, index: int) -> None:
-        """Register a region of weights that peers can address."""
-        self._region_of[start] = index
+    def add_region(self, begins: Sequence[int], index: int) -> None:
+        """Register weights that peers can address, by the address of each segment's first main."""
+        self._region_of.update(dict.fromkeys(enumerate(begins), index))
 
     def bind(self, weights: Weights | BoundWeights | torch.Tensor) -> BoundWeights:
         """Check weights in any form that a call accepts, and return their addresses.
@@ -154,30 +151,26 @@ class RankWeights:
         )
 
     def _find_region(self, weights: Weights, addresses: Addresses, names: frozenset[str]) -> int:
-        """Return the region of ``empty_weights`` that these addresses fill exactly, else -1."""
+        """Return the region that has these addresses as its mains, else -1."""
         if not names:
             return -1
         count = self._num_mains
-        if count == 0:  # empty tensors have no address, but their storage has one
-            found = {
-                self._region_of.get(t.untyped_storage().data_ptr(), -1)
-                if isinstance(t, torch.Tensor)
-                else -1
-                for t in weights.values()
-            }
+        found = set()
+        if count == 0:  # empty tensors have no address, but their storage has that of segment 0
+            for t in weights.values():
+                at = t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) else 0
+                found.add(self._region_of.get((0, at), -1))
             return found.pop() if len(found) == 1 else -1
-        first = next(i for i, name in enumerate(self._names) if name in names)
-        start = addresses[first * count] - self._region_offset[first]
-        index = self._region_of.get(start, -1)
-        if index < 0:
-            return -1
         for i, (name, segment) in enumerate(self._segments.items()):
             if name in names:
-                at, step = start + self._region_offset[i], segment.nbytes
+                at, step = addresses[i * count], segment.nbytes
+                found.add(self._region_of.get((i, at), -1))
+                if -1 in found or len(found) > 1:
+                    return -1
                 filled = array("Q", range(at, at + count * step, step))
                 if addresses[i * count : (i + 1) * count] != filled:
                     return -1
-        return index
+        return found.pop()
 
 
 GradSpec = torch.dtype | Mapping[str, torch.dtype] | None

@@ -131,7 +131,7 @@ class BoundWeights:
     Attributes:
         addresses: ``[num_segments, M]``, flattened; 0 for segments that were not passed.
         names: the segments that were passed.
-        region: the region of ``Group.empty_weights`` that holds all of them; -1: none.
+        region: the region, by number, that peers can address and that holds all of them; -1: none.
         owner: identifies the group that bound them.
         weights: the weights as passed; keeps their memory alive.
         table: the addresses on a CUDA group's device, int64 ``[num_segments, M]``; None: they are

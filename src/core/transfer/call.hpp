@@ -29,17 +29,16 @@ enum class Step : int32_t {
 struct Addresses {
   uint8_t* const* bases = nullptr;         // [G], null: no load/store access
   const int64_t* segment_bytes = nullptr;  // [num_segments] of one expert
-  const int64_t* slot_offset = nullptr;    // [num_segments]
+  const int64_t* slot_offset = nullptr;    // [num_segments] of slot 0 of the call's bank
   const uint8_t* const* mains = nullptr;   // [num_segments][num_mains] this rank's main weights
   int32_t num_mains = 0;
-  int32_t first_slot = 0;                   // of the call's bank, among those of all banks
   const uint8_t* const* regions = nullptr;  // [G] pull: main weights that peers can address
-  const int64_t* region_offset = nullptr;   // [num_segments]
+  const int64_t* region_offset = nullptr;   // [num_segments] of their first mains there
   const uint8_t* far = nullptr;             // [G] 1: reached by puts and signals; null: none is
 
   // Of a slot's bytes of a segment, in its rank's symmetric memory.
   UEC_HD int64_t slot_at(int32_t segment, int32_t slot) const {
-    return slot_offset[segment] + int64_t{first_slot + slot} * segment_bytes[segment];
+    return slot_offset[segment] + slot * segment_bytes[segment];
   }
   UEC_HD bool reaches(int32_t rank) const {
     return bases[rank] != nullptr || (far != nullptr && far[rank]);

@@ -37,7 +37,7 @@ struct Gradients {
   int32_t num_segments = 0;         // 0: slots hold no gradients
   const int64_t* bytes = nullptr;   // [num_segments] of one expert in a slot
   const GradType* type = nullptr;   // [num_segments] in a slot
-  const int64_t* offset = nullptr;  // [num_segments] of slot 0 in symmetric memory
+  const int64_t* offset = nullptr;  // [num_segments] of the bank's slot 0 in symmetric memory
 };
 
 // Upper bound of the flag groups of one expert's gradients.

@@ -13,6 +13,20 @@ inline constexpr int64_t kFlagLine = 128;
 inline constexpr int64_t kSlotAlign = 4096;
 inline constexpr int64_t kSegmentAlign = 256;
 
+// Where the slots of each segment lie in memory that has room for `mains` experts directly before
+// them, from `at` on: pages of `align` bytes hold either the slots of one segment, or no slots. So
+// the pages of slots can appear behind other mains too. Returns the end.
+UEC_HD inline int64_t place_instances(int32_t num_segments, const int64_t* segment_bytes,
+                                      int64_t mains, int64_t slots, int64_t align, int64_t at,
+                                      int64_t* slot_offset) {
+  at = round_up(at, align);
+  for (int32_t i = 0; i < num_segments; ++i) {
+    slot_offset[i] = round_up(at + mains * segment_bytes[i], align);
+    at = round_up(slot_offset[i] + slots * segment_bytes[i], align);
+  }
+  return at;
+}
+
 struct SymmetricLayout {
   int32_t num_ranks = 0;
   int32_t slots_per_rank = 0;
@@ -31,18 +45,20 @@ struct SymmetricLayout {
   int64_t load_base = 0;      // [G][E] int32
   int64_t summed_base = 0;    // [M][max_grad_groups]
   int64_t consumed_base = 0;  // [S][G] padded
-  int64_t slots_base = 0;     // first byte of the first segment's slots
+  int64_t slots_base = 0;     // from here on: slots, their gradients, and room for mains
   int64_t sums_base = 0;      // [S] fp32 sums, each of sums_bytes
   int64_t total = 0;
 
-  // `slot_offset[i]` receives the offset of segment i's slots: [banks][S] dense copies of one
-  // expert's bytes. `max_mains` is the largest number of mains on a rank. `grad_offset[i]` receives
-  // the same for the slots' gradients, of which there are [grad_banks][S].
+  // `slot_offset` [banks][segments] receives where the slots of each bank begin: [S] dense copies
+  // of one expert's bytes. `grad_offset` [grad_banks][grad segments] receives the same for the
+  // slots' gradients. `max_mains` is the largest number of mains on a rank. With `instance_align`
+  // (0: none is wanted) each of these lies as place_instances() says, with room for so many mains.
   UEC_HD static SymmetricLayout make(const Topology& t, int32_t max_mains, int64_t max_groups,
                                      int32_t num_segments, const int64_t* segment_bytes,
                                      int64_t* slot_offset, const Gradients& grads = {},
                                      int64_t tile_bytes = 1, int64_t* grad_offset = nullptr,
-                                     int32_t banks = 1, int32_t grad_banks = 1) {
+                                     int32_t banks = 1, int32_t grad_banks = 1,
+                                     int64_t instance_align = 0) {
     SymmetricLayout l;
     l.num_ranks = t.num_ranks;
     l.slots_per_rank = t.slots_per_rank;
@@ -75,10 +91,20 @@ struct SymmetricLayout {
     l.summed_base = take(max_mains * l.max_grad_groups * 8, kFlagLine);
     l.consumed_base = take(grads.num_segments > 0 ? slots * ranks * kFlagLine : 0, kFlagLine);
     l.slots_base = take(0, kSlotAlign);
-    for (int32_t i = 0; i < num_segments; ++i)
-      slot_offset[i] = take(banks * slots * segment_bytes[i], kSegmentAlign);
-    for (int32_t i = 0; i < grads.num_segments; ++i)
-      grad_offset[i] = take(grad_banks * slots * grads.bytes[i], kSegmentAlign);
+    const auto place = [&](int32_t count, const int64_t* bytes, int32_t sets, int64_t* offset) {
+      if (instance_align > 0) {
+        for (int64_t b = 0; b < sets; ++b)
+          at = place_instances(count, bytes, max_mains, slots, instance_align, at,
+                               offset + b * count);
+        return;
+      }
+      for (int32_t i = 0; i < count; ++i) {
+        const int64_t begin = take(sets * slots * bytes[i], kSegmentAlign);
+        for (int64_t b = 0; b < sets; ++b) offset[b * count + i] = begin + b * slots * bytes[i];
+      }
+    };
+    place(num_segments, segment_bytes, banks, slot_offset);
+    place(grads.num_segments, grads.bytes, grad_banks, grad_offset);
     l.sums_base = take(slots * l.sums_bytes, kSegmentAlign);
     l.total = round_up(at, kSlotAlign);
     return l;

@@ -217,7 +217,7 @@ class Reducer {
   UEC_HD uint8_t* in_slot(const Destination& at, const TileSpan& span) const {
     const Gradients& g = call_.grads;
     return call_.addresses.bases[at.rank] + g.offset[span.segment] +
-           int64_t{call_.addresses.first_slot + at.slot} * g.bytes[span.segment] + span.offset;
+           at.slot * g.bytes[span.segment] + span.offset;
   }
 
   // Where the hub of a range keeps the sum of a tile: fp32 gradients are summed in place, where no

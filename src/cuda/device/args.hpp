@@ -59,8 +59,6 @@ struct alignas(16) RankState {
   uint64_t pes = 0;            // [G] int32, NVSHMEM's numbers of the ranks
   uint64_t staging = 0;        // symmetric memory for puts: kNumFarStages tiles for each block
   uint64_t segment_bytes = 0;  // [segments] int64
-  uint64_t slot_offset = 0;    // [segments] int64
-  uint64_t region_offset = 0;  // [segments] int64
   uint64_t home = 0;           // [E] int32
   uint64_t domain = 0;         // [G] int32
   uint64_t main_idx = 0;       // [E] int32, index among the home's mains
@@ -72,9 +70,9 @@ struct alignas(16) RankState {
   uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
   uint64_t grad_bytes = 0;     // [grad segments] int64, of one expert in a slot
   uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
-  uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
   uint64_t banks = 0;          // [banks] BankTable
+  uint64_t offsets = 0;        // as BankTables has them
   uint64_t slot_words = 0;     // [banks][S] of ready.cuh
   uint64_t tables_end = 0;     // of the tables that calls point to, which begin with the bases
   PrepareArrays spare;         // as if PrepareShared lay there
@@ -106,8 +104,8 @@ struct DeviceCall {
   // [grad segments][mains of the rank] of main gradients.
   uint64_t mains = 0;
   union {
-    uint64_t regions = 0;  // [G] addresses of the region that these fill, or 0: no pull
-    uint64_t in_use;       // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
+    uint64_t region_at = 0;  // of the region that these fill, as take_region() has it; 0: no pull
+    uint64_t in_use;  // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
   };
   // Bit i: transfers segment i; of a reduction: the GradType of main gradients of segment i.
   uint32_t segments = 0;
@@ -123,10 +121,9 @@ struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
-  int64_t counted = 1;     // 0: a captured call, which the host has no number for
-  uint64_t tag = 0;        // of plans on the device, as in ReplicateArgs
-  int32_t bank = -1;       // of plans on the device; -1: none
-  int32_t first_slot = 0;  // of that, or of its gradients
+  int64_t counted = 1;  // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
+  int32_t bank = -1;    // of plans on the device; -1: none
   DeviceCall on_device[kMaxLaunchRanks];
 };
 static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");

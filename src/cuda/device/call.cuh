@@ -116,13 +116,13 @@ UEC_ROLE void announce(CallShared& shared) {
 
 // By a warp of the last block to leave: it is ordered after what all its rank's blocks have done.
 template <class Memory, bool kFillsSlots>
-UEC_ROLE void finish(CallShared& shared, bool counted) {
+UEC_ROLE void finish(CallShared& shared, int32_t bank, bool counted) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   Memory memory(block);
   const auto finishes = [&] {
     if constexpr (kFillsSlots) {
-      FinishSlots<Memory> finish(block, memory, shared.known, counted);
+      FinishSlots<Memory> finish(block, memory, shared.known, bank, counted);
       return drive(finish, block, block.clock, memory);
     } else {
       Finish<Memory> finish(block.call, memory);
@@ -200,7 +200,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   bool last = false;
   if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
   if (!Warp::share(last)) return;
-  finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.counted != 0);
+  finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.bank, args.counted != 0);
   if (Warp::leader()) Kernel::leave(known, device);
 }
 

@@ -26,6 +26,13 @@ inline constexpr int32_t kHeaderWords = offsetof(CallHeader, body) / sizeof(uint
 inline constexpr int32_t kArrived = offsetof(CallBody, arrived) / sizeof(uint64_t);
 static_assert(kBodyWords <= 32);
 
+// Lets a call pull from a region: [G] addresses, then [segments] offsets; null: it does not.
+UEC_HD inline void take_region(Addresses& addresses, const uint64_t* region, int32_t num_ranks) {
+  addresses.regions = reinterpret_cast<const uint8_t* const*>(region);
+  addresses.region_offset =
+      region == nullptr ? nullptr : reinterpret_cast<const int64_t*>(region + num_ranks);
+}
+
 namespace detail {
 
 template <class... Offset>
@@ -41,13 +48,14 @@ UEC_HD void for_each_run(const CallBody& call, const Capacity& c, const void* ta
   const Worklist& w = call.work;
 #define UEC_AT(field) offsetof(CallBody, field)
   f(call.addresses.bases, tables_end,
-    body_words(UEC_AT(addresses.bases), UEC_AT(addresses.segment_bytes),
-               UEC_AT(addresses.slot_offset), UEC_AT(addresses.region_offset),
-               UEC_AT(addresses.far), UEC_AT(grads.bytes), UEC_AT(grads.offset),
-               UEC_AT(grads.type)));
+    body_words(UEC_AT(addresses.bases), UEC_AT(addresses.segment_bytes), UEC_AT(addresses.far),
+               UEC_AT(grads.bytes), UEC_AT(grads.type)));
+  const int64_t* const offsets = call.addresses.slot_offset;
+  f(offsets, offsets + BankTables::row_size(c),
+    body_words(UEC_AT(addresses.slot_offset), UEC_AT(grads.offset)));
   const auto* const regions = call.addresses.regions;
-  f(regions, regions == nullptr ? nullptr : regions + c.num_ranks,
-    body_words(UEC_AT(addresses.regions)));
+  f(regions, regions == nullptr ? nullptr : regions + c.num_ranks + c.num_segments,
+    body_words(UEC_AT(addresses.regions), UEC_AT(addresses.region_offset)));
   f(call.tiles.bytes, call.main_type + c.num_grad_segments,
     body_words(UEC_AT(tiles.bytes), UEC_AT(tiles.first_tile), UEC_AT(tiles.segment),
                UEC_AT(addresses.mains), UEC_AT(main_type)));
@@ -87,7 +95,9 @@ UEC_HD inline int64_t call_block_bytes(const Capacity& c) {
   Tables tables;
   return round_up(kHeaderBytes + CallArrays::cut(nullptr, c, &arrays) +
                       Tables::cut(nullptr, c, &tables) +
-                      c.num_ranks * static_cast<int64_t>(sizeof(uint64_t)) + kPadding,
+                      (BankTables::row_size(c) + c.num_ranks + c.num_segments) *
+                          static_cast<int64_t>(sizeof(uint64_t)) +
+                      kPadding,
                   128);
 }
 

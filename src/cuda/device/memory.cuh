@@ -16,11 +16,10 @@ UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) {
   return reinterpret_cast<const int32_t*>(state.pes)[rank];
 }
 
-// The gradients that its slots hold.
-UEC_DEVICE Gradients grads_of(const RankState& state) {
+// The gradients that slots hold, with the offsets of a bank's.
+UEC_DEVICE Gradients grads_of(const RankState& state, const int64_t* offset) {
   return {state.capacity.num_grad_segments, reinterpret_cast<const int64_t*>(state.grad_bytes),
-          reinterpret_cast<const GradType*>(state.grad_type),
-          reinterpret_cast<const int64_t*>(state.grad_offset)};
+          reinterpret_cast<const GradType*>(state.grad_type), offset};
 }
 
 // What all calls of a rank have in common: enough to tell peers that there will be none.

@@ -45,17 +45,17 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   tables.main_idx = reinterpret_cast<const int32_t*>(known.main_idx);
   tables.tile_bytes = known.tile_bytes;
   tables.cost = known.cost;
-  tables.grads = grads_of(known);
+  const auto* const offsets =
+      BankTables::row(reinterpret_cast<const int64_t*>(known.offsets), c, launch.bank);
+  tables.grads = grads_of(known, offsets + c.num_segments);
   arrays.arrays.lend_to(&made.call);
   made.call.grads = {};
   Addresses& addresses = made.call.addresses;
   addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
   addresses.far = reinterpret_cast<const uint8_t*>(known.far);
   addresses.segment_bytes = tables.segment_bytes;
-  addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
-  addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);
+  addresses.slot_offset = offsets;
   addresses.num_mains = c.num_mains;
-  addresses.first_slot = launch.first_slot;
   ReplicateArgs& args = made.args;
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
@@ -64,7 +64,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   args.tag = launch.tag;
   args.segments = made.segments;
   args.mode = device.mode;
-  args.region = device.regions == 0 ? -1 : device.region;
+  args.region = device.region_at == 0 ? -1 : device.region;
   args.bank = {};
   ReduceArgs& reduce = made.reduce;
   for (int32_t i = 0; i < c.num_grad_segments; ++i)
@@ -268,14 +268,14 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
   if (warp != 0) return missing;
   if constexpr (kBanked) {  // the digest and the schedule are of what was there before
     BankTable& table = bank_of(known, launch.bank);
-    tell_residents(known, made.args.slot_expert, table, launch.first_slot, launch.counted);
+    tell_residents(known, made.args.slot_expert, table, launch.bank, launch.counted);
     note_residents(Warp{}, topology_of(known), made.args.slot_expert, table);
   }
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
-    made.call.addresses.regions =
-        reinterpret_cast<const uint8_t* const*>(pull ? device.regions : 0);
+    take_region(made.call.addresses, reinterpret_cast<const uint64_t*>(pull ? device.region_at : 0),
+                known.capacity.num_ranks);
     made.digest = with_mode(made.digest, arguments_of<kOperation>(made), mode);
   }
   missing = find_missing(made, known.capacity, known.rank);

@@ -9,8 +9,9 @@
 
 namespace uec::cuda {
 
-UEC_DEVICE uint64_t* slot_words(const RankState& known, int32_t first_slot) {
-  return reinterpret_cast<uint64_t*>(known.slot_words) + first_slot;
+UEC_DEVICE uint64_t* slot_words(const RankState& known, int32_t bank) {
+  return reinterpret_cast<uint64_t*>(known.slot_words) +
+         int64_t{max32(bank, 0)} * known.capacity.slots_per_rank;
 }
 
 // What words are set to: more than the host's number of the call. Replays have none, and take that
@@ -21,13 +22,13 @@ UEC_DEVICE uint64_t slot_number(const RankState& known, int64_t counted) {
 
 // By a warp, ahead of note_residents(): slots that hold what the plan has there stay as they are.
 UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert,
-                              const BankTable& table, int32_t first_slot, int64_t counted) {
+                              const BankTable& table, int32_t bank, int64_t counted) {
   const int32_t slots = known.capacity.slots_per_rank, begin = known.rank * slots;
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
     const int32_t expert = slot_expert[begin + s];
     // Release: what filled them has come before this kernel.
     if (expert >= 0 && table.resident[begin + s] == expert)
-      ptx::store_release_device(slot_words(known, first_slot) + s, slot_number(known, counted));
+      ptx::store_release_device(slot_words(known, bank) + s, slot_number(known, counted));
   }
   ptx::sync_warp();  // the table changes now
 }
@@ -58,15 +59,14 @@ template <class Memory>
 class FinishSlots {
  public:
   UEC_DEVICE FinishSlots(const BlockCall& block, Memory& memory, const RankState& known,
-                         int64_t counted)
-      : finish_(block.call, memory), block_(block), known_(known), counted_(counted) {}
+                         int32_t bank, int64_t counted)
+      : finish_(block.call, memory), block_(block), known_(known), bank_(bank), counted_(counted) {}
 
   UEC_DEVICE Step step() {
     const Step step = finish_.step();
     const bool all = step == Step::kFinished;
     if (block_.call.work.num_expected > 0 && (all || step == Step::kProgress))
-      tell_filled<Memory>(block_, known_.capacity.slots_per_rank,
-                          slot_words(known_, block_.call.addresses.first_slot),
+      tell_filled<Memory>(block_, known_.capacity.slots_per_rank, slot_words(known_, bank_),
                           slot_number(known_, counted_), all);
     return step;
   }
@@ -77,6 +77,7 @@ class FinishSlots {
   Finish<Memory> finish_;
   const BlockCall& block_;
   const RankState& known_;
+  int32_t bank_;
   int64_t counted_;
 };
 
@@ -84,7 +85,8 @@ class FinishSlots {
 UEC_DEVICE void release_slots(const RankState& state) {
   const int32_t count = state.capacity.num_banks * state.capacity.slots_per_rank;
 #pragma unroll 1
-  for (int32_t i = 0; i < count; ++i) ptx::store_release_device(slot_words(state, i), kGroupFailed);
+  for (int32_t i = 0; i < count; ++i)
+    ptx::store_release_device(slot_words(state, 0) + i, kGroupFailed);
 }
 
 }  // namespace uec::cuda

@@ -18,18 +18,49 @@ struct SlotGradients {
   int64_t tile_bytes = 32 << 10;
 };
 
+struct Sets {
+  int32_t banks = 1, grad_banks = 1;
+  int64_t instance_align = 0;
+};
+
+// What a segment's slots take in each of the `sets`: with the room for mains before them, in pages
+// of their own, or dense, behind those of the set before.
+void add_slots(const std::vector<int64_t>& offset, int32_t sets, int32_t slots, int32_t mains,
+               const std::vector<int64_t>& bytes, int64_t base, int64_t align,
+               std::vector<Range>* ranges) {
+  const size_t count = bytes.size();
+  CHECK_EQ(offset.size(), sets * count);
+  for (size_t at = 0; at < offset.size(); ++at) {
+    const size_t i = at % count;
+    const int64_t begin = offset[at], end = begin + slots * bytes[i];
+    CHECK(begin >= base);
+    ranges->push_back({begin, end});
+    if (align > 0) {
+      CHECK_EQ(begin % align, 0);
+      CHECK(begin - mains * bytes[i] >= base);
+      ranges->push_back({begin - mains * bytes[i], begin});
+      ranges->push_back({end, uec::round_up(end, align)});
+    } else if (at < count) {
+      CHECK_EQ(begin % uec::kSegmentAlign, 0);
+    } else {
+      CHECK_EQ(begin, offset[at - count] + slots * bytes[i]);
+    }
+  }
+}
+
 void check_layout(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t max_mains,
                   int64_t max_groups, const std::vector<int64_t>& segment_bytes,
-                  const SlotGradients& slot_grads = {}) {
+                  const SlotGradients& slot_grads = {}, const Sets& sets = {}) {
   const uec::Topology t{
       .num_ranks = num_ranks, .num_experts = num_experts, .slots_per_rank = slots};
   const int32_t num_segments = static_cast<int32_t>(segment_bytes.size());
-  std::vector<int64_t> slot_offset(segment_bytes.size()), grad_offset(slot_grads.bytes.size());
-  const uec::Gradients grads{static_cast<int32_t>(grad_offset.size()), slot_grads.bytes.data(),
+  std::vector<int64_t> slot_offset(sets.banks * segment_bytes.size());
+  std::vector<int64_t> grad_offset(sets.grad_banks * slot_grads.bytes.size());
+  const uec::Gradients grads{static_cast<int32_t>(slot_grads.bytes.size()), slot_grads.bytes.data(),
                              slot_grads.type.data(), grad_offset.data()};
-  const auto layout = uec::SymmetricLayout::make(t, max_mains, max_groups, num_segments,
-                                                 segment_bytes.data(), slot_offset.data(), grads,
-                                                 slot_grads.tile_bytes, grad_offset.data());
+  const auto layout = uec::SymmetricLayout::make(
+      t, max_mains, max_groups, num_segments, segment_bytes.data(), slot_offset.data(), grads,
+      slot_grads.tile_bytes, grad_offset.data(), sets.banks, sets.grad_banks, sets.instance_align);
   std::vector<Range> ranges{{layout.doorbell, layout.doorbell + 8}};
   const auto flag = [&ranges](int64_t at) {
     CHECK_EQ(at % 8, 0);
@@ -59,17 +90,13 @@ void check_layout(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t
     for (int64_t group = 0; group < layout.max_grad_groups; ++group) flag(layout.summed(i, group));
   CHECK_EQ(layout.slots_base % uec::kSlotAlign, 0);
   for (const Range& range : ranges) CHECK(range.end <= layout.slots_base);
-  for (int32_t i = 0; i < num_segments; ++i) {
-    CHECK_EQ(slot_offset[i] % uec::kSegmentAlign, 0);
-    CHECK(slot_offset[i] >= layout.slots_base);
-    ranges.push_back({slot_offset[i], slot_offset[i] + slots * segment_bytes[i]});
-  }
+  add_slots(slot_offset, sets.banks, slots, max_mains, segment_bytes, layout.slots_base,
+            sets.instance_align, &ranges);
+  add_slots(grad_offset, sets.grad_banks, slots, max_mains, slot_grads.bytes, layout.slots_base,
+            sets.instance_align, &ranges);
   int64_t tiles = 0;
   bool apart = false;  // sums that do not fit where they are added up
   for (int32_t i = 0; i < grads.num_segments; ++i) {
-    CHECK_EQ(grad_offset[i] % uec::kSegmentAlign, 0);
-    CHECK(grad_offset[i] >= layout.slots_base);
-    ranges.push_back({grad_offset[i], grad_offset[i] + slots * grads.bytes[i]});
     tiles += uec::ceil_div(grads.bytes[i], slot_grads.tile_bytes);
     apart |= grads.type[i] == uec::GradType::kBFloat16;
   }
@@ -103,4 +130,12 @@ int main() {
   check_layout(8, 32, 2, 4, 37, {3, 255}, {{1 << 20, 100}, {kFloat32, kFloat32}});
   check_layout(13, 50, 3, 50, 5, {1, 1}, {{(200 << 10) + 2, 12}, {kBFloat16, kFloat32}});
   check_layout(72, 288, 4, 4, 100, {8}, {{int64_t{5} << 30}, {kBFloat16}, 1 << 20});
+  for (const int64_t align : {0, 4096, 2 << 20}) {
+    check_layout(2, 5, 1, 4, 3, {4095, 1, 4097}, {{4096, 2}, {kBFloat16, kBFloat16}, 1 << 10},
+                 {1, 1, align});
+    check_layout(8, 32, 2, 4, 37, {1 << 20, 3, 255}, {{1 << 20, 100}, {kFloat32, kFloat32}},
+                 {5, 2, align});
+    check_layout(3, 3, 0, 1, 5, {1, 4096}, {{12}, {kFloat32}}, {2, 2, align});
+    check_layout(72, 288, 4, 4, 100, {int64_t{3} << 30, 7}, {}, {61, 1, align});
+  }
 }

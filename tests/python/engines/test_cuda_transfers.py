@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ranks import (
     close_all,
     expert_bytes,
     fan_out_plan,
+    fill_weights,
     make_weights,
     prepare_all,
     random_plan,
@@ -76,6 +78,36 @@ def test_every_mode_moves_every_byte(
                 assert work.is_completed()
                 assert not on_device or work.mode == mode
             assert [wrong_bytes(group, plan, epoch) for group in groups] == [0] * num_ranks
+    close_all(groups)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_instances_of_each_bank(device: EmulatedDevice, on_device: bool) -> None:
+    groups = _groups(3, 6, 2, banks=2, instances=True)
+    layers = [[group.empty_instances(bank) for group in groups] for bank in range(2)]
+    mains = [[{name: t[:2] for name, t in own.items()} for own in layer] for layer in layers]
+    last = [0, 0]
+    for epoch, (mode, bank) in enumerate(itertools.product(MODES, range(2)), 1):
+        drawn = random_plan(epoch, 3, 6, 2)
+        plan = uec.Plan.from_slots(drawn.slot_expert, num_experts=6, bank=bank)
+        for group in groups:
+            fill_weights(group, mains[bank][group.rank], epoch)
+        last[bank] = epoch
+        given = device.put_plan(plan) if on_device else plan
+        works = start_all(groups, mains[bank], given, mode=mode, version=epoch)
+        synchronize_all(works)
+        for group, own in zip(groups, layers[bank], strict=True):
+            held = plan.slot_expert[group.rank].tolist()
+            for index, (name, segment) in enumerate(MIXED.items()):
+                for slot, expert in enumerate(held):
+                    found = raw(own[name][2 + slot], segment)
+                    if expert >= 0:
+                        assert torch.equal(found, expert_bytes(epoch, expert, index, segment))
+                for other, layer in enumerate(layers):
+                    for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+                        found = raw(layer[group.rank][name][i], segment)
+                        wanted = expert_bytes(last[other], expert, index, segment)
+                        assert torch.equal(found, wanted) or last[other] == 0
     close_all(groups)
 
 

@@ -81,6 +81,8 @@ def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
         lambda: uec.gather_load(torch.zeros(1, 1).long(), group=group),
         lambda: group.save(PLAN),
         group.empty_weights,
+        group.empty_instances,
+        group.empty_instance_grads,
         group.assert_idle,
         group.start_recording,
         work.wait,

@@ -24,12 +24,14 @@ def test_memory_of_groups_made_in_inference_mode(
             slots_per_rank=1,
             expert=EXPERT,
             grads=torch.float32,
+            instances=True,
             engine=engine,
             timeout=60.0,
         )
         weights = group.empty_weights()["w"]
+        instances, grads = group.empty_instances()["w"], group.empty_instance_grads()["w"]
     x = torch.ones(8, requires_grad=True)
-    for tensor in (group.slots["w"], group.slot_grads["w"], weights):
+    for tensor in (group.slots["w"], group.slot_grads["w"], weights, instances, grads):
         assert not tensor.is_inference()
         tensor.fill_(2.0)
         (tensor * x).sum().backward()

@@ -25,7 +25,12 @@ PAGES += [*sorted((ROOT / "bench").glob("*.md")), ROOT / "bench" / "results" / "
 @pytest.mark.parametrize(
     ("page", "name", "ranks"),
     sampled(
-        [("usage", "train", 2), ("usage", "health", 2), ("frameworks", "moe_layer", 4)],
+        [
+            ("usage", "train", 2),
+            ("usage", "health", 2),
+            ("usage", "instances", 2),
+            ("frameworks", "moe_layer", 4),
+        ],
         lambda program: "train" in program,
     ),
 )

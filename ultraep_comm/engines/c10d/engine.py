@@ -26,6 +26,8 @@ from ultraep_comm.engines.c10d.order import CallMark, DeviceOrder, HostOrder
 from ultraep_comm.engines.c10d.reduction import Reduction
 from ultraep_comm.engines.c10d.transfer import Transfer
 from ultraep_comm.errors import UnsupportedError, Words
+from ultraep_comm.fabrics import Place, SharedRegion
+from ultraep_comm.fabrics.loopback import show_again
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray
@@ -44,27 +46,22 @@ class Slots:
 
     Attributes:
         names, grad_names: of the segments, and of those with gradients.
-        bytes: by segment, uint8 ``[banks * S, bytes]``.
-        grads: by segment with gradients, ``[grad banks * S, elements]``.
-        per_bank: S.
-        grad_banks: sets of slot gradients.
+        bytes: by bank and segment, uint8 ``[S, bytes]``.
+        grads: by set and segment with gradients, ``[S, elements]``.
     """
 
     names: Sequence[str]
     grad_names: Sequence[str]
-    bytes: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    per_bank: int
-    grad_banks: int
+    bytes: Sequence[list[Tensor]]
+    grads: Sequence[list[Tensor]]
 
     def of_bank(self, bank: int) -> list[Tensor]:
         """Return the slots of a bank, by segment."""
-        return [t.narrow(0, max(bank, 0) * self.per_bank, self.per_bank) for t in self.bytes]
+        return self.bytes[max(bank, 0)]
 
     def grads_of_bank(self, bank: int) -> list[Tensor]:
         """Return the slot gradients of a bank, by segment."""
-        first = max(bank, 0) % self.grad_banks * self.per_bank
-        return [t.narrow(0, first, self.per_bank) for t in self.grads]
+        return self.grads[max(bank, 0) % len(self.grads)]
 
 
 @dataclass(kw_only=True)
@@ -156,10 +153,21 @@ class C10dEngine:
         """Return whether a plan has the group's shape."""
         return self._ledger.has_shape(plan)
 
-    def add_region(self, bases: list[int]) -> int:
+    def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Return an index; main weights in a region are sent as any others."""
         self._num_regions += 1
         return self._num_regions - 1
+
+    def share_slots(
+        self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
+    ) -> SharedRegion:
+        """Return new memory in which slots appear once more."""
+        if not self._order.is_host:
+            raise UnsupportedError(
+                f"rank {self._rank}: the c10d engine maps slots on a device only once; create the"
+                " group with a bank for each layer"
+            )
+        return show_again(allocate(num_bytes), places)
 
     # ---- submitting -------------------------------------------------------------------------
 

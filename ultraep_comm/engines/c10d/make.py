@@ -303,20 +303,17 @@ def _find_slots(config: _core.EngineConfig, options: Options, memory: torch.Tens
     """Return views of the slots and their gradients in a rank's memory."""
     layout, per_bank = _core.EngineLayout(config), config.slots_per_rank
 
-    def rows(offset: int, nbytes: int, banks: int) -> torch.Tensor:
-        return memory.narrow(0, offset, banks * per_bank * nbytes).view(-1, nbytes)
+    def rows(offset: int, nbytes: int) -> torch.Tensor:
+        return memory.narrow(0, offset, per_bank * nbytes).view(per_bank, nbytes)
 
+    slots, grads = list(options.segments.values()), list(options.grads.values())
+    offset, grad_offset = iter(layout.slot_offset), iter(layout.grad_offset)
     return Slots(
         names=tuple(options.segments),
         grad_names=tuple(options.grads),
-        bytes=[
-            rows(at, segment.nbytes, options.banks)
-            for at, segment in zip(layout.slot_offset, options.segments.values(), strict=True)
-        ],
+        bytes=[[rows(next(offset), s.nbytes) for s in slots] for _ in range(options.banks)],
         grads=[
-            rows(at, segment.nbytes, options.grad_banks).view(segment.dtype)
-            for at, segment in zip(layout.grad_offset, options.grads.values(), strict=True)
+            [rows(next(grad_offset), s.nbytes).view(s.dtype) for s in grads]
+            for _ in range(options.grad_banks)
         ],
-        per_bank=per_bank,
-        grad_banks=options.grad_banks,
     )

@@ -55,8 +55,8 @@ class Device(Protocol):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 device memory, already zeroed: usable from every stream."""
 
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return a uint8 tensor over device memory, without taking ownership.
+    def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
+        """Return a uint8 tensor over device memory, which keeps its ``owner`` alive.
 
         Raises:
             DeviceError: the memory is not on this device.
@@ -117,23 +117,24 @@ class CudaKernels:
         attributes = driver.CUfunction_attribute
         attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = driver.CUdevice(self._device)
-        limit = _checked(driver.cuKernelGetAttribute(attribute, kernel, device))
+        limit = checked(driver.cuKernelGetAttribute(attribute, kernel, device))
         if limit < shared_bytes:
-            _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
+            checked(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
         CoreDevice(self._device).set_current()
-        function = _checked(driver.cuKernelGetFunction(kernel))
+        function = checked(driver.cuKernelGetFunction(kernel))
         try:
             answer = driver.cuFuncLoad(function)
         except RuntimeError:  # drivers before 12.4 have no such function
             return int(kernel)
-        _checked(answer)
+        checked(answer)
         return int(kernel)
 
 
 class _Memory:
     """Device memory with the CUDA array interface, for torch.as_tensor."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (num_bytes,),
@@ -157,27 +158,27 @@ class CudaDevice:
         self.num_sms = properties.multi_processor_count
         self.warp_size = 32
         torch.empty(1, device=self.torch_device)  # creates torch's context
-        newest = _checked(driver.cuDriverGetVersion())
+        newest = checked(driver.cuDriverGetVersion())
         if newest // 1000 < self.cuda_major:
             raise UnsupportedError(
                 f"the NVIDIA driver is for CUDA {newest // 1000}.{newest % 1000 // 10}, but the"
                 f" Python bindings are for CUDA {self.cuda_major}; update the driver, or install"
                 f" the extra cuda{newest // 1000}"
             )
-        device = _checked(driver.cuDeviceGet(index))
-        self.context = int(_checked(driver.cuDevicePrimaryCtxRetain(device)))
+        device = checked(driver.cuDeviceGet(index))
+        self.context = int(checked(driver.cuDevicePrimaryCtxRetain(device)))
         attributes = driver.CUdevice_attribute
         attribute = attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        self.max_shared_bytes = _checked(driver.cuDeviceGetAttribute(attribute, device))
+        self.max_shared_bytes = checked(driver.cuDeviceGetAttribute(attribute, device))
         attribute = attributes.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
-        if not _checked(driver.cuDeviceGetAttribute(attribute, device)):
+        if not checked(driver.cuDeviceGetAttribute(attribute, device)):
             raise UnsupportedError(
                 f"GPU {index} takes no cooperative launches, which keep all blocks of a transfer"
                 " resident; use a GPU with compute capability 9.0 or later, or engine='host'"
             )
         addresses = {}
         for name in _core.cuda_driver_names():
-            address, _ = _checked(driver.cuGetProcAddress(name.encode(), DRIVER_VERSION, 0))
+            address, _ = checked(driver.cuGetProcAddress(name.encode(), DRIVER_VERSION, 0))
             if not address:
                 raise UnsupportedError(
                     f"the NVIDIA driver has no {name}; update it to one for CUDA 12 or later"
@@ -194,10 +195,10 @@ class CudaDevice:
             self.settle_stream()
         return memory
 
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+    def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
         """Wrap device memory; torch copies memory that it takes for another device's."""
         with _typed_errors(f"a view of {num_bytes} bytes at {address:#x}"):
-            memory = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
+            memory = torch.as_tensor(_Memory(address, num_bytes, owner), device=self.torch_device)
         if num_bytes and memory.data_ptr() != address:
             raise DeviceError(
                 f"{num_bytes} bytes at {address:#x} are not memory of {self.torch_device}: torch"
@@ -217,7 +218,7 @@ class CudaDevice:
         with _typed_errors(f"{num_bytes} bytes of page-locked memory"):
             CoreDevice(self._index).set_current()
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            address = int(_checked(driver.cuMemHostGetDevicePointer(memory.data_ptr(), 0)))
+            address = int(checked(driver.cuMemHostGetDevicePointer(memory.data_ptr(), 0)))
         if address != memory.data_ptr():
             raise DeviceError(
                 f"{num_bytes} bytes of page-locked memory at {memory.data_ptr():#x} are at"
@@ -312,7 +313,7 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise DeviceError(f"the device refused {what}: {error}") from error
 
 
-def _checked(answer: tuple[Any, ...]) -> Any:
+def checked(answer: tuple[Any, ...]) -> Any:
     """Return the values of a cuda.bindings answer; raise DeviceError on an error code."""
     result, *values = answer
     if int(result) != 0:

@@ -9,10 +9,12 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import DeviceError, UnsupportedError
+from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray
@@ -126,11 +128,17 @@ class CudaEngine:
         self.bad_id = self._engine.bad_id
         self.version = self._engine.version
 
-    def add_region(self, bases: list[int]) -> int:
-        """Register a region of main weights at the ranks' addresses ``[G]``; return its index."""
-        table = self._device.allocate(8 * len(bases))
+    def add_region(self, bases: list[int], offset: list[int]) -> int:
+        """Register main weights that peers can address; return the region's index."""
+        table = self._device.allocate(8 * (len(bases) + len(offset)))
         self._tables.append(table)
-        return _translated(self._engine.add_region, bases, table.data_ptr())
+        return _translated(self._engine.add_region, bases, offset, table.data_ptr())
+
+    def share_slots(
+        self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
+    ) -> SharedRegion:
+        """Return new memory in which slots appear once more; peers cannot address it."""
+        return virtual.show_again(self._device, num_bytes, places)
 
     def transfer(
         self, call: _core.TransferCall, bound: BoundWeights | BoundGrads

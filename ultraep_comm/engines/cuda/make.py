@@ -33,6 +33,7 @@ from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
 T = TypeVar("T")
 PROBE_BYTES = 128
+PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
 
 def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
@@ -261,6 +262,7 @@ def _agree_on_arguments(
     built_in = cost_constants(meeting.num_ranks)
     cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
     num_sms, machine, error = 0, b"", None
+    options.page_bytes = PAGE_BYTES
     try:
         machine = machine_id()
         config = options.config(topology, meeting.rank, meeting.timeout, cost)
@@ -364,6 +366,7 @@ def make_loopback_parts(
             f"{num_ranks} ranks of the CUDA engine in one process; expected at most"
             f" {_core.CUDA_MAX_LAUNCH_RANKS}, since they share a launch"
         )
+    options.page_bytes = PAGE_BYTES
     # The ranks share one memory: more of them have no more bandwidth.
     cost = options.calibration.constants("loopback", num_ranks, cost_constants(1))
     configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
