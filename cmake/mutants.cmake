@@ -43,7 +43,7 @@ endfunction()
 # <add_program>(<target> <program> <folder with changed copies>) adds the executable of a program.
 # With arguments, such as --mutant, the program is run with them and the mutant's name, reports
 # whether it caught the mutant, and needs no sanitizer.
-# unmutated_<program> runs a program without a mutant: nothing must be caught.
+# unmutated_<family>_<program> runs a program without a mutant: nothing must be caught.
 function(ultraep_add_mutants family add_program)
   find_package(Python REQUIRED COMPONENTS Interpreter)
   set(key ULTRAEP_MUTANTS_${family})
@@ -66,20 +66,20 @@ function(ultraep_add_mutants family add_program)
     get_property(run GLOBAL PROPERTY ${key}_${name})
     list(POP_FRONT run program)
     cmake_path(GET program STEM stem)
-    set(target mutants_${stem})
+    set(target mutants_${family}_${stem})
     if(NOT TARGET ${target})
       cmake_language(CALL ${add_program} ${target} ${program} ${copies})
       target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests/mutant.cc)
       if(kind STREQUAL "mutant")
         add_dependencies(mutants ${target})
         if(ARGN)
-          add_test(NAME unmutated_${stem} COMMAND ${target} ${ARGN} none)
-          set_tests_properties(unmutated_${stem}
+          add_test(NAME unmutated_${family}_${stem} COMMAND ${target} ${ARGN} none)
+          set_tests_properties(unmutated_${family}_${stem}
             PROPERTIES PASS_REGULAR_EXPRESSION "mutant none: survived")
         else()
-          add_test(NAME unmutated_${stem} COMMAND ${target})
+          add_test(NAME unmutated_${family}_${stem} COMMAND ${target})
         endif()
-        set_tests_properties(unmutated_${stem} PROPERTIES TIMEOUT 300 LABELS mutant)
+        set_tests_properties(unmutated_${family}_${stem} PROPERTIES TIMEOUT 300 LABELS mutant)
       endif()
     endif()
     add_custom_target(mutant_${name} DEPENDS ${target})

@@ -120,7 +120,8 @@ class EmulatedDevice:
 
     def put_plan(self, plan: uec.Plan) -> uec.Plan:
         values = vars(plan).items()
-        return uec.Plan(**{name: None if v is None else self.put(v) for name, v in values})
+        put = self.put
+        return uec.Plan(**{n: put(v) if isinstance(v, torch.Tensor) else v for n, v in values})
 
     def current_stream(self) -> int:
         return int(getattr(self._threads, "stream", self.stream))

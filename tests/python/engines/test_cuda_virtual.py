@@ -56,7 +56,9 @@ class FakeDriver(types.ModuleType):
         """Return memory as torch's symmetric memory has it."""
         size = max(1, -(-num_bytes // _PAGE)) * _PAGE
         start = self.cuMemAddressReserve(size, 0, 0, 0)[1]
-        assert self.cuMemMap(start, size, 0, self.cuMemCreate(size, None, 0)[1], 0) == (0,)
+        handle = self.cuMemCreate(size, None, 0)[1]
+        self.cuMemMap(start, size, 0, handle, 0)
+        self.cuMemRelease(handle)
         kind = (ctypes.c_uint8 * num_bytes).from_address(start)
         return torch.frombuffer(kind, dtype=torch.uint8)
 
