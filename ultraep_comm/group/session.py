@@ -126,7 +126,7 @@ class Session:
         """
         if self.recorder is not None:
             self.recorder.enter()
-        if self.state != "open" or self.engine.failed_epoch() != 0:
+        if not self.takes_calls:
             self.require_open(operation)
         try:
             self.local.raise_fault()
@@ -145,6 +145,11 @@ class Session:
             f"rank {self.rank}: {operation} on a group that {reason}; create a new group"
         )
         raise error from (self.first_error or self.failure(failed, "a call") if failed else None)
+
+    @property
+    def takes_calls(self) -> bool:
+        """Return whether the group is open, and no call is known to have failed."""
+        return self.state == "open" and self.engine.failed_epoch() == 0
 
     def require_own_process(self, operation: str) -> None:
         """Raise GroupClosedError in a process that was forked from the group's."""

@@ -153,6 +153,10 @@ class Plan:
         moved: dict[str, Any] = {name: t.cpu() for name, t in self.tensors().items()}
         return replace(self, **moved)
 
+    def in_bank(self, bank: int) -> Plan:
+        """Return the plan for the slots of a bank; its moves, if any, are not known there."""
+        return replace(self, bank=as_int(bank, "bank"), moves=None)
+
     # ---- rules ----------------------------------------------------------------------------
 
     def validate(self, *, allow_cross_domain: bool = False) -> None:
