@@ -281,6 +281,16 @@ class Plan:
         total = int(ranks.sum())
         return int(ranks.max()) * self.num_ranks / total if total else 1.0
 
+    @property
+    def imbalance_before(self) -> float:
+        """Return what the imbalance would be without replicas; nan without load."""
+        if self.load is None:
+            return float("nan")
+        tokens = self.load.sum(dim=0, dtype=torch.int64)
+        ranks = tokens.new_zeros(self.num_ranks).index_add_(0, self.home.long(), tokens)
+        total = int(ranks.sum())
+        return int(ranks.max()) * self.num_ranks / total if total else 1.0
+
     def _rank_tokens(self) -> torch.Tensor | None:
         """Return int64 ``[G]``, the quotas of each rank's instances; None without quotas."""
         if self.slot_quota is None or self.home_quota is None:
