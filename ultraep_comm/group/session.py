@@ -109,7 +109,7 @@ class Session:
         self._in_flight: Held = deque()
         self._captured: list[tuple[object, ...]] = []
         self._finalizer = weakref.finalize(
-            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight
+            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight, self.plans
         )
         watch_forks(self)
         _sessions.add(self)
@@ -330,12 +330,15 @@ class Session:
                 raise busy
 
 
-def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held) -> None:
+def _dispose(
+    engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held, plans: PlanStore
+) -> None:
     """End a group that was not closed. ``memory`` outlives the engine, which writes to it."""
     if not engine.is_completed(engine.epoch):
         engine.abort()  # no Work is left to wait for the call
     engine.close()
     fabric.close()
+    plans.close()
     held.clear()
     memory.clear()
 
