@@ -211,7 +211,9 @@ def plan_replicas(
     )
 
 
-def reroute(topk_ids: torch.Tensor, plan: Plan, group: Group, source: int | None) -> torch.Tensor:
+def reroute(
+    topk_ids: torch.Tensor, plan: Plan, group: Group, source: int | None = None
+) -> torch.Tensor:
     """Trace :func:`ultraep_comm.reroute`."""
     result: torch.Tensor = torch.ops.ultraep_comm.reroute(
         topk_ids, *_fields(plan), group.name, source=source
@@ -224,7 +226,7 @@ def reroute_map(
     probs: torch.Tensor | None,
     plan: Plan,
     group: Group,
-    source: int | None,
+    source: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Trace :func:`ultraep_comm.reroute_map`."""
     t = group.topology
