@@ -100,13 +100,14 @@ void bind_cuda_stages(nb::module_& m) {
       .def(
           "reroute",
           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
-             uint64_t home_quota, uint64_t home, uint64_t ids, uint64_t out, int64_t num_ids,
-             int32_t id_bytes, uint64_t stream) {
+             uint64_t home_quota, uint64_t home, int32_t source, uint64_t ids, uint64_t out,
+             int64_t num_ids, int32_t id_bytes, uint64_t stream) {
             s.reroute(RerouteCall{.load = load,
                                   .slot_expert = slot_expert,
                                   .slot_quota = slot_quota,
                                   .home_quota = home_quota,
                                   .home = home,
+                                  .source = source,
                                   .routing = Routing::kIds,
                                   .from = ids,
                                   .to = out,
@@ -114,19 +115,20 @@ void bind_cuda_stages(nb::module_& m) {
                                   .element_bytes = id_bytes},
                       at<void>(stream));
           },
-          "load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "ids"_a, "out"_a,
-          "num_ids"_a, "id_bytes"_a, "stream"_a)
+          "load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "source"_a, "ids"_a,
+          "out"_a, "num_ids"_a, "id_bytes"_a, "stream"_a)
       .def(
           "reroute_map",
           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
-             uint64_t home_quota, uint64_t home, uint64_t map, uint64_t out, int64_t num_tokens,
-             uint64_t probs, uint64_t physical_probs, int32_t prob_bytes, uint64_t instances,
-             uint64_t stream) {
+             uint64_t home_quota, uint64_t home, int32_t source, uint64_t map, uint64_t out,
+             int64_t num_tokens, uint64_t probs, uint64_t physical_probs, int32_t prob_bytes,
+             uint64_t instances, uint64_t stream) {
             s.reroute(RerouteCall{.load = load,
                                   .slot_expert = slot_expert,
                                   .slot_quota = slot_quota,
                                   .home_quota = home_quota,
                                   .home = home,
+                                  .source = source,
                                   .routing = Routing::kMap,
                                   .from = map,
                                   .to = out,
@@ -137,9 +139,9 @@ void bind_cuda_stages(nb::module_& m) {
                                   .instances = instances},
                       at<void>(stream));
           },
-          "load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "routing_map"_a,
-          "out"_a, "num_tokens"_a, "probs"_a, "physical_probs"_a, "prob_bytes"_a, "instances"_a,
-          "stream"_a)
+          "load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "source"_a,
+          "routing_map"_a, "out"_a, "num_tokens"_a, "probs"_a, "physical_probs"_a, "prob_bytes"_a,
+          "instances"_a, "stream"_a)
       .def(
           "save_plan",
           [](Stages& s, const std::vector<std::tuple<uint64_t, uint64_t, int32_t>>& fields,

@@ -61,6 +61,7 @@ ON_BOTH_ENGINES = {
     "test_banks": True,
     "test_prefetch": True,
     "test_reroute_calls": True,
+    "test_routings": True,
     "test_reduce": False,
     "test_ops": False,
     "test_plan_store": False,

@@ -23,6 +23,7 @@ _HOMES = {
     "group.create": ("new_group", "new_loopback_groups"),
     "group.group": ("Group",),
     "group.health": ("GroupHealth",),
+    "group.layers": ("LayerGroup", "group_for"),
     "group.memory": ("GroupMemory", "group_memory"),
     "group.saved_plans": ("PlanHandle",),
     "group.work": ("Work",),

@@ -10,6 +10,7 @@ from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.create import new_group, new_loopback_groups
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.health import GroupHealth
+from ultraep_comm.group.layers import LayerGroup, group_for
 from ultraep_comm.group.memory import GroupMemory, group_memory
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
@@ -27,6 +28,7 @@ __all__ = [
     "Group",
     "GroupHealth",
     "GroupMemory",
+    "LayerGroup",
     "LoadForecast",
     "Plan",
     "PlanCertificate",
@@ -39,6 +41,7 @@ __all__ = [
     "gather_and_plan",
     "gather_load",
     "get_include",
+    "group_for",
     "group_memory",
     "new_group",
     "new_loopback_groups",

@@ -111,23 +111,23 @@ def _plan_of(
     )
 
 
-def _fake_reroute(topk_ids: Tensor, *_: Any) -> Tensor:
+def _fake_reroute(topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
     return topk_ids.new_empty(topk_ids.shape)
 
 
 @_operator(
-    f"reroute(Tensor topk_ids, {_PLAN}, Tensor? load, str group) -> Tensor",
+    f"reroute(Tensor topk_ids, {_PLAN}, Tensor? load, str group, *, int? source=None) -> Tensor",
     _fake_reroute,
 )
-def _reroute(topk_ids: Tensor, *plan_and_group: Any) -> Tensor:
+def _reroute(topk_ids: Tensor, *plan_and_group: Any, source: int | None = None) -> Tensor:
     *fields, group = plan_and_group
-    return reroute(topk_ids, _plan_of(*fields), group=find_group(group))
+    return reroute(topk_ids, _plan_of(*fields), group=find_group(group), source=source)
 
 
 def _fake_reroute_map(
-    routing_map: Tensor, probs: Tensor | None, *plan_and_columns: Any
+    routing_map: Tensor, probs: Tensor | None, *plan_and_columns: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    *_, num_columns, _group = plan_and_columns
+    num_columns = plan_and_columns[5]
     shape = (routing_map.shape[0], num_columns)
     like = routing_map if probs is None else probs
     return like.new_empty((0,) if probs is None else shape), routing_map.new_empty(shape)
@@ -135,31 +135,43 @@ def _fake_reroute_map(
 
 @_operator(
     f"reroute_map(Tensor routing_map, Tensor? probs, {_PLAN}, Tensor? load, int num_columns,"
-    " str group) -> (Tensor, Tensor)",
+    " str group, *, int? source=None) -> (Tensor, Tensor)",
     _fake_reroute_map,
 )
 def _reroute_map(
-    routing_map: Tensor, probs: Tensor | None, *plan_and_columns: Any
+    routing_map: Tensor,
+    probs: Tensor | None,
+    *plan_and_columns: Any,
+    source: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     *fields, _columns, group = plan_and_columns
     physical_map, physical = reroute_map(
-        routing_map, probs, _plan_of(*fields), group=find_group(group)
+        routing_map, probs, _plan_of(*fields), group=find_group(group), source=source
     )
     return routing_map.new_empty(0) if physical is None else physical, physical_map
 
 
 @_operator(
-    f"reroute_map_backward(Tensor grad, Tensor routing_map, {_PLAN}, Tensor? load, str group)"
-    " -> Tensor",
-    lambda grad, routing_map, *_: grad.new_empty(routing_map.shape),
+    f"reroute_map_backward(Tensor grad, Tensor routing_map, {_PLAN}, Tensor? load, str group,"
+    " *, int? source=None) -> Tensor",
+    lambda grad, routing_map, *_, **__: grad.new_empty(routing_map.shape),
 )
-def _reroute_map_backward(grad: Tensor, routing_map: Tensor, *plan_and_group: Any) -> Tensor:
+def _reroute_map_backward(
+    grad: Tensor, routing_map: Tensor, *plan_and_group: Any, source: int | None = None
+) -> Tensor:
     *fields, group = plan_and_group
-    return reroute_gradient(grad, routing_map, _plan_of(*fields), group=find_group(group))
+    plan = _plan_of(*fields)
+    return reroute_gradient(grad, routing_map, plan, group=find_group(group), source=source)
 
 
-def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_routing(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
     routing_map, probs, *fields, _columns, ctx.group = inputs
+    ctx.source = keyword_only_inputs["source"]
     ctx.has_probs = probs is not None
     ctx.save_for_backward(routing_map, *fields)
     ctx.mark_non_differentiable(output[1])
@@ -168,8 +180,10 @@ def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _differentiate(ctx: Any, grad: Tensor, _grad_map: Tensor) -> tuple[Tensor | None, ...]:
     found: Tensor | None = None
     if ctx.has_probs:
-        found = torch.ops.ultraep_comm.reroute_map_backward(grad, *ctx.saved_tensors, ctx.group)
-    return None, found, None, None, None, None, None, None, None
+        found = torch.ops.ultraep_comm.reroute_map_backward(
+            grad, *ctx.saved_tensors, ctx.group, source=ctx.source
+        )
+    return None, found, *(None for _ in range(7))
 
 
 torch.library.register_autograd(
@@ -218,12 +232,16 @@ def _fake_gather(topk_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) ->
 
 
 @_operator(
-    "gather_load(Tensor topk_ids, int num_ranks, int num_experts, Tensor(a!) order, str group)"
-    " -> Tensor",
+    "gather_load(Tensor topk_ids, int num_ranks, int num_experts, Tensor(a!) order, str group,"
+    " bool are_counts=False) -> Tensor",
     _fake_gather,
 )
-def _gather_load(topk_ids: Tensor, _g: int, _e: int, _order: Tensor, group: str) -> Tensor:
-    return gather_load(topk_ids, group=find_group(group))
+def _gather_load(
+    given: Tensor, _g: int, _e: int, _order: Tensor, group: str, are_counts: bool = False
+) -> Tensor:
+    if are_counts:
+        return gather_load(counts=given, group=find_group(group))
+    return gather_load(given, group=find_group(group))
 
 
 _WEIGHTS = f"Tensor[] weights, int[] counts, str[] given, {_PLAN}"

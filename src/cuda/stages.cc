@@ -201,6 +201,7 @@ void Stages::reroute(const RerouteCall& call, Handle stream) {
   const ContextScope current(driver_, context_);
   SharesArgs shares;
   shares.shape = shape_.reroute(max_runs_);
+  shares.shape.rank = call.source;
   shares.state = state_;
   shares.load = call.load;
   shares.slot_expert = call.slot_expert;

@@ -86,7 +86,8 @@ struct RerouteCall {
   Address slot_expert = 0;
   Address slot_quota = 0;
   Address home_quota = 0;
-  Address home = 0;  // 0: the plan is of the group's own home map
+  Address home = 0;    // 0: the plan is of the group's own home map
+  int32_t source = 0;  // rank whose tokens they are
   Routing routing = Routing::kNone;
   Address from = 0;
   Address to = 0;

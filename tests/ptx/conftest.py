@@ -11,3 +11,9 @@ from ptx_machine import PtxMachine
 def machine(cpp: CppBuild) -> PtxMachine:
     """The machine with the kernels; skips where there is no nvcc."""
     return PtxMachine(cpp)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave to the second tier what needs the compiled kernels: that alone takes two minutes."""
+    if "machine" in getattr(item, "fixturenames", ()):
+        item.add_marker("exhaustive")

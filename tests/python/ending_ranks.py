@@ -162,6 +162,14 @@ def _leaves_planner() -> None:
     time.sleep(0.1)
 
 
+def _keeps_graph() -> None:
+    """As a script does whose last loss is a global: torch lets go of it too late for Python."""
+    _keeps()
+    rank: Rank = KEPT[0]
+    globals()["LOSS"] = rank.layer(torch.ones(4, H, requires_grad=True), rank.plan).sum()
+    globals()["LOSS"].backward()
+
+
 def _drops_graph() -> None:
     """The last exchanged tensor refers to the group through its autograd graph."""
     rank = Rank()
@@ -194,6 +202,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "leaves a planner": _leaves_planner,
     "drops a graph": _drops_graph,
     "leaves a cycle": _leaves_cycle,
+    "keeps a graph": _keeps_graph,
 }
 
 

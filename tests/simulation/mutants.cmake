@@ -377,7 +377,8 @@ mutant(farewell_hides_a_mismatch core/transfer/protocol.hpp
 mutant(sum_read_early core/transfer/reducer.hpp
   FIND [[    if (r.of_hub) {
       // Rule]]
-  REPLACE [[    if (false) {
+  REPLACE [[    if (r.of_hub) return Verdict::kArrived;
+    if (r.of_hub) {
       // Rule]])
 
 mutant(sum_published_when_stored simulation/adder.hpp

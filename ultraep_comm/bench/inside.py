@@ -78,9 +78,10 @@ def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> lis
     """Do `gather_load` for all ranks of a loopback group."""
     loads, works = [], []
     for group, own in zip(groups, ids, strict=True):
-        load = group.session.local.empty_load()
-        epoch = group.session.engine.gather(own, load)
-        works.append(group.session.submit(epoch, (own, load), "gather_load"))
+        session = group.session
+        counted, load = session.local.count(own, "topk_ids"), session.local.empty_load()
+        epoch = session.engine.gather(counted, load)
+        works.append(session.submit(epoch, (own, load), "gather_load"))
         loads.append(load)
     for work in works:
         work.wait()
@@ -95,8 +96,8 @@ def gather_and_plan_together(
     for group, own in zip(groups, ids, strict=True):
         session = group.session
         objective = plan_objective(target, None, group)
-        load = session.local.empty_load()
-        epoch, plan, keep = session.engine.gather_and_plan(own, load, *objective)
+        counted, load = session.local.count(own, "topk_ids"), session.local.empty_load()
+        epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
         works.append(session.submit(epoch, keep, "gather_and_plan"))
         plans.append(plan)
     for work in works:

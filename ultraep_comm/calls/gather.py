@@ -2,93 +2,148 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ultraep_comm.calls import traced
 from ultraep_comm.calls.plan import plan_objective, plan_replicas
-from ultraep_comm.engines.base import REJECTED_ROW, LoadExchange, check_rows
-from ultraep_comm.errors import UltraEPError
-from ultraep_comm.group.checks import check_ids
+from ultraep_comm.engines.base import (
+    REJECTED_ROW,
+    Form,
+    LoadExchange,
+    check_rows,
+    count_in_torch,
+)
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
+from ultraep_comm.group.checks import check_routing, check_source, without_padding
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan, PlanCost
 
 
-def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
+def gather_load(
+    topk_ids: torch.Tensor | None = None,
+    *,
+    group: Group,
+    routing_map: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None,
+    source: int | None = None,
+) -> torch.Tensor:
     """Count this rank's routed tokens and exchange the counts. Collective.
 
+    The routing is given as ids, as a map, or as counts: one of them. It is on the CPU, or on the
+    device of a CUDA group: then the call is enqueued on the current stream without synchronisation,
+    and can be captured into a CUDA graph. (Except in a group whose domains cannot reach each other:
+    there the process group exchanges loads through the CPU.)
+
     Args:
-        topk_ids: int32 or int64 ``[T, k]``, logical expert ids; -1 is padding. On the CPU, or on
-            the device of a CUDA group: then the call is enqueued on the current stream without
-            synchronisation, and can be captured into a CUDA graph. (Except in a group whose domains
-            cannot reach each other: there the process group exchanges loads through the CPU.)
+        topk_ids: int32 or int64 ``[T, k]``, logical expert ids; -1 is padding.
         group: the group.
+        routing_map: bool ``[T, E]``, True where a token goes to an expert.
+        counts: int32 or int64 ``[E]``, this rank's tokens of each expert.
+        num_tokens: the rows from this one on are padding: an integer, or one in a tensor on the
+            device of the routing, which the host does not read. None: there is no padding.
+        source: a rank, where every rank has the same tokens, as with tensor parallelism: they count
+            as this rank's, and nothing is exchanged. Give :func:`reroute` the same. None: every
+            rank has its own tokens.
 
     Returns:
-        int32 ``[G, E]``, on the device of ``topk_ids``: tokens of each source rank per expert.
+        int32 ``[G, E]``, on the device of the routing: tokens of each source rank per expert.
 
     Raises:
-        InvalidLoadError: wrong dtype, device or an id out of range. A bad id on the device gives a
-            load of zeros, and the next call raises the error.
-        UnsupportedError: the current stream is being captured, and ``topk_ids`` is on the CPU.
+        InvalidLoadError: wrong shape, dtype or device, a value out of range. A bad value on the
+            device gives a load of zeros, and the next call raises the error; with ``source`` the
+            next call on the load does.
+        InvalidArgumentError: there is no such ``source``, or not one routing.
+        UnsupportedError: the current stream is being captured, and the routing is on the CPU.
         TransferError: the exchange failed; this too may surface in the next call.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return traced.gather_load(topk_ids, group)
     session = group.session
+    given = _Given(topk_ids, routing_map, counts, num_tokens)
+    if torch.compiler.is_dynamo_compiling():
+        routing, form = _find_routing(given, session)
+        if source is not None:
+            return _count_alone(routing, form, source, session)
+        return traced.gather_load(routing, form, group)
     local = session.local
     session.enter("gather_load")
-    if session.loads is not None:
-        return _exchange(topk_ids, session, session.loads)
+    if session.loads is not None and source is None:
+        return _exchange(given, session, session.loads)
     try:
-        check_ids(topk_ids, session)
-        counted, load = local.count(topk_ids), local.empty_load()
+        routing, form = _find_routing(given, session)
+        if source is not None:
+            return _count_alone(routing, form, source, session)
+        counted, load = local.count(routing, form), local.empty_load()
     except Exception as error:
         session.reject(error)
         raise
     try:
         epoch = session.engine.gather(counted, load)
-        work = session.submit(epoch, (counted, load), "gather_load")
-        if local.holds(load) == local.holds(topk_ids):
+        work = session.submit(epoch, (counted.values, load), "gather_load")
+        if local.holds(load) == local.holds(routing):
             work.wait()
             return load
         work.synchronize()
     except BaseException as error:
         session.note_failure(error)
         raise
-    return torch.empty(load.shape, dtype=torch.int32, device=topk_ids.device).copy_(load)
+    return torch.empty(load.shape, dtype=torch.int32, device=routing.device).copy_(load)
 
 
 def gather_and_plan(
-    topk_ids: torch.Tensor, *, group: Group, target: float = 1.01, cost: PlanCost | None = None
+    topk_ids: torch.Tensor | None = None,
+    *,
+    group: Group,
+    routing_map: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None,
+    source: int | None = None,
+    target: float = 1.01,
+    cost: PlanCost | None = None,
 ) -> Plan:
     """Do :func:`gather_load`, then :func:`plan_replicas`. Collective.
 
-    With ids on the device of a CUDA group, one kernel launch does both; two launches if the group
-    is too large for that or has ranks without load/store access to each other.
+    With a routing on the device of a CUDA group, one kernel launch does both; two launches if the
+    group is too large for that or has ranks without load/store access to each other.
 
     Args:
-        topk_ids: as for :func:`gather_load`.
+        topk_ids: these are as for :func:`gather_load`, up to ``source``.
         group: the group.
+        routing_map: likewise.
+        counts: likewise.
+        num_tokens: likewise.
+        source: likewise.
         target: as for :func:`plan_replicas`; the same on every rank, as is ``cost``.
         cost: as for :func:`plan_replicas`.
 
     Returns:
-        The plan, on the device of ``topk_ids``; its ``load`` is that of :func:`gather_load`.
+        The plan, on the device of the routing; its ``load`` is that of :func:`gather_load`.
 
     Raises:
         InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
     """
-    if torch.compiler.is_dynamo_compiling() or not _plans_at_once(topk_ids, group.session):
-        load = gather_load(topk_ids, group=group)
-        return plan_replicas(load, group=group, target=target, cost=cost)
     session = group.session
+    given = _Given(topk_ids, routing_map, counts, num_tokens)
+    at_once = source is None and session.loads is None and session.engine.plans_at_once
+    if torch.compiler.is_dynamo_compiling() or not (
+        at_once and any(map(session.local.holds, given))
+    ):
+        load = gather_load(
+            topk_ids,
+            group=group,
+            routing_map=routing_map,
+            counts=counts,
+            num_tokens=num_tokens,
+            source=source,
+        )
+        return plan_replicas(load, group=group, target=target, cost=cost)
     local = session.local
     session.enter("gather_and_plan")
     try:
         objective = plan_objective(target, cost, group)
-        check_ids(topk_ids, session)
-        counted, load = local.count(topk_ids), local.empty_load()
+        counted, load = local.count(*_find_routing(given, session)), local.empty_load()
     except Exception as error:
         session.reject(error)
         raise
@@ -101,22 +156,70 @@ def gather_and_plan(
     return plan
 
 
-def _plans_at_once(topk_ids: torch.Tensor, session: Session) -> bool:
-    return session.engine.plans_at_once and session.loads is None and session.local.holds(topk_ids)
+class _Given(NamedTuple):
+    """The arguments by which a call is given a routing."""
+
+    topk_ids: torch.Tensor | None
+    routing_map: torch.Tensor | None
+    counts: torch.Tensor | None
+    num_tokens: int | torch.Tensor | None
 
 
-def _exchange(topk_ids: torch.Tensor, session: Session, loads: LoadExchange) -> torch.Tensor:
-    """Exchange loads outside the engine; a rank with bad ids sends a row of REJECTED_ROW."""
-    rejected: Exception | None = None
-    local, what = session.local, "topk_ids, in a group whose domains cannot reach each other,"
-    ids = local.on_host(topk_ids, what) if local.holds(topk_ids) else topk_ids
-    try:
-        check_ids(ids, session)
-        counts = local.count_on_host(ids)
-    except Exception as error:
-        counts = torch.full(
-            (session.topology.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu"
+_FORMS: tuple[Form, ...] = ("topk_ids", "routing_map", "counts")
+
+
+def _find_routing(given: _Given, session: Session) -> tuple[torch.Tensor, Form]:
+    """Return the routing that was given, checked and without its padding, and its form."""
+    found = [(r, form) for r, form in zip(given, _FORMS, strict=False) if r is not None]
+    if len(found) != 1:
+        raise InvalidArgumentError(
+            f"rank {session.rank}: the routing was given as {[form for _, form in found]}; expected"
+            f" one of {list(_FORMS)}"
         )
+    routing, form = found[0]
+    assert isinstance(routing, torch.Tensor)
+    if not torch.compiler.is_dynamo_compiling():
+        check_routing(routing, form, session)
+    if form == "counts" and given.num_tokens is not None:
+        raise InvalidArgumentError(
+            f"rank {session.rank}: num_tokens was given with counts, which have no padding; leave"
+            " it out"
+        )
+    return without_padding(routing, given.num_tokens, session), form
+
+
+def _count_alone(routing: torch.Tensor, form: Form, source: int, session: Session) -> torch.Tensor:
+    """Return the load of tokens that every rank has, as those of one rank."""
+    row, t, local = check_source(source, session), session.topology, session.local
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling:
+        counts = routing if form == "counts" else count_in_torch(routing, t.num_experts)
+    else:
+        counts = local.counts_of(routing, form)
+    if not compiling and local.holds(routing):
+        load = local.empty_load().zero_()
+    else:
+        load = counts.new_zeros((t.num_ranks, t.num_experts), dtype=torch.int32)
+    load[row] = counts
+    return load
+
+
+def _exchange(given: _Given, session: Session, loads: LoadExchange) -> torch.Tensor:
+    """Exchange loads outside the engine; a rank with a bad routing sends a row of REJECTED_ROW."""
+    local, t = session.local, session.topology
+    on_device = any(map(local.holds, given))
+    if on_device:  # before anything is exchanged: a capture cannot hold it
+        what = "the routing, in a group whose domains cannot reach each other,"
+        routing = (
+            local.on_host(v, what) if isinstance(v, torch.Tensor) and local.holds(v) else v
+            for v in given
+        )
+        given = _Given(*routing)  # type: ignore[arg-type]
+    rejected: Exception | None = None
+    try:
+        counts = local.counts_of(*_find_routing(given, session))
+    except Exception as error:
+        counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
         rejected = error
     try:
         table = loads.exchange(counts)
@@ -128,4 +231,4 @@ def _exchange(topk_ids: torch.Tensor, session: Session, loads: LoadExchange) -> 
     if rejected is not None:
         session.reject(rejected)
         raise rejected
-    return local.beside(table, topk_ids)
+    return local.put(table) if on_device else table

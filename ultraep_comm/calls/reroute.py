@@ -7,14 +7,26 @@ import torch
 from ultraep_comm.calls import traced
 from ultraep_comm.calls.transfer import plan_of
 from ultraep_comm.errors import InvalidLoadError
-from ultraep_comm.group.checks import check_ids, check_rerouted
+from ultraep_comm.group.checks import (
+    check_rerouted,
+    check_routing,
+    check_source,
+    without_padding,
+)
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
 
 
-def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) -> torch.Tensor:
+def reroute(
+    topk_ids: torch.Tensor,
+    plan: Plan | PlanHandle,
+    *,
+    group: Group,
+    num_tokens: int | torch.Tensor | None = None,
+    source: int | None = None,
+) -> torch.Tensor:
     """Map routed experts to physical instances, so that each receives its quota. Local.
 
     Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
@@ -31,7 +43,9 @@ def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) ->
         plan: a plan or the handle of a saved one, with quotas and ``[G, E]`` load, on the CPU or on
             the device. If only one of plan and ids is on the CPU, the other is copied there, and
             the result back to the ids' device, which synchronises.
-        group: the group; its rank is the source.
+        group: the group.
+        num_tokens: as it was given to :func:`gather_load`; rows from this one on become padding.
+        source: the rank whose tokens they are; None: this one.
 
     Returns:
         Physical ids ``rank * P + index`` of the same shape, dtype and device, with P the largest
@@ -48,14 +62,18 @@ def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) ->
         PlanHandleError: the handle has ended, or is another group's.
         DeviceError: the CUDA driver refused a launch.
     """
-    plan = plan_of(plan, "reroute", group.session)
-    if torch.compiler.is_dynamo_compiling():
-        return traced.reroute(topk_ids, plan, group)
     session = group.session
-    check_ids(topk_ids, session)
-    local, plan = session.local, _beside(topk_ids, plan, session)
-    ids = topk_ids if local.holds(plan) else local.on_host(topk_ids, "topk_ids")
-    return local.beside(local.reroute(ids, plan), topk_ids)
+    plan = plan_of(plan, "reroute", session)
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
+        check_routing(topk_ids, "topk_ids", session)
+    ids = without_padding(topk_ids, num_tokens, session)
+    if compiling:
+        return traced.reroute(ids, plan, group, source)
+    rank = check_source(source, session)
+    local, plan = session.local, _beside(ids, plan, session)
+    ids = ids if local.holds(plan) else local.on_host(ids, "topk_ids")
+    return local.beside(local.reroute(ids, plan, rank), topk_ids)
 
 
 def reroute_map(
@@ -64,6 +82,8 @@ def reroute_map(
     plan: Plan | PlanHandle,
     *,
     group: Group,
+    num_tokens: int | torch.Tensor | None = None,
+    source: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do :func:`reroute` for a routing map and its probabilities. Local.
 
@@ -76,7 +96,9 @@ def reroute_map(
         probs: ``[T, E]`` of any floating dtype, on the map's device; None: there are none.
         plan: a plan or a handle, with quotas and ``[G, E]`` load. Devices, launches, capture and
             late errors are as for :func:`reroute`.
-        group: the group; its rank is the source.
+        group: the group.
+        num_tokens: as for :func:`reroute`.
+        source: likewise.
 
     Returns:
         ``(routing_map, probs)``, both ``[T, G * P]``, with the ids of :func:`reroute` as columns;
@@ -90,22 +112,32 @@ def reroute_map(
             ``plan.load``.
         PlanHandleError, UnsupportedError, DeviceError: as :func:`reroute`.
     """
-    plan = plan_of(plan, "reroute_map", group.session)
-    if torch.compiler.is_dynamo_compiling():
-        return traced.reroute_map(routing_map, probs, plan, group)
     session = group.session
-    _check_map(routing_map, session)
+    plan = plan_of(plan, "reroute_map", session)
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
+        check_routing(routing_map, "routing_map", session)
+    routing_map = without_padding(routing_map, num_tokens, session)
+    if compiling:
+        return traced.reroute_map(routing_map, probs, plan, group, source)
     if probs is not None:
         _check_probs(probs, routing_map, session.rank)
-    return session.local.reroute_map(routing_map, probs, _beside(routing_map, plan, session))
+    plan = _beside(routing_map, plan, session)
+    return session.local.reroute_map(routing_map, probs, plan, check_source(source, session))
 
 
 def reroute_gradient(
-    grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, *, group: Group
+    grad: torch.Tensor,
+    routing_map: torch.Tensor,
+    plan: Plan,
+    *,
+    group: Group,
+    source: int | None = None,
 ) -> torch.Tensor:
     """Return the gradient ``[T, E]`` of ``probs``, given that of the result, ``[T, G * P]``."""
     session = group.session
-    return session.local.reroute_gradient(grad, routing_map, _beside(routing_map, plan, session))
+    plan = _beside(routing_map, plan, session)
+    return session.local.reroute_gradient(grad, routing_map, plan, check_source(source, session))
 
 
 def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
@@ -120,27 +152,6 @@ def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
         plan = local.plan_on_host(plan)
     check_rerouted(plan, on_device, session)
     return plan
-
-
-def _check_map(routing_map: torch.Tensor, session: Session) -> None:
-    if not isinstance(routing_map, torch.Tensor):
-        raise InvalidLoadError(
-            f"rank {session.rank}: routing_map is a {type(routing_map).__name__}; expected a bool"
-            " tensor [T, E]"
-        )
-    num_experts = session.topology.num_experts
-    if routing_map.dim() != 2 or routing_map.shape[1] != num_experts:
-        raise InvalidLoadError(
-            f"rank {session.rank}: routing_map has shape {tuple(routing_map.shape)}; expected"
-            f" [T, {num_experts}]"
-        )
-    devices = (torch.device("cpu"), session.device)
-    if routing_map.dtype != torch.bool or routing_map.device not in devices:
-        expected = " or ".join(dict.fromkeys(map(str, devices)))
-        raise InvalidLoadError(
-            f"rank {session.rank}: routing_map is {routing_map.dtype} on {routing_map.device};"
-            f" expected torch.bool on {expected}"
-        )
 
 
 def _check_probs(probs: torch.Tensor, routing_map: torch.Tensor, rank: int) -> None:

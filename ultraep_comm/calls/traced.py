@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ultraep_comm.engines.base import Form, count_in_torch
 from ultraep_comm.errors import UltraEPError
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
@@ -29,11 +30,13 @@ ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
 TABLE = "group.weight_table"  # takes the place of the segment names
 
 
-def gather_load(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
+def gather_load(routing: torch.Tensor, form: Form, group: Group) -> torch.Tensor:
     """Trace :func:`ultraep_comm.gather_load`."""
     t = group.topology
+    if form == "routing_map":
+        routing = count_in_torch(routing, t.num_experts)
     load: torch.Tensor = torch.ops.ultraep_comm.gather_load(
-        topk_ids, t.num_ranks, t.num_experts, ORDER, group.name
+        routing, t.num_ranks, t.num_experts, ORDER, group.name, are_counts=form != "topk_ids"
     )
     return load
 
@@ -208,19 +211,32 @@ def plan_replicas(
     )
 
 
-def reroute(topk_ids: torch.Tensor, plan: Plan, group: Group) -> torch.Tensor:
+def reroute(
+    topk_ids: torch.Tensor, plan: Plan, group: Group, source: int | None = None
+) -> torch.Tensor:
     """Trace :func:`ultraep_comm.reroute`."""
-    result: torch.Tensor = torch.ops.ultraep_comm.reroute(topk_ids, *_fields(plan), group.name)
+    result: torch.Tensor = torch.ops.ultraep_comm.reroute(
+        topk_ids, *_fields(plan), group.name, source=source
+    )
     return result
 
 
 def reroute_map(
-    routing_map: torch.Tensor, probs: torch.Tensor | None, plan: Plan, group: Group
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    plan: Plan,
+    group: Group,
+    source: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Trace :func:`ultraep_comm.reroute_map`."""
     t = group.topology
     physical, physical_map = torch.ops.ultraep_comm.reroute_map(
-        routing_map, probs, *_fields(plan), t.num_ranks * t.instances_per_rank, group.name
+        routing_map,
+        probs,
+        *_fields(plan),
+        t.num_ranks * t.instances_per_rank,
+        group.name,
+        source=source,
     )
     return physical_map, None if probs is None else physical
 

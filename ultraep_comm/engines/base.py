@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,19 @@ from ultraep_comm.weights.binding import AddressTables, BoundGrads
 from ultraep_comm.weights.segments import BoundWeights, Segment
 
 Tensor = torch.Tensor
+Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
+
+
+class Counted(NamedTuple):
+    """A rank's routing as its engine's ``gather`` takes it.
+
+    Attributes:
+        values: counts, int32 ``[E]``, or contiguous ids that a kernel counts.
+        id_bytes: of an id; 0: they are counts.
+    """
+
+    values: Tensor
+    id_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +113,7 @@ class Engine(Protocol):
         ``bound``: what it moves; most engines read the addresses in ``call``.
         """
 
-    def gather(self, counted: Tensor, load: Tensor) -> int:
+    def gather(self, counted: Counted, load: Tensor) -> int:
         """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
 
     def residents(self, bank: int) -> IntArray:
@@ -138,7 +151,7 @@ class Engine(Protocol):
         """Return whether :meth:`gather_and_plan` can be used."""
 
     def gather_and_plan(
-        self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
+        self, counted: Counted, load: Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[Tensor, ...]]:
         """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
 
@@ -181,6 +194,8 @@ class Engine(Protocol):
 
     def bad_id(self) -> tuple[int, int] | None:
         """Return position and value of the first id that this rank's device rejected; -1: none.
+
+        A position of -2 - e is that of a count, of expert e.
 
         None: there is no device that rejects ids or plans.
         """
@@ -290,19 +305,21 @@ class LocalStages(Protocol):
     def beside(self, result: Tensor, given: Tensor) -> Tensor:
         """Return a result on the device of ``given``."""
 
-    def count_on_host(self, topk_ids: Tensor) -> Tensor:
-        """Return this rank's tokens per expert, int32 ``[E]`` on the CPU.
+    def counts_of(self, routing: Tensor, form: Form) -> Tensor:
+        """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing.
+
+        Bad values on the device give a negative count, for the next stage to find.
 
         Raises:
-            InvalidLoadError: an id is out of range.
+            InvalidLoadError: an id or a count on the CPU is out of range.
         """
 
-    def count(self, topk_ids: Tensor) -> Tensor:
-        """Return the input of the engine's ``gather``: counts ``[E]``, or ids that a kernel counts.
+    def count(self, routing: Tensor, form: Form) -> Counted:
+        """Return the input of the engine's ``gather``.
 
         Raises:
-            InvalidLoadError: an id on the CPU is out of range.
-            UnsupportedError: ids are on the CPU, and the current stream is being captured.
+            InvalidLoadError: an id or a count on the CPU is out of range.
+            UnsupportedError: it is on the CPU, and the current stream is being captured.
         """
 
     def empty_load(self) -> Tensor:
@@ -325,15 +342,20 @@ class LocalStages(Protocol):
         ``[G, S]``; for one on the device ``bank_table``, as `Engine` tells it.
         """
 
-    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
-        """Return physical ids; see ``uec.reroute``. The plan must have load and quotas."""
+    def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
+        """Return physical ids; see ``uec.reroute``. The plan must have load and quotas.
+
+        ``source``: whose tokens they are; None: this rank's.
+        """
 
     def reroute_map(
-        self, routing_map: Tensor, probs: Tensor | None, plan: Plan
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return the physical map and probabilities; see ``uec.reroute_map``."""
 
-    def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
+    def reroute_gradient(
+        self, grad: Tensor, routing_map: Tensor, plan: Plan, source: int
+    ) -> Tensor:
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -442,6 +464,22 @@ def make_parts(
         banks=options.banks,
         grad_banks=options.grad_banks,
     )
+
+
+def count_in_torch(routing: Tensor, num_experts: int) -> Tensor:
+    """Count ids, int ``[T, k]``, or a bool map ``[T, E]``, by operations of torch: int32 ``[E]``.
+
+    No host waits for a device, so an id out of range gives counts of -1.
+    """
+    if routing.dtype == torch.bool:
+        return routing.sum(0, dtype=torch.int32)
+    flat = routing.reshape(-1).long()
+    bad = (flat < -1) | (flat >= num_experts)
+    to = torch.where(bad | (flat < 0), num_experts, flat)
+    ones = torch.ones_like(to, dtype=torch.int32)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=routing.device)
+    counts = counts.scatter_add(0, to, ones)[:num_experts]
+    return torch.where(bad.any(), torch.full_like(counts, -1), counts)
 
 
 REJECTED_ROW = -1  # fills the row of a rank that rejected its ids

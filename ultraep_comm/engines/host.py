@@ -10,9 +10,16 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import LocalStages, Parts, ProcessGroupLoads, make_parts
+from ultraep_comm.engines.base import (
+    Counted,
+    Form,
+    LocalStages,
+    Parts,
+    ProcessGroupLoads,
+    make_parts,
+)
 from ultraep_comm.engines.options import Options
-from ultraep_comm.engines.reports import bad_id_error, raise_fault
+from ultraep_comm.engines.reports import bad_count_error, bad_id_error, raise_fault
 from ultraep_comm.errors import (
     BootstrapError,
     InvalidLoadError,
@@ -60,12 +67,12 @@ class HostEngine(_core.Engine):
         last = self.last_call(bank)
         return 0 if self.is_completed(last) else last
 
-    def gather(self, counted: Tensor, load: Tensor) -> int:
+    def gather(self, counted: Counted, load: Tensor) -> int:
         """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
-        return self.exchange(counted.data_ptr(), load.data_ptr())
+        return self.exchange(counted.values.data_ptr(), load.data_ptr())
 
     def gather_and_plan(
-        self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
+        self, counted: Counted, load: Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[Tensor, ...]]:
         """Raise UnsupportedError: ``plans_at_once`` is False."""
         raise UnsupportedError("the host engine gathers and plans in two calls")
@@ -138,8 +145,25 @@ class HostStages:
 
     # ---- stages ---------------------------------------------------------------------------
 
-    def count_on_host(self, topk_ids: Tensor) -> Tensor:
-        """Return this rank's tokens per expert, int32 ``[E]``."""
+    def counts_of(self, routing: Tensor, form: Form) -> Tensor:
+        """Return this rank's tokens per expert, int32 ``[E]`` on the CPU."""
+        given = self.on_host(routing, form) if self.holds(routing) else routing
+        if form == "counts":
+            return self._check_counts(given)
+        if form == "routing_map":  # bool sums are slow in torch
+            bytes_of = given.contiguous().view(torch.uint8).numpy()
+            return torch.from_numpy(np.add.reduce(bytes_of, axis=0, dtype=np.int32))
+        return self._count_ids(given)
+
+    def _check_counts(self, counts: Tensor) -> Tensor:
+        if len(counts):
+            low, high = (int(bound) for bound in counts.aminmax())
+            if low < 0 or high >= 2**31:
+                expert = int(((counts < 0) | (counts.long() >= 2**31)).nonzero()[0])
+                raise bad_count_error(self._rank, expert, int(counts[expert]))
+        return counts.int().contiguous()
+
+    def _count_ids(self, topk_ids: Tensor) -> Tensor:
         counts = torch.empty(self._topology.num_experts, dtype=torch.int32, device="cpu")
         ids = topk_ids.contiguous()
         bad = _core.count_experts(
@@ -149,9 +173,9 @@ class HostStages:
             raise bad_id_error(self._rank, bad, int(topk_ids.reshape(-1)[bad]), counts.numel())
         return counts
 
-    def count(self, topk_ids: Tensor) -> Tensor:
+    def count(self, routing: Tensor, form: Form) -> Counted:
         """Return the counts: the engine exchanges them."""
-        return self.count_on_host(topk_ids)
+        return Counted(self.counts_of(routing, form))
 
     def empty_load(self) -> Tensor:
         """Return uninitialised int32 ``[G, E]``."""
@@ -204,19 +228,19 @@ class HostStages:
             bank=bank,
         )
 
-    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
+    def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
         """Return physical ids of ids on the CPU."""
         ids = topk_ids.contiguous().numpy()
         out = np.empty_like(ids)
-        status = _core.reroute(ids, *_arrays(plan), self._rank, out)
+        status = _core.reroute(ids, *_arrays(plan), self._rank if source is None else source, out)
         raise_fault(status, "topk_ids", self._rank, self._topology.num_experts)
         return torch.from_numpy(out)
 
     def reroute_map(
-        self, routing_map: Tensor, probs: Tensor | None, plan: Plan
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return the physical map and probabilities; gradients flow through these."""
-        before, after = self._find_moves(routing_map, plan)
+        before, after = self._find_moves(routing_map, plan, source)
         shape = (routing_map.shape[0], self._topology.num_ranks * self._topology.instances_per_rank)
         physical_map = routing_map.new_zeros(shape)
         physical_map.view(-1).index_fill_(0, after, True)
@@ -229,17 +253,19 @@ class HostStages:
         physical = values.new_zeros(shape[0] * shape[1]).index_copy_(0, after, moved).view(shape)
         return physical_map, physical if values is probs else physical.view(probs.dtype)
 
-    def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
+    def reroute_gradient(
+        self, grad: Tensor, routing_map: Tensor, plan: Plan, source: int
+    ) -> Tensor:
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
-        before, after = self._find_moves(routing_map, plan)
+        before, after = self._find_moves(routing_map, plan, source)
         moved = grad.reshape(-1).index_select(0, after)
         found = grad.new_zeros(routing_map.numel()).index_copy_(0, before, moved)
         return found.view(routing_map.shape)
 
-    def _find_moves(self, routing_map: Tensor, plan: Plan) -> Tensor:
+    def _find_moves(self, routing_map: Tensor, plan: Plan, source: int) -> Tensor:
         """Return flat positions of routed entries before and after: ``[2, N]``, beside the map."""
         given = self.on_host(routing_map, "routing_map").contiguous().numpy()
-        status, moves = _core.reroute_map(given.view(np.uint8), *_arrays(plan), self._rank)
+        status, moves = _core.reroute_map(given.view(np.uint8), *_arrays(plan), source)
         raise_fault(status, "routing_map", self._rank, self._topology.num_experts)
         return torch.from_numpy(moves).to(routing_map.device)
 

@@ -188,6 +188,13 @@ def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> Inva
     )
 
 
+def bad_count_error(rank: int, expert: int, value: int) -> InvalidLoadError:
+    """Return the error for an impossible number of tokens."""
+    return InvalidLoadError(
+        f"rank {rank}: counts[{expert}] is {value}; expected a number of tokens, 0 to 2**31 - 1"
+    )
+
+
 def name_call(error: Exception, operation: str) -> None:
     """Append the operation to an error's text."""
     if isinstance(error, UltraEPError) and error.args:
@@ -215,7 +222,7 @@ def refusal_error(
 
     Args:
         report: report of the failed call.
-        bad_id: position (-1: none) and value, from `Engine.bad_id`.
+        bad_id: position and value, from `Engine.bad_id`.
         rank: this rank.
         topology: the group's topology.
         names: the names of the group's segments.
@@ -223,8 +230,11 @@ def refusal_error(
     reason = report.seen
     if report.fault is not Fault.REJECTED or report.root != rank:
         return None
-    if bad_id[0] >= 0:
-        return bad_id_error(rank, *bad_id, topology.num_experts)
+    position, value = bad_id
+    if position >= 0:
+        return bad_id_error(rank, position, value, topology.num_experts)
+    if position < -1:
+        return bad_count_error(rank, -2 - position, value)
     if reason == 0:
         return None
     if reason == _core.Refusal.HOME.value:

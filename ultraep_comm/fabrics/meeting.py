@@ -14,7 +14,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -41,10 +41,11 @@ def clip(text: str) -> bytes:
 
 def _find_store(group: dist.ProcessGroup) -> Any:
     """Return the store of a process group; None if it cannot be found."""
-    try:
+    with suppress(Exception):  # another version of torch, or a process group outside WORLD
         return undocumented(dist.distributed_c10d, "_get_process_group_store")(group)
-    except Exception:  # another version of torch, or a process group without a store
-        return None
+    with suppress(Exception):
+        return undocumented(group, "get_group_store")()
+    return None
 
 
 def this_process() -> Process | None:
@@ -329,25 +330,37 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
+def _record_device(group: dist.ProcessGroup) -> torch.device:
+    """Return where tensors have to be that a process group sends: the CPU, if it can."""
+    cpu = torch.device("cpu")
+    try:
+        undocumented(group, "_get_backend")(cpu)
+    except RuntimeError:
+        return torch.device("cuda")
+    return cpu
+
+
 class Meeting:
     """Exchanges records over the caller's process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        if not dist.is_initialized():
+        if process_group is None and not dist.is_initialized():
             raise BootstrapError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group"
                 " first, or use new_loopback_groups for ranks in one process"
             )
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, dist.ProcessGroup):
+            who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
             raise BootstrapError(
-                f"rank {dist.get_rank()} is not a member of the process group;"
-                " call new_group on its members only"
+                f"{who} is not a member of the process group ({group!r}); call new_group on its"
+                " members only"
             )
+        # Of the object itself: it may be outside WORLD, as those of elastic jobs are.
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        self.rank = group.rank()
+        self.num_ranks = group.size()
+        self._device = _record_device(group)
         self._process = this_process()
         self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
@@ -426,7 +439,7 @@ class Meeting:
     def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         mine = mine.to(self._device)
         gathered = torch.empty((self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device)
-        return dist.all_gather(list(gathered), mine, group=self.group, async_op=True), gathered
+        return self.group.allgather([list(gathered)], [mine]), gathered
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """All-gather a tensor; return ``[G, *shape]`` on the CPU.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.engines.base import Form
 from ultraep_comm.engines.reports import other_home, placement_error
 from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import as_int
 
 
 def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
@@ -64,19 +66,88 @@ def view_of(plan: Plan) -> _core.PlanView:
     )
 
 
-def check_ids(topk_ids: torch.Tensor, session: Session) -> None:
-    """Raise InvalidLoadError unless ``topk_ids`` is int32 or int64 on the CPU or our device."""
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_routing(routing: torch.Tensor, form: Form, session: Session) -> None:
+    """Raise InvalidLoadError for a routing of the wrong shape, dtype or device."""
     rank, devices = session.rank, (torch.device("cpu"), session.device)
-    if not isinstance(topk_ids, torch.Tensor):
+    num_experts = session.topology.num_experts
+    shape = {
+        "topk_ids": "[T, k]",
+        "routing_map": f"[T, {num_experts}]",
+        "counts": f"[{num_experts}]",
+    }
+    if not isinstance(routing, torch.Tensor):
         raise InvalidLoadError(
-            f"rank {rank}: topk_ids is a {type(topk_ids).__name__}; expected a tensor [T, k]"
+            f"rank {rank}: {form} is a {type(routing).__name__}; expected a tensor {shape[form]}"
         )
-    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device not in devices:
+    wide = form == "topk_ids" or routing.shape[-1:] == (num_experts,)
+    if routing.dim() != (1 if form == "counts" else 2) or not wide:
+        hint = "; tokens of each expert are given as counts=" if form == "topk_ids" else ""
+        raise InvalidLoadError(
+            f"rank {rank}: {form} has shape {tuple(routing.shape)}; expected {shape[form]}{hint}"
+        )
+    dtypes = (torch.bool,) if form == "routing_map" else _INTEGERS
+    if routing.dtype not in dtypes or routing.device not in devices:
         expected = " or ".join(dict.fromkeys(map(str, devices)))
         raise InvalidLoadError(
-            f"rank {rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32 or"
-            f" int64 on {expected}"
+            f"rank {rank}: {form} is {routing.dtype} on {routing.device}; expected"
+            f" {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} on {expected}"
         )
+
+
+def check_source(source: int | None, session: Session) -> int:
+    """Return the rank whose tokens are meant; None: this one.
+
+    Raises:
+        InvalidArgumentError: there is no such rank.
+    """
+    if source is None:
+        return session.rank
+    number = as_int(source, "source")
+    if not 0 <= number < session.topology.num_ranks:
+        raise InvalidArgumentError(
+            f"rank {session.rank}: source is {number}; expected a rank of the group, 0 to"
+            f" {session.topology.num_ranks - 1}"
+        )
+    return number
+
+
+def without_padding(
+    routing: torch.Tensor, num_tokens: int | torch.Tensor | None, session: Session
+) -> torch.Tensor:
+    """Return ids or a map whose rows from ``num_tokens`` on are routed nowhere.
+
+    A number on a device is not read: numbers out of range there mean the nearest in it.
+
+    Raises:
+        InvalidLoadError: it is no integer, is elsewhere than the routing, or out of range.
+    """
+    if num_tokens is None:
+        return routing
+    rows = routing.shape[0]
+    what = f"rank {session.rank}: num_tokens"
+    if isinstance(num_tokens, torch.Tensor):
+        if num_tokens.dtype not in _INTEGERS or num_tokens.numel() != 1:
+            raise InvalidLoadError(
+                f"{what} is {num_tokens.dtype} of shape {tuple(num_tokens.shape)}; expected one"
+                " int32 or int64"
+            )
+        if num_tokens.device not in (torch.device("cpu"), routing.device):
+            raise InvalidLoadError(
+                f"{what} is on {num_tokens.device}; expected {routing.device}, like the routing"
+            )
+    compiling = torch.compiler.is_dynamo_compiling()  # which would read it to compile for it
+    if not isinstance(num_tokens, torch.Tensor) or (num_tokens.is_cpu and not compiling):
+        number = as_int(num_tokens, "num_tokens")
+        if not 0 <= number <= rows:
+            raise InvalidLoadError(f"{what} is {number}; expected 0 to {rows}, the rows given")
+        if number == rows:
+            return routing
+    at = torch.arange(rows, device=routing.device)
+    padding = (at >= num_tokens)[:, None]
+    return routing.masked_fill(padding, False if routing.dtype == torch.bool else -1)
 
 
 def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:

@@ -417,6 +417,8 @@ class PlanStore:
             self._live.pop(saved.generation, None)
         elif not saved.captured:
             return
+        if self.closed:
+            return
         entry = saved.entry
         if entry is None:
             return
@@ -438,6 +440,8 @@ class PlanStore:
         error = self.busy_error("assert_idle")
         if error is not None:
             raise error
+        if self.closed:
+            return
         epoch = self._engine.epoch
         if not self._engine.is_completed(epoch):
             raise GroupBusyError(
@@ -469,7 +473,10 @@ class PlanStore:
 
     def close(self) -> None:
         """End all handles with their group. Plans still referenced keep their memory."""
+        if self.closed:
+            return
         self.closed = True
+        del self._engine, self._local  # graphs that outlive the interpreter refer to handles
         self._live.clear()
         self._free.clear()
         self._reserved.clear()

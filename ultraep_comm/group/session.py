@@ -109,7 +109,7 @@ class Session:
         self._in_flight: Held = deque()
         self._captured: list[tuple[object, ...]] = []
         self._finalizer = weakref.finalize(
-            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight
+            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight, self.plans
         )
         watch_forks(self)
         _sessions.add(self)
@@ -126,7 +126,7 @@ class Session:
         """
         if self.recorder is not None:
             self.recorder.enter()
-        if self.state != "open" or self.engine.failed_epoch() != 0:
+        if not self.takes_calls:
             self.require_open(operation)
         try:
             self.local.raise_fault()
@@ -145,6 +145,11 @@ class Session:
             f"rank {self.rank}: {operation} on a group that {reason}; create a new group"
         )
         raise error from (self.first_error or self.failure(failed, "a call") if failed else None)
+
+    @property
+    def takes_calls(self) -> bool:
+        """Return whether the group is open, and no call is known to have failed."""
+        return self.state == "open" and self.engine.failed_epoch() == 0
 
     def require_own_process(self, operation: str) -> None:
         """Raise GroupClosedError in a process that was forked from the group's."""
@@ -344,12 +349,15 @@ class Session:
                 raise busy
 
 
-def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held) -> None:
+def _dispose(
+    engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held, plans: PlanStore
+) -> None:
     """End a group that was not closed. ``memory`` outlives the engine, which writes to it."""
     if not engine.is_completed(engine.epoch):
         engine.abort()  # no Work is left to wait for the call
     engine.close()
     fabric.close()
+    plans.close()
     held.clear()
     memory.clear()
 

@@ -1,4 +1,4 @@
-"""Training with replicated experts: autograd hooks, and a module that uses them all.
+"""Layers with replicated experts: autograd hooks, and what uses them all.
 
 Not imported by ``ultraep_comm``: ``import ultraep_comm.nn``.
 """
@@ -11,11 +11,16 @@ from ultraep_comm.nn.hooks import (
     restore_replicas,
     start_reduction,
 )
+from ultraep_comm.nn.replication import LayerPass, Replication
+from ultraep_comm.nn.weights import local_weights
 
 __all__ = [
     "ExpertPass",
+    "LayerPass",
     "ReplicatedExperts",
+    "Replication",
     "join_reduction",
+    "local_weights",
     "prefetch_replicas",
     "restore_replicas",
     "start_reduction",

@@ -10,7 +10,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import traced
-from ultraep_comm.nn.hooks import ExpertPass, join_reduction, restore_replicas, start_reduction
+from ultraep_comm.nn.replication import Replication
 
 Tensor = torch.Tensor
 Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
@@ -27,7 +27,7 @@ class ReplicatedExperts(torch.nn.Module):
     pass; invalidate the banks after each optimizer step.
 
     The input is already dispatched, so nothing overlaps the transfers and the reduction. A layer
-    that dispatches between :func:`join_reduction` and :func:`start_reduction` hides them.
+    that dispatches by itself hides them: see :class:`Replication`, of which this is the short form.
 
     Without gradients nothing is saved. If a graph is dropped without a backward pass, its plan is
     released; so is the plan of a graph that torch.utils.checkpoint builds only to recompute.
@@ -70,6 +70,9 @@ class ReplicatedExperts(torch.nn.Module):
         self.layer = layer
         self._mode = mode
         self._segments = backward_segments
+        self._calls = Replication(
+            group, layer=layer, mode=mode, backward_segments=backward_segments
+        )
 
     def forward(
         self, x: Tensor, plan: uec.Plan, *args: Any, microbatch: int | None = None
@@ -98,13 +101,6 @@ class ReplicatedExperts(torch.nn.Module):
                 mode=self._mode,
                 segments=self._segments,
             )
-        filled = group.bank(plan.bank or 0).slots
-        if not torch.is_grad_enabled():
-            uec.replicate_experts(weights, plan, group=group, mode=self._mode)
-            return self.experts(x, weights, dict(filled), *args)
-        handle = group.save(plan, layer=self.layer, microbatch=microbatch)
-        run = ExpertPass(handle, weights, mode=self._mode, segments=self._segments)
-        uec.replicate_experts(weights, handle, group=group, mode=self._mode)
-        x, mains = join_reduction(x, run, weights)
-        x, mains, slots = start_reduction(x, run, mains, filled)
-        return restore_replicas(self.experts(x, mains, slots, *args), run, anchor=x)
+        run = self._calls.begin(weights, plan=plan, microbatch=microbatch)
+        x, mains, slots = run.before_experts(run.before_dispatch(x))
+        return run.after_experts(self.experts(x, mains, slots, *args))

@@ -34,6 +34,8 @@ from ultraep_comm.weights.segments import BoundWeights, Weights
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
+# Of each segment one tensor [M, *shape], or one of each expert: what the hooks return is alike.
+Mains = Mapping[str, "Tensor | Sequence[Tensor]"]
 Grads = tuple[Tensor | None, ...]
 
 
@@ -70,6 +72,7 @@ class ExpertPass:
         mode: str = "auto",
         reduce_mode: str = "auto",
         segments: Sequence[str] | None = None,
+        shares_bank: bool = False,
     ) -> None:
         """Describe a pass.
 
@@ -81,6 +84,8 @@ class ExpertPass:
             mode: of the transfers.
             reduce_mode: of the reduction.
             segments: segments that the backward pass needs; None: all.
+            shares_bank: layers of other weights use the bank of the plan too, so that what its
+                slots hold is never reused.
         """
         # Not the group: graphs reference passes, and errors of groups reference graphs.
         self.handle = handle
@@ -89,6 +94,7 @@ class ExpertPass:
         self.mode = mode
         self.reduce_mode = reduce_mode
         self.segments = segments
+        self.shares_bank = shares_bank
         self.calls = PassCalls()
         weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
 
@@ -113,16 +119,38 @@ def _restore(run: ExpertPass, grads: Grads) -> Grads:
 
 
 def _replicate(run: ExpertPass) -> uec.Work:
-    work = uec.replicate_experts(
+    work = start_transfer(
         run.weights,
         run.handle,
-        group=run.handle.group,
-        async_op=True,
+        run.handle.group,
         mode=run.mode,
         segments=run.segments,
+        expires=run.bank if run.shares_bank else None,
+    )
+    run.calls.has_restored = True
+    return work
+
+
+def start_transfer(
+    weights: Weights | BoundWeights | Tensor,
+    plan: uec.Plan | uec.PlanHandle,
+    group: uec.Group,
+    *,
+    mode: str,
+    segments: Sequence[str] | None,
+    expires: uec.Bank | None,
+) -> uec.Work:
+    """Start to fill slots; ``expires``: the bank, if what it holds may be of other weights."""
+    work = uec.replicate_experts(
+        weights,
+        plan,
+        group=group,
+        async_op=True,
+        mode=mode,
+        segments=segments,
+        version=None if expires is None else expires.version + 1,
     )
     assert work is not None
-    run.calls.has_restored = True
     return work
 
 
@@ -145,7 +173,7 @@ def _check_slots(run: ExpertPass, direction: str) -> None:
     raise error
 
 
-def _start(run: ExpertPass, grads: Grads, mains: Tensors, slots: Sequence[str]) -> Grads:
+def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) -> Grads:
     """Start the reduction. ``grads`` are those of the input, of ``mains``, of ``slots``."""
     if run.calls.has_restored:
         _check_slots(run, "backward")
@@ -153,14 +181,15 @@ def _start(run: ExpertPass, grads: Grads, mains: Tensors, slots: Sequence[str]) 
     if run.main_grads is None and not mains:  # nothing to reduce
         run.handle.release()
         return (grad_x,)
-    for name, grad in zip(slots, rest[len(mains) :], strict=True):
+    tensors = _spread(mains)
+    for name, grad in zip(slots, rest[len(tensors) :], strict=True):
         # Copied, not added: no reduction clears the gradients of empty slots.
         slot_grad = run.bank.slot_grads[name]
         slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
-    own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
+    own = [_own_gradient(main, grad) for main, grad in zip(tensors, rest, strict=False)]
     run.calls.reducing = uec.reduce_expert_grads(
         # Detached: autograd reuses a gradient's memory only if nothing else holds the tensor.
-        {name: grad.detach() for name, grad in zip(mains, own, strict=True)}
+        _collect(mains, [grad.detach() for grad in own])
         if run.main_grads is None
         else run.main_grads,
         run.handle,
@@ -279,8 +308,8 @@ def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
 
 
 def start_reduction(
-    x: Tensor, pass_: ExpertPass, mains: Tensors | None = None, slots: Tensors | None = None
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    x: Tensor, pass_: ExpertPass, mains: Mains | None = None, slots: Tensors | None = None
+) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
     """Return the experts' input and weights; their gradients start the reduction.
 
     Gradients of slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of main
@@ -290,8 +319,9 @@ def start_reduction(
     Args:
         x: the experts' input.
         pass_: of this layer and microbatch.
-        mains: ``{name: [M, *shape]}``; None: the pass has ``main_grads``, and whatever computes the
-            gradient of ``x`` has by then accumulated into those and into ``group.slot_grads``.
+        mains: ``{name: [M, *shape] or M tensors}``; None: the pass has ``main_grads``, and whatever
+            computes the gradient of ``x`` has by then accumulated into those and into
+            ``group.slot_grads``.
         slots: ``{name: [S, *shape]}``, ``group.slots``, or those of the plan's bank.
 
     Raises:
@@ -318,22 +348,44 @@ def start_reduction(
         _check_graph(x, pass_, {name: mains[name] for name in wanted})
     passed_mains = {name: mains[name] for name in wanted}
     passed_slots = {name: slot for name, slot in slots.items() if name in wanted}
-    like = {name: main.detach() for name, main in passed_mains.items()}  # without their graph
+    own = _spread(passed_mains)
+    like = _collect(passed_mains, [main.detach() for main in own])  # without their graph
     names = list(passed_slots)
-    tensors = (x, *passed_mains.values(), *passed_slots.values())
+    tensors = (x, *own, *passed_slots.values())
     x, *rest = _hook(lambda grads: _start(pass_, grads, like, names), len(tensors), *tensors)
-    mains.update(zip(passed_mains, rest, strict=False))
-    slots.update(zip(names, rest[len(passed_mains) :], strict=True))
+    mains.update(_collect(passed_mains, rest[: len(own)]))
+    slots.update(zip(names, rest[len(own) :], strict=True))
     return x, mains, slots
 
 
-def find_trained(mains: Tensors, group: uec.Group) -> list[str]:
+def _spread(mains: Mains) -> list[Tensor]:
+    """Return all tensors of main weights in their order."""
+    tensors: list[Tensor] = []
+    for main in mains.values():
+        tensors += [main] if isinstance(main, Tensor) else main
+    return tensors
+
+
+def _collect(mains: Mains, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return other tensors in the form of main weights: the inverse of `_spread`."""
+    rest = iter(tensors)
+    return {
+        name: next(rest) if isinstance(main, Tensor) else tuple(next(rest) for _ in main)
+        for name, main in mains.items()
+    }
+
+
+def _needs_gradient(main: Tensor | Sequence[Tensor]) -> bool:
+    return any(t.requires_grad for t in ([main] if isinstance(main, Tensor) else main))
+
+
+def find_trained(mains: Mains, group: uec.Group) -> list[str]:
     """Return the names of the main weights that need gradients.
 
     Raises:
         InvalidArgumentError: only some of the weights that the group reduces need gradients.
     """
-    wanted = [name for name, main in mains.items() if main.requires_grad]
+    wanted = [name for name, main in mains.items() if _needs_gradient(main)]
     if wanted and set(wanted) != set(group.slot_grads):
         raise InvalidArgumentError(
             f"rank {group.rank}: main weights {sorted(wanted)} need gradients; expected all that"
@@ -342,7 +394,7 @@ def find_trained(mains: Tensors, group: uec.Group) -> list[str]:
     return wanted
 
 
-def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
+def _check_graph(x: Tensor, pass_: ExpertPass, mains: Mains) -> None:
     """Raise InvalidArgumentError if gradients would bypass the reduction or leave before it."""
     rank = pass_.handle.group.rank
     if pass_.main_grads is not None and not x.requires_grad:
@@ -351,7 +403,8 @@ def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
             " its backward pass would not start the reduction; call x.requires_grad_() first"
         )
     for name, main in mains.items():
-        if not isinstance(main.grad_fn, undocumented(_Hook, "_backward_cls")):
+        hook = undocumented(_Hook, "_backward_cls")
+        if not all(isinstance(t.grad_fn, hook) for t in _spread({name: main})):
             raise InvalidArgumentError(
                 f"rank {rank}: main weights {name!r} of layer {pass_.handle.layer} do not come from"
                 " join_reduction, so their gradients would leave before they are complete; pass"
@@ -360,20 +413,20 @@ def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
 
 
 def join_reduction(
-    x: Tensor, pass_: ExpertPass, mains: Tensors | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+    x: Tensor, pass_: ExpertPass, mains: Mains | None = None
+) -> tuple[Tensor, dict[str, Any]]:
     """Return the layer's input and main weights; their gradients wait for the reduction.
 
     Args:
         x: the layer's input: the tensor whose gradient leaves the layer last.
         pass_: of this layer and microbatch.
-        mains: the parameters, ``{name: [M, *shape]}``; the experts have to use the returned ones.
-            None: the pass has ``main_grads``, and no code takes a parameter's hook or ``.grad`` as
-            a sign that those are complete.
+        mains: the parameters, ``{name: [M, *shape] or M tensors}``; the experts have to use the
+            returned ones, which have the same form. None: the pass has ``main_grads``, and no code
+            takes a parameter's hook or ``.grad`` as a sign that those are complete.
     """
     mains = dict(mains or {})
-    names = [name for name, main in mains.items() if main.requires_grad]
-    tensors = (x, *(mains[name] for name in names))
+    trained = {name: main for name, main in mains.items() if _needs_gradient(main)}
+    tensors = (x, *_spread(trained))
     x, *rest = _hook(partial(_join, pass_), len(tensors), *tensors)
-    mains.update(zip(names, rest, strict=True))
+    mains.update(_collect(trained, rest))
     return x, mains

@@ -153,6 +153,10 @@ class Plan:
         moved: dict[str, Any] = {name: t.cpu() for name, t in self.tensors().items()}
         return replace(self, **moved)
 
+    def in_bank(self, bank: int) -> Plan:
+        """Return the plan for the slots of a bank; its moves, if any, are not known there."""
+        return replace(self, bank=as_int(bank, "bank"), moves=None)
+
     # ---- rules ----------------------------------------------------------------------------
 
     def validate(self, *, allow_cross_domain: bool = False) -> None:
@@ -274,6 +278,16 @@ class Plan:
         ranks = self._rank_tokens()
         if ranks is None:
             return float("nan")
+        total = int(ranks.sum())
+        return int(ranks.max()) * self.num_ranks / total if total else 1.0
+
+    @property
+    def imbalance_before(self) -> float:
+        """Return what the imbalance would be without replicas; nan without load."""
+        if self.load is None:
+            return float("nan")
+        tokens = self.load.sum(dim=0, dtype=torch.int64)
+        ranks = tokens.new_zeros(self.num_ranks).index_add_(0, self.home.long(), tokens)
         total = int(ranks.sum())
         return int(ranks.max()) * self.num_ranks / total if total else 1.0
 

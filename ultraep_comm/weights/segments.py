@@ -51,6 +51,13 @@ class Segment:
                 ) from None
             object.__setattr__(self, name, numbers)
 
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Segment:
+        """Return the segment of which one expert's tensor is: its shape, dtype and strides."""
+        segment = cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()))
+        plain = cls(segment.shape, segment.dtype)
+        return plain if plain.layout == segment.layout else segment
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of one expert's tensor."""
@@ -300,6 +307,49 @@ def _check(
             f" expected {layout}. Make each expert one dense range, or declare Segment(strides=...)"
         )
     return address
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, which gradients flow through; others as they are."""
+    to_local = getattr(tensor, "to_local", None)  # DTensor's module is slow to import
+    part: torch.Tensor = tensor if to_local is None else to_local()
+    return part
+
+
+def segments_like(weights: Weights) -> tuple[dict[str, Segment], int]:
+    """Return the segments of which weights are, and the number M of experts in them.
+
+    Raises:
+        InvalidArgumentError: they are no mapping of tensors, or experts differ.
+    """
+    if not isinstance(weights, Mapping) or not weights:
+        raise InvalidArgumentError(
+            f"like is {weights!r}; expected {{name: tensor [M, *shape] or sequence of M tensors}}"
+        )
+    segments: dict[str, Segment] = {}
+    counts: dict[str, int] = {}
+    for name, value in weights.items():
+        each = local_part(value) if isinstance(value, torch.Tensor) else list(value)
+        experts = [local_part(t) for t in each]
+        counts[name] = len(experts)
+        if not experts:
+            raise InvalidArgumentError(
+                f"like[{name!r}] has no expert, so its shape is unknown; use new_group on ranks of"
+                " which some have none"
+            )
+        segments[name] = Segment.like(experts[0])
+        odd = next((i for i, t in enumerate(experts) if Segment.like(t) != segments[name]), None)
+        if odd is not None:
+            raise InvalidArgumentError(
+                f"like[{name!r}][{odd}] is {Segment.like(experts[odd])}, and the first expert's is"
+                f" {segments[name]}; expected experts of one shape, dtype and strides"
+            )
+    if len(set(counts.values())) != 1:
+        raise InvalidArgumentError(
+            f"like has different numbers of experts by segment: {counts}; expected one of each for"
+            " every expert: scales and biases travel with their weights"
+        )
+    return segments, next(iter(counts.values()))
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

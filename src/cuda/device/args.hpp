@@ -26,7 +26,8 @@ struct Status {
   uint64_t failed_call = 0;   // by the host's numbers; 0: none. Written last, after the report
   uint64_t cancelled = 0;     // by the host: end every wait
   int64_t disagreement = -1;  // close: a peer whose last call differs
-  int64_t bad_position = -1;  // load: of the first bad id, if this rank's own made it reject
+  int64_t bad_position = -1;  // load: of the first bad id, if this rank's own made it reject;
+                              // -2 - e: the count of expert e
   int64_t bad_id = 0;         // its value
   Report report;
 };

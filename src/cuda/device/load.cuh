@@ -124,7 +124,7 @@ UEC_DEVICE bool is_clean(const RankState& state) {
 }
 
 UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
-  if (call.id_bytes == 4) return reinterpret_cast<const int32_t*>(call.ids)[position];
+  if (call.id_bytes != 8) return reinterpret_cast<const int32_t*>(call.ids)[position];
   return reinterpret_cast<const int64_t*>(call.ids)[position];
 }
 
@@ -135,7 +135,8 @@ UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, const LoadCall& ids) 
   if (Warp::leader()) {  // before the report, which settle() publishes
     auto* const status = reinterpret_cast<Status*>(state.status);
     const uint64_t position = bad_id_word(state.bad_id);
-    status->bad_position = static_cast<int64_t>(position);
+    const auto at = static_cast<int64_t>(position);
+    status->bad_position = ids.id_bytes == 0 ? -2 - at : at;
     status->bad_id = id_at(ids, position);
   }
   Wait wait;

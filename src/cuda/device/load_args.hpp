@@ -1,4 +1,4 @@
-// What the load kernels are given: a rank's ids, and where its results go.
+// What the load kernels are given: a rank's ids, or counts, and where its results go.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 namespace uec::cuda {
 
 struct LoadCall {
-  uint64_t ids = 0;      // [count], aligned to an id; -1 is padding
+  uint64_t ids = 0;      // [count], aligned to an id; -1 is padding; or counts [E], int32
   int64_t count = 0;     // the same in every replay of a captured graph
   uint64_t load = 0;     // [G, E] int32, out; zeros if the call fails
-  int32_t id_bytes = 8;  // 4 or 8
+  int32_t id_bytes = 8;  // 4 or 8; 0: they are counts
 };
 
 // Arguments of the load kernel. Rank i of this launch is blockIdx.y = i.

@@ -1,4 +1,4 @@
-// Ids -> counts, by all blocks of a rank.
+// Ids -> counts, by all blocks of a rank, which may be given counts.
 //
 // 65536 ids of 8 bytes are 512 KiB: 19 blocks have them in flight at once. Sums of integers are the
 // same in any order, so blocks need no order.
@@ -68,6 +68,18 @@ UEC_DEVICE void count_share(const LoadCall& call, const LoadSums& sums, int32_t*
   }
 }
 
+// This block's share of given counts, of which each has one reader.
+UEC_DEVICE void take_share(const LoadCall& call, const LoadSums& sums, int32_t* counts,
+                           int32_t num_counting) {
+  const auto* const given = reinterpret_cast<const uint32_t*>(call.ids);
+  const int32_t first = ptx::block_x() * num_counting + ptx::thread_idx();
+  for (int32_t e = first; e < sums.num_experts; e += ptx::num_blocks_x() * num_counting) {
+    const auto tokens = static_cast<int32_t>(ptx::load_global(given + e));
+    if (tokens < 0) ptx::max_relaxed(sums.bad_id, bad_id_word(static_cast<uint64_t>(e)));
+    counts[e] = tokens;
+  }
+}
+
 // Adds this block's share to the sums, by way of counts [E] in shared memory. The other warps do
 // something else meanwhile, or all do that too.
 template <class Else>
@@ -77,7 +89,9 @@ UEC_DEVICE void count_ids(const LoadCall& call, const LoadSums& sums, int32_t* c
   for (int32_t e = ptx::thread_idx(); e < sums.num_experts; e += ptx::num_threads()) counts[e] = 0;
   ptx::sync_block();
   if (ptx::thread_idx() < num_counting) {
-    if (call.id_bytes == 4)
+    if (call.id_bytes == 0)
+      take_share(call, sums, counts, num_counting);
+    else if (call.id_bytes == 4)
       count_share<int32_t>(call, sums, counts, num_counting);
     else
       count_share<int64_t>(call, sums, counts, num_counting);

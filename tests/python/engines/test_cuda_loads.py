@@ -65,6 +65,93 @@ def test_strided_ids_are_counted_as_they_are(emulated: EmulatedDevice, groups_of
     assert torch.equal(tables[0], torch.stack([counts_of(w[:, ::2]) for w in wide]))
 
 
+def map_of(ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(ids + 1, E + 1)[..., 1:].sum(1) > 0
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("form", ["routing_map", "counts"])
+def test_maps_and_counts(
+    emulated: EmulatedDevice, groups_of: Any, form: str, on_device: bool, at_once: bool
+) -> None:
+    groups = groups_of(3)
+    ids = [torch.rand((9 + r, E)).argsort(1)[:, :2] for r in range(3)]
+    given = [map_of(i) if form == "routing_map" else counts_of(i) for i in ids]
+    given = [emulated.put(g) for g in given] if on_device else given
+    for _ in range(2):  # what was counted is gone
+
+        def call(rank: int) -> torch.Tensor:
+            routing = {form: given[rank]}
+            if not at_once:
+                return uec.gather_load(group=groups[rank], **routing)
+            found = uec.gather_and_plan(group=groups[rank], **routing).load
+            assert found is not None
+            return found
+
+        tables = each(3, call)
+        emulated.settle()
+        for table in tables:
+            assert torch.equal(table, torch.stack([counts_of(i) for i in ids]))
+            assert emulated.holds(table) == on_device
+
+
+def test_padding_and_a_source_on_the_device(emulated: EmulatedDevice, groups_of: Any) -> None:
+    groups = groups_of(3)
+    ids = torch.rand((30, E)).argsort(1)[:, :2]
+    ids[:20, 0] = 0
+    ids[ids[:, 0] == ids[:, 1], 1] = -1
+    there, num_tokens = emulated.put(ids), emulated.put(torch.tensor(21))
+    tables = each(3, lambda r: uec.gather_load(there, group=groups[r], num_tokens=num_tokens))
+    emulated.settle()
+    assert torch.equal(tables[0], counts_of(ids[:21]).expand(3, E))
+    plans = [uec.gather_and_plan(there, group=g, num_tokens=num_tokens, source=1) for g in groups]
+    found = [
+        uec.reroute(there, plan, group=group, num_tokens=num_tokens, source=1)
+        for group, plan in zip(groups, plans, strict=True)
+    ]
+    moved = [
+        uec.reroute_map(emulated.put(map_of(ids[:21])), None, plan, group=group, source=1)[0]
+        for group, plan in zip(groups, plans, strict=True)
+    ]
+    emulated.settle()
+    for physical, columns, plan in zip(found, moved, plans, strict=True):
+        assert plan.load is not None
+        assert plan.load[1].tolist() == counts_of(ids[:21]).tolist()
+        assert torch.equal(physical, found[0])
+        assert (physical[21:] == -1).all()
+        by_id = torch.bincount(physical[physical >= 0], minlength=columns.shape[1])
+        assert torch.equal(columns.sum(0), by_id)
+        quotas = by_id.view(3, -1).sum(1)
+        assert int(quotas.max()) < counts_of(ids[:21]).view(-1)[:3].sum()  # something has moved
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_bad_counts_reach_every_rank(
+    emulated: EmulatedDevice, groups_of: Any, on_device: bool
+) -> None:
+    groups = groups_of(2)
+    counts = [torch.arange(E), torch.tensor([1, 2, 3, -4, 5, 6, 7])]
+    given = [emulated.put(c) for c in counts] if on_device else counts
+    found = each(2, lambda r: uec.gather_load(group=groups[r], counts=given[r]))
+    emulated.settle()
+    if on_device:
+        assert not found[0].any()
+        found = each(2, lambda r: uec.gather_load(group=groups[r], counts=given[r]))
+        found = [error.__cause__ for error in found]
+    assert isinstance(found[1], errors.InvalidLoadError)
+    assert "counts[3] is -4; expected a number of tokens" in str(found[1])
+    assert isinstance(found[0], errors.PeerRejectedError)
+
+
+def test_ids_that_are_none_in_a_source(emulated: EmulatedDevice, groups_of: Any) -> None:
+    (group,) = groups_of(1)
+    uec.gather_and_plan(emulated.put(torch.tensor([[E], [0]])), group=group, source=0)
+    emulated.settle()
+    with pytest.raises(errors.InvalidLoadError, match="entry for expert 0 outside 0"):
+        group.close()
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_bad_ids_reach_every_rank(
     emulated: EmulatedDevice, groups_of: Any, on_device: bool

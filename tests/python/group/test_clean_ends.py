@@ -44,9 +44,9 @@ def _end(
 
 @pytest.mark.cases
 def test_programs_end(tmp_path: Path) -> None:
-    names = ["keeps the group", "closes and destroys", "raises", "fails and goes on"]
-    names += ["forgets work", "leaves a call", "leaves a thread"]
-    assert _end(tmp_path, 2, names[: cases(4, 7)]) == []
+    names = ["keeps the group", "closes and destroys", "raises", "keeps a graph"]
+    names += ["fails and goes on", "forgets work", "leaves a call", "leaves a thread"]
+    assert _end(tmp_path, 2, names[: cases(4, 8)]) == []
 
 
 @pytest.mark.cases

@@ -86,11 +86,11 @@ def test_a_saved_plan_is_the_groups_own_copy(groups: list[uec.Group]) -> None:
         tensor.fill_(1)
     for name, tensor in handle.plan.tensors().items():
         assert torch.equal(tensor, kept[name]), name
-    ids = torch.tensor([0] * 9 + [1, 2, 3])
+    ids = torch.tensor([[0]] * 9 + [[1], [2], [3]])
     expected = uec.reroute(ids, uec.Plan(**kept), group=groups[0])
     assert torch.equal(uec.reroute(ids, handle, group=groups[0]), expected)
     routing = torch.zeros(12, E, dtype=torch.bool)
-    routing[torch.arange(12), ids] = True
+    routing[torch.arange(12), ids[:, 0]] = True
     found, _ = uec.reroute_map(routing, None, handle, group=groups[0])
     assert torch.equal(found, uec.reroute_map(routing, None, uec.Plan(**kept), group=groups[0])[0])
     handle.release()

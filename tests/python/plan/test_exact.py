@@ -292,10 +292,10 @@ def test_the_capacity_holds_for_every_rank() -> None:
     assert groups[0].token_capacity(5, 4) == 20
     assert groups[0].token_capacity(2**62, 2) == 2**63
     plan = uec.plan_replicas(load, group=groups[0], target=1.0)
-    ids = [torch.repeat_interleave(torch.arange(6), row) for row in load]
+    ids = [torch.repeat_interleave(torch.arange(6), row)[:, None] for row in load]
     per_rank = groups[0].topology.instances_per_rank
     received = sum(
-        torch.bincount(uec.reroute(i, plan, group=group), minlength=3 * per_rank)
+        torch.bincount(uec.reroute(i, plan, group=group)[:, 0], minlength=3 * per_rank)
         for group, i in zip(groups, ids, strict=True)
     )
     for group in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,15 @@ def test_a_plan_by_hand() -> None:
 def test_any_integers_are_taken() -> None:
     for slots in (SLOTS, np.array(SLOTS, np.int64), torch.tensor(SLOTS, dtype=torch.int16)):
         assert torch.equal(_plan(slot_expert=slots).slot_expert, _plan().slot_expert)
+
+
+def test_imbalance_before_is_that_of_the_homes() -> None:
+    load = torch.tensor([[6, 0, 2, 0], [0, 3, 1, 0]])  # 9 tokens at home on rank 0, 3 on rank 1
+    plan = uec.plan_replicas(load, slots_per_rank=1)
+    assert plan.imbalance_before == 1.5
+    assert plan.imbalance == 1.0
+    assert uec.plan_replicas(torch.zeros_like(load), slots_per_rank=1).imbalance_before == 1.0
+    assert math.isnan(uec.plan_replicas(load[0], num_ranks=2, slots_per_rank=1).imbalance_before)
 
 
 def test_without_quotas_there_is_no_imbalance() -> None:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import BackendReport
+from ultraep_comm.engines.base import BackendReport, Counted
 from ultraep_comm.engines.c10d.agreement import Agreement, News, Record
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
 from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
@@ -205,14 +205,14 @@ class C10dEngine:
         self._order.leave(lambda: self._wait_for(lambda: job.mark.issued or self._is_over(epoch)))
         return epoch, mode
 
-    def gather(self, counted: Tensor, load: Tensor) -> int:
+    def gather(self, counted: Counted, load: Tensor) -> int:
         """Exchange counts ``[E]`` into ``load [G, E]``, both on the CPU; return the epoch."""
         with self._changed:
             if self._refuses():
                 return self._ledger.reject()
             epoch, digest = self._ledger.gather()
             self._counts["gather"] += 1
-            record = Record(_Kind.CALL, epoch, digest, counted.numpy())
+            record = Record(_Kind.CALL, epoch, digest, counted.values.numpy())
             job = _Job(epoch=epoch, record=record, table=load, mark=self._order.enter())
             self._submit(job)
         return epoch
@@ -576,7 +576,7 @@ class C10dEngine:
         return None
 
     def gather_and_plan(
-        self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
+        self, counted: Counted, load: Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[Tensor, ...]]:
         """Raise UnsupportedError: ``plans_at_once`` is False."""
         raise UnsupportedError("the c10d engine gathers and plans in two calls")

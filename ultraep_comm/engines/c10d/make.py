@@ -92,9 +92,22 @@ class WatchedStore(c10d.Store):
 
 def movers(process_group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of a process group for each type of device whose tensors it sends."""
-    config = dist.get_backend_config(process_group)
-    pairs = (pair.split(":") for pair in config.split(","))
-    return {kind: name for kind, name in pairs if _MOVES.get(name, kind) == kind}
+    return {
+        kind: name
+        for kind, name in _backends(process_group).items()
+        if _MOVES.get(name, kind) == kind
+    }
+
+
+def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of a process group's backend for each type of device."""
+    try:
+        config = dist.get_backend_config(process_group)
+    except (ValueError, TypeError, RuntimeError):  # it is outside WORLD
+        kinds: list[torch.device] = undocumented(process_group, "_device_types")
+        get = undocumented(process_group, "_get_backend")
+        return {kind.type: get(kind).name() for kind in kinds}
+    return dict(pair.split(":") for pair in config.split(","))
 
 
 def find_device(process_group: dist.ProcessGroup, wanted: torch.device | None) -> torch.device:
@@ -116,9 +129,9 @@ def find_device(process_group: dist.ProcessGroup, wanted: torch.device | None) -
         kind = wanted.type if wanted.type in found else None
     if kind is None:
         what = "device=None" if wanted is None else f"device={str(wanted)!r}"
-        config = dist.get_backend_config(process_group)
+        given = ",".join(map(":".join, _backends(process_group).items()))
         raise UnsupportedError(
-            f"{what} with engine='c10d': the process group has the backends {config}, of which none"
+            f"{what} with engine='c10d': the process group has the backends {given}, of which none"
             f" moves tensors on {'a device of this machine' if wanted is None else wanted.type};"
             " create it with a backend for them, such as 'cpu:gloo,cuda:nccl'"
         )

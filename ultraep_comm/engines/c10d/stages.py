@@ -74,11 +74,6 @@ class DeviceStages(HostStages):
         """Return the result on the device of ``given``."""
         return result.to(given.device)
 
-    def count(self, topk_ids: Tensor) -> Tensor:
-        """Return this rank's tokens per expert, int32 ``[E]`` on the CPU."""
-        ids = self.on_host(topk_ids, "topk_ids") if self.holds(topk_ids) else topk_ids
-        return self.count_on_host(ids)
-
     def plan(
         self,
         load: Tensor,

@@ -9,6 +9,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.engines.base import Counted
 from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
@@ -182,13 +183,13 @@ class CudaEngine:
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
-    def gather(self, counted: torch.Tensor, load: torch.Tensor) -> int:
+    def gather(self, counted: Counted, load: torch.Tensor) -> int:
         """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
         try:
             return self._engine.gather(
-                counted.data_ptr(),
-                counted.numel(),
-                counted.element_size(),
+                counted.values.data_ptr(),
+                counted.values.numel(),
+                counted.id_bytes,
                 load.data_ptr(),
                 self._current_stream(),
             )
@@ -196,15 +197,15 @@ class CudaEngine:
             _raise_typed(error)
 
     def gather_and_plan(
-        self, counted: torch.Tensor, load: torch.Tensor, target_ppm: int, costs: Costs | None
+        self, counted: Counted, load: torch.Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
         """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
         memory, plan = self._stages.plan_memory(load)
         try:
             epoch = self._engine.gather_and_plan(
-                counted.data_ptr(),
-                counted.numel(),
-                counted.element_size(),
+                counted.values.data_ptr(),
+                counted.values.numel(),
+                counted.id_bytes,
                 load.data_ptr(),
                 memory.data_ptr(),
                 self._stages.core,
@@ -214,7 +215,7 @@ class CudaEngine:
             )
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
-        return epoch, plan, (counted, load, memory)
+        return epoch, plan, (counted.values, load, memory)
 
     def wait(self, epoch: int) -> bool:
         """Make the current stream wait for a call; False if the call is known to have failed."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.engines.base import Counted, Form, count_in_torch
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
@@ -220,19 +221,30 @@ class CudaStages(HostStages):
 
     # ---- stages ---------------------------------------------------------------------------
 
-    def count(self, topk_ids: Tensor) -> Tensor:
-        """Return contiguous ids on the device, for the engine's kernel to count."""
-        ids = topk_ids.contiguous()
-        if self.holds(ids):
-            return ids
-        if self._device.is_capturing():
+    def counts_of(self, routing: Tensor, form: Form) -> Tensor:
+        """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing."""
+        if not self.holds(routing):
+            return super().counts_of(routing, form)
+        if form == "counts":
+            return self._as_counts(routing)
+        return count_in_torch(routing, self._topology.num_experts)
+
+    def count(self, routing: Tensor, form: Form) -> Counted:
+        """Return contiguous ids on the device, for the engine's kernel to count, or counts."""
+        if not self.holds(routing) and self._device.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: topk_ids is on the CPU, and the current stream is being"
-                " captured into a CUDA graph; pass ids on the device"
+                f"rank {self._rank}: {form} is on the CPU, and the current stream is being"
+                " captured into a CUDA graph; pass a tensor on the device"
             )
-        uploaded = self._device.empty(topk_ids.shape, topk_ids.dtype)
-        self._device.upload(uploaded, ids)
-        return uploaded
+        if form == "topk_ids":
+            values, id_bytes = routing.contiguous(), routing.element_size()
+        else:
+            values, id_bytes = self.counts_of(routing, form), 0
+        if not self.holds(values):
+            uploaded = self._device.empty(values.shape, values.dtype)
+            self._device.upload(uploaded, values)
+            values = uploaded
+        return Counted(values, id_bytes)
 
     def empty_load(self) -> Tensor:
         """Return uninitialised int32 ``[G, E]`` on the device."""
@@ -340,7 +352,7 @@ class CudaStages(HostStages):
         """Return the core's stages."""
         return self._stages
 
-    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
+    def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
         """Launch the reroute of ids; see `uec.reroute`. The plan must have load and quotas.
 
         Raises:
@@ -348,7 +360,7 @@ class CudaStages(HostStages):
                 large for the kernel.
         """
         if not (self.holds(topk_ids) and self.holds(plan)):
-            return super().reroute(topk_ids, plan)
+            return super().reroute(topk_ids, plan, source)
         ids = self._dense(topk_ids)
         self._reserve(
             self._shape.runs_of_ids(ids.numel()),
@@ -358,6 +370,7 @@ class CudaStages(HostStages):
         with self._launching():
             self._stages.reroute(
                 *self._addresses(plan),
+                self._rank if source is None else source,
                 ids.data_ptr(),
                 out.data_ptr(),
                 ids.numel(),
@@ -368,7 +381,7 @@ class CudaStages(HostStages):
         return out
 
     def reroute_map(
-        self, routing_map: Tensor, probs: Tensor | None, plan: Plan
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int
     ) -> tuple[Tensor, Tensor | None]:
         """Launch the reroute of a map; see `uec.reroute_map`. The plan must have load and quotas.
 
@@ -376,16 +389,24 @@ class CudaStages(HostStages):
             UnsupportedError: as :meth:`reroute`.
         """
         if not (self.holds(routing_map) and self.holds(plan)):
-            return super().reroute_map(routing_map, probs, plan)
+            return super().reroute_map(routing_map, probs, plan, source)
         differentiable = probs is not None and probs.requires_grad and probs.element_size() > 1
         if differentiable and torch.is_grad_enabled():
-            physical_map, physical = _MoveProbs.apply(probs, routing_map, plan, self)  # type: ignore[no-untyped-call]
+            physical_map, physical = _MoveProbs.apply(probs, routing_map, plan, source, self)  # type: ignore[no-untyped-call]
             return physical_map, physical
-        physical_map, physical, _ = self.move(routing_map, probs, plan, with_instances=False)
+        physical_map, physical, _ = self.move(
+            routing_map, probs, plan, source, with_instances=False
+        )
         return physical_map, physical
 
     def move(
-        self, routing_map: Tensor, probs: Tensor | None, plan: Plan, *, with_instances: bool
+        self,
+        routing_map: Tensor,
+        probs: Tensor | None,
+        plan: Plan,
+        source: int,
+        *,
+        with_instances: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Launch the reroute of a map without autograd.
 
@@ -410,6 +431,7 @@ class CudaStages(HostStages):
         with self._launching():
             self._stages.reroute_map(
                 *self._addresses(plan),
+                source,
                 given.data_ptr(),
                 physical_map.data_ptr(),
                 num_tokens,
@@ -422,11 +444,13 @@ class CudaStages(HostStages):
         self._device.keep([given, *self._read_of(plan), *([] if moved is None else [moved])])
         return physical_map, physical, instances
 
-    def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
+    def reroute_gradient(
+        self, grad: Tensor, routing_map: Tensor, plan: Plan, source: int
+    ) -> Tensor:
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
         if not (self.holds(routing_map) and self.holds(plan)):
-            return super().reroute_gradient(grad, routing_map, plan)
-        *_, instances = self.move(routing_map, None, plan, with_instances=True)
+            return super().reroute_gradient(grad, routing_map, plan, source)
+        *_, instances = self.move(routing_map, None, plan, source, with_instances=True)
         assert instances is not None
         return gather_gradient(grad, instances)
 
@@ -616,19 +640,24 @@ class _MoveProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, probs: Tensor, routing_map: Tensor, plan: Plan, stages: CudaStages
+        ctx: Any,
+        probs: Tensor,
+        routing_map: Tensor,
+        plan: Plan,
+        source: int,
+        stages: CudaStages,
     ) -> tuple[Tensor, Tensor | None]:
         physical_map, physical, instances = stages.move(
-            routing_map, probs, plan, with_instances=True
+            routing_map, probs, plan, source, with_instances=True
         )
         ctx.save_for_backward(instances)
         ctx.mark_non_differentiable(physical_map)
         return physical_map, physical
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (instances,) = ctx.saved_tensors
-        return gather_gradient(grads[1], instances), None, None, None
+        return gather_gradient(grads[1], instances), None, None, None, None
 
 
 def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:

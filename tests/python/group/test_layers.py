@@ -1,0 +1,153 @@
+"""group_for: layers share a group by process group, shape of experts and options."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, raised, run_python
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, errors
+
+M = 2
+SEGMENT = Segment((3, 4), torch.float32)
+
+
+def weights(shape: tuple[int, ...] = (M, 3, 4), **options: Any) -> dict[str, torch.Tensor]:
+    return {"w": torch.zeros(shape, **options)}
+
+
+def ask(rank: int, pg: Any) -> None:
+    first, layer = uec.group_for(pg, like=weights(), slots_per_rank=1, engine="host")
+    assert layer == 0
+    assert first.topology.num_experts == 2 * M
+    assert first.segments == {"w": SEGMENT}
+    alike = [
+        weights(),
+        {"w": torch.nn.Parameter(torch.zeros(M, 3, 4))},
+        {"w": [torch.zeros(3, 4) for _ in range(M)]},
+    ]
+    for i, like in enumerate(alike):
+        again = uec.group_for(pg, like=like, slots_per_rank=1, engine="host")
+        assert again == (first, i + 1)
+    others: list[tuple[Any, dict[str, Any]]] = [
+        (weights((M, 4, 3)), {}),
+        (weights(dtype=torch.float64), {}),
+        ({"w": torch.zeros(M, 4, 3).transpose(1, 2)}, {}),
+        ({"v": torch.zeros(M, 3, 4)}, {}),
+        (weights(), {"grads": torch.float32}),
+        (weights(), {"slots_per_rank": 2}),
+        (weights(), {"home": torch.tensor([1, 1, 0, 0])}),
+    ]
+    made = [first]
+    for like, options in others:
+        given = {"slots_per_rank": 1, "engine": "host", **options}
+        other = uec.group_for(pg, like=like, **given)
+        assert other.layer == 0
+        assert all(other.group is not group for group in made)
+        assert uec.group_for(pg, like=like, **given).group is other.group
+        made.append(other.group)
+    # A transposed layout is the segment's.
+    assert made[3].segments["w"].strides == (1, 3)
+    # Only a group that takes calls is shared.
+    first.close()
+    replaced = uec.group_for(pg, like=weights(), slots_per_rank=1, engine="host")
+    assert replaced.group is not first
+    assert replaced.layer == 0
+    for group in (*made, replaced.group):
+        group.close()
+
+
+def test_layers_share_groups(ranks: RankPool) -> None:
+    ranks.run(2, ask)
+
+
+def disagree(rank: int, pg: Any) -> str:
+    like = weights((M + rank, 3, 4))
+    return str(raised(lambda: uec.group_for(pg, like=like, slots_per_rank=1, engine="host")))
+
+
+def test_different_numbers_of_experts_are_an_error(ranks: RankPool) -> None:
+    assert all("num_experts" in text for text in ranks.run(2, disagree))
+
+
+@pytest.mark.parametrize(
+    ("like", "text"),
+    [
+        ({}, "expected {name: tensor"),
+        ({"w": [torch.zeros(3, 4), torch.zeros(4, 3)]}, r"like\['w'\]\[1\] is .*of one shape"),
+        ({"w": torch.zeros(0, 3)}, r"like\['w'\] has no expert"),
+        ({"w": torch.zeros(2, 3), "scale": torch.zeros(1, 3)}, "scales and biases travel with"),
+    ],
+)
+def test_experts_that_are_not_alike(like: Any, text: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        uec.weights.segments.segments_like(like)
+
+
+def test_segment_like_a_tensor() -> None:
+    assert Segment.like(torch.zeros(3, 4)) == SEGMENT
+    assert Segment.like(torch.zeros(4, 3).T) == Segment((3, 4), torch.float32, (1, 3))
+    assert Segment.like(torch.zeros(5, 2, 3, dtype=torch.bfloat16)[1]).strides is None
+
+
+# ---- the end of the process ----------------------------------------------------------------------
+
+ENDS = """
+import os, sys, torch, torch.distributed as dist
+import ultraep_comm as uec
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+like = {"w": torch.ones(2, 3)}
+group, layer = uec.group_for(like=like, slots_per_rank=1, grads=torch.float32, engine=sys.argv[3])
+plan = group.save(uec.gather_and_plan(torch.tensor([[0]] * 8), group=group))
+uec.replicate_experts(like, plan, group=group)
+if rank == 0:
+    dist.destroy_process_group()
+"""  # a plan is still saved, and a process group is left or not
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+def test_groups_end_with_the_process(tmp_path: Any, engine: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as threads:
+        done = list(
+            threads.map(
+                lambda rank: run_python("-c", ENDS, str(rank), str(tmp_path / "store"), engine),
+                range(2),
+            )
+        )
+    for process in done:
+        assert process.returncode == 0, process.stderr
+        assert "leak" not in process.stderr
+        assert "ultraep" not in process.stderr
+
+
+# ---- process groups outside WORLD ---------------------------------------------------------------
+
+
+def apart(rank: int, pg: Any, path: str, engine: str) -> None:
+    """As elastic jobs make them: registered nowhere."""
+    store = dist.FileStore(path, 2)
+    elastic = dist.ProcessGroup(store, rank, 2)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 2, timedelta(seconds=30))
+    elastic._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    elastic._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    mains = {"w": torch.full((M, 3, 4), float(rank))}
+    group, _ = uec.group_for(elastic, like=mains, slots_per_rank=1, engine=engine)
+    with group:
+        load = uec.gather_load(torch.zeros((5, 1), dtype=torch.int64), group=group)
+        assert load.tolist() == [[5, 0, 0, 0]] * 2
+        plan = uec.Plan.from_slots([[2], [0]], num_experts=2 * M)
+        uec.replicate_experts(mains, plan, group=group)
+        assert (group.slots["w"] == 1 - rank).all()
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d", "auto"])
+def test_a_process_group_outside_world(ranks: RankPool, tmp_path: Any, engine: str) -> None:
+    ranks.run(2, apart, str(tmp_path / "store"), engine)

@@ -1,0 +1,350 @@
+"""A layer with its own dispatch: Replication in processes, against the same layer without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, loopback, raised
+from torch.utils.checkpoint import checkpoint
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.nn import Replication, local_weights
+
+G, E, H, F, K, S = 4, 8, 6, 10, 2, 2
+M, P = E // G, E // G + S
+NAMES = ("w1", "w2", "bias")
+Weights = dict[str, Any]
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {"w1": (F, H), "w2": (H, F), "bias": (F,)}
+
+
+def all_weights(layer: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(layer)
+    return {n: torch.randn((E, *s), generator=draw) / 3 for n, s in shapes().items()}
+
+
+def routing(rank: int, layer: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids with hot experts and their weights. Rank 2 has no tokens."""
+    draw = torch.Generator().manual_seed(1000 * layer + 10 * step + rank)
+    num_tokens = 0 if rank == 2 else 24
+    popularity = torch.rand((num_tokens, E), generator=draw) + torch.arange(E).lt(2) * 0.7
+    return popularity.topk(K).indices, torch.rand((num_tokens, K), generator=draw)
+
+
+def tokens(rank: int, step: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(77 + 10 * step + rank)
+    return torch.randn((0 if rank == 2 else 24, H), generator=draw)
+
+
+def run_expert(x: torch.Tensor, w1: Any, w2: Any, bias: Any) -> torch.Tensor:
+    return torch.tanh(x @ w1.T + bias) @ w2.T
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Any, pg: Any, sends: Any, receives: Any) -> Any:
+        ctx.back = pg, receives, sends
+        arrived = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=pg)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return Exchange.apply(grad, *ctx.back), None, None, None
+
+
+def layer_forward(
+    replication: Replication,
+    weights: Weights,
+    x: torch.Tensor,
+    route: tuple[torch.Tensor, torch.Tensor],
+    pg: Any,
+    as_map: bool,
+    **options: Any,
+) -> torch.Tensor:
+    ids, probs = route
+    if as_map:
+        dense = torch.zeros((len(ids), E)).scatter(1, ids, probs)
+        routed = torch.zeros((len(ids), E), dtype=torch.bool).scatter(1, ids, True)
+        run = replication.begin(weights, routing_map=routed, probs=dense, **options)
+        assert run.routing_map is not None
+        assert run.probs is not None
+        token, instance = run.routing_map.nonzero(as_tuple=True)
+        scale = run.probs[token, instance]
+    else:
+        run = replication.begin(weights, ids, **options)
+        assert run.topk_ids is not None
+        instance, scale = run.topk_ids.flatten(), probs.flatten()
+        token = torch.arange(len(ids)).repeat_interleave(K)
+    x = run.before_dispatch(x)
+    order = instance.argsort(stable=True)
+    sent = torch.bincount(instance, minlength=G * P).view(G, P)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=pg)
+    sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
+    rows = Exchange.apply(x[token[order]], pg, sends, receives)
+    here = torch.arange(P).repeat(G).repeat_interleave(received.flatten())
+    rows, mains, slots = run.before_experts(rows)
+    out = [rows.new_zeros(0, H)]
+    at = [torch.empty(0, dtype=torch.int64)]
+    for i in range(P):
+        held, j = (mains, i) if i < M else (slots, i - M)
+        at.append((here == i).nonzero()[:, 0])
+        if len(at[-1]):  # slots without tokens may hold anything
+            out.append(run_expert(rows[at[-1]], *(held[n][j] for n in NAMES)))
+    y = torch.cat(out)[torch.cat(at).argsort()]
+    y = Exchange.apply(run.after_experts(y), pg, receives, sends)
+    combined = torch.zeros_like(x).index_add(0, token[order], y * scale[order][:, None])
+    return run.after_combine(x + combined)
+
+
+def expected(num_layers: int, steps: list[int]) -> tuple[dict[Any, torch.Tensor], list[Weights]]:
+    """Return outputs by (rank, step), and the weights with their gradients, without ranks."""
+    layers = [{n: w.requires_grad_() for n, w in all_weights(i).items()} for i in range(num_layers)]
+    outputs = {}
+    for step in steps:
+        for rank in range(G):
+            x = tokens(rank, step)
+            for i, own in enumerate(layers):
+                ids, probs = routing(rank, i, step)
+                combined = torch.zeros_like(x)
+                for e in range(E):
+                    t, k = (ids == e).nonzero(as_tuple=True)
+                    y = run_expert(x[t], *(own[n][e] for n in NAMES))
+                    combined = combined.index_add(0, t, y * probs[t, k][:, None])
+                x = x + combined
+            outputs[rank, step] = x.detach()
+            x.square().sum().backward()
+    return outputs, layers
+
+
+def own_weights(form: str, rank: int, layer: int) -> Weights:
+    mine = {n: w[rank * M : (rank + 1) * M].clone() for n, w in all_weights(layer).items()}
+    if form == "sequences":
+        return {n: [torch.nn.Parameter(row.clone()) for row in w] for n, w in mine.items()}
+    if form == "flattened":
+        return {n: torch.nn.Parameter(w.flatten(0, 1).contiguous()) for n, w in mine.items()}
+    return {n: torch.nn.Parameter(w) for n, w in mine.items()}
+
+
+def gradient(value: Any, like: torch.Tensor) -> torch.Tensor:
+    found = value if isinstance(value, torch.Tensor) else torch.stack([v.grad for v in value])
+    grad = found.grad if isinstance(value, torch.Tensor) else found
+    grad = grad.to_local() if hasattr(grad, "to_local") else grad
+    return grad.reshape(like.shape)
+
+
+@contextmanager
+def opened(pg: Any, **options: Any) -> Iterator[uec.Group]:
+    group = uec.new_group(
+        pg,
+        num_experts=E,
+        slots_per_rank=S,
+        expert={n: (s, torch.float32) for n, s in shapes().items()},
+        grads=torch.float32,
+        timeout=30.0,
+        **options,
+    )
+    with group:
+        yield group
+
+
+def train(
+    rank: int,
+    pg: Any,
+    engine: str,
+    form: str,
+    as_map: bool,
+    recompute: str | None,
+    group_options: dict[str, Any],
+    layer_options: list[dict[str, Any]],
+    interleaved: bool,
+) -> None:
+    num_layers, steps = len(layer_options), [0, 1, 2]
+    layers = [own_weights(form, rank, i) for i in range(num_layers)]
+    if form == "distributed":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(pg, "cpu")
+        layers = [
+            {
+                n: torch.nn.Parameter(DTensor.from_local(w.detach(), mesh, [Shard(0)]))
+                for n, w in own.items()
+            }
+            for own in layers
+        ]
+    outputs, reference = expected(num_layers, steps)
+    with opened(pg, engine=engine, **group_options) as group:
+        calls = [Replication(group, layer=i, **o) for i, o in enumerate(layer_options)]
+
+        def one(i: int, x: torch.Tensor, step: int) -> torch.Tensor:
+            def run(x: torch.Tensor) -> torch.Tensor:
+                return layer_forward(
+                    calls[i], layers[i], x, routing(rank, i, step), pg, as_map, microbatch=step
+                )
+
+            if recompute is None:
+                return run(x)
+            return checkpoint(run, x, use_reentrant=recompute == "reentrant")
+
+        def forward(step: int) -> torch.Tensor:
+            x = tokens(rank, step).requires_grad_()
+            for i in range(num_layers):
+                x = one(i, x, step)
+            return x
+
+        with torch.no_grad():  # saves nothing
+            for step in steps:
+                torch.testing.assert_close(forward(step), outputs[rank, step])
+        group.assert_idle()
+        if interleaved:
+            started = [forward(step) for step in steps]
+            for y in reversed(started):
+                y.square().sum().backward()
+        else:
+            for step in steps:
+                y = forward(step)
+                torch.testing.assert_close(y, outputs[rank, step])
+                y.square().sum().backward()
+        group.assert_idle()
+        for own, all_ranks in zip(layers, reference, strict=True):
+            for name, value in own.items():
+                wanted = all_ranks[name].grad[rank * M : (rank + 1) * M]
+                found = gradient(value, wanted)
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    # form, as_map, recompute, options of the group, of each layer, interleaved microbatches
+    "tensors": ("tensors", False, None, {}, [{}, {}], True),
+    "a map": ("tensors", True, None, {}, [{}], False),
+    "sequences of parameters": ("sequences", False, None, {}, [{}, {}], False),
+    "flattened": ("flattened", True, None, {}, [{}], False),
+    "distributed tensors": ("distributed", False, None, {}, [{}], False),
+    "recomputed": ("tensors", False, "reentrant", {}, [{}, {}], False),
+    "recomputed without reentrance": ("sequences", True, "other", {}, [{}, {}], True),
+    "banks of their own": ("tensors", False, None, {"banks": 2}, [{"bank": 0}, {"bank": 1}], True),
+    "two live microbatches": ("tensors", False, None, {"banks": 2}, [{"live": 2}] * 2, True),
+    "no replicas for few tokens": ("tensors", False, None, {}, [{"min_tokens": 10_000}], False),
+}
+
+
+@pytest.mark.parametrize("engine", ["host", pytest.param("c10d", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_without_ranks(
+    ranks: RankPool, case: str, engine: str
+) -> None:
+    ranks.run(G, train, engine, *CASES[case])
+
+
+def overlap(rank: int, pg: Any, live: int) -> list[str]:
+    """Two microbatches are between begin and their experts at one time."""
+    found = []
+    with opened(pg, banks=2) as group:
+        calls = Replication(group, live=live)
+        weights = own_weights("tensors", rank, 0)
+        plans = [
+            uec.Plan.from_slots([[7, -1], [0, 1], [0, -1], [1, -1]], num_experts=E),
+            uec.Plan.from_slots([[6, 7], [0, -1], [1, 0], [2, -1]], num_experts=E),
+        ]
+        with torch.no_grad():
+            runs = [calls.begin(weights, plan=plan) for plan in plans]
+            runs[1].work.wait()
+            for plan, run in zip(plans, runs, strict=True):
+                _, _, slots = run.before_experts(torch.zeros(1))
+                right = all(
+                    torch.equal(slots[n][s], all_weights(0)[n][e])
+                    for n in NAMES
+                    for s, e in enumerate(plan.slot_expert[rank].tolist())
+                    if e >= 0
+                )
+                found.append("right" if right else "another plan's")
+        if live == 1:  # with gradients the layer says so, instead of computing with them
+            x = torch.ones((1, H), requires_grad=True)
+            runs = [calls.begin(weights, plan=plan) for plan in plans]
+            y, _, _ = runs[0].before_experts(runs[0].before_dispatch(x))
+            error = raised(lambda: runs[0].after_experts(y))
+            found.append(type(error).__name__)
+            group.abort()
+    return found
+
+
+def test_live_microbatches_have_slots_of_their_own(ranks: RankPool) -> None:
+    assert ranks.run(G, overlap, 2) == [["right", "right"]] * G
+    found = ranks.run(G, overlap, 1)
+    assert all(own[1:] == ["right", "InvalidArgumentError"] for own in found)
+    assert any(own[0] == "another plan's" for own in found)
+
+
+@pytest.fixture
+def group() -> Iterator[uec.Group]:
+    (made,) = uec.new_loopback_groups(
+        1, num_experts=2, slots_per_rank=1, expert={"w": ((3, 2), torch.float32)}, banks=2
+    )
+    with closing(made):
+        yield made
+        made.abort()
+
+
+@pytest.mark.parametrize("options", [{"live": 3}, {"live": 2, "bank": 1}, {"bank": 2}, {"live": 0}])
+def test_too_few_banks_are_said_at_setup(group: uec.Group, options: dict[str, int]) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="the group has 2 banks; expected one"):
+        Replication(group, **options)  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_is_no_segment_is_an_error(group: uec.Group) -> None:
+    weights = {"w": torch.zeros(2, 3, 2), "scale": torch.zeros(2)}
+    with pytest.raises(errors.InvalidWeightsError, match=r"\['scale', 'w'\].*would stay behind"):
+        Replication(group).begin(weights, torch.zeros((1, 1), dtype=torch.int64))
+
+
+def test_weights_are_never_copied(group: uec.Group) -> None:
+    forms: list[Any] = [torch.zeros(2, 3, 2), torch.zeros(6, 2), [torch.zeros(3, 2)] * 2]
+    for given in forms:
+        found = local_weights({"w": given}, group)["w"]
+        first = given if isinstance(given, torch.Tensor) else given[0]
+        assert found[0].data_ptr() == first.data_ptr()
+        assert found[0].shape == (3, 2)
+
+
+def test_errors_reach_the_peers() -> None:
+    groups = uec.new_loopback_groups(
+        2, num_experts=2, slots_per_rank=1, expert={"w": ((3,), torch.float32)}
+    )
+    ids = torch.zeros((1, 1), dtype=torch.int64)
+
+    def begin(rank: int) -> BaseException | None:
+        weights = {"w" if rank else "v": torch.zeros(1, 3)}
+        return raised(lambda: Replication(groups[rank]).begin(weights, ids))
+
+    found = loopback(2, begin)
+    assert isinstance(found[0], errors.InvalidWeightsError)
+    assert isinstance(found[1], errors.PeerRejectedError)
+    for one in groups:
+        one.close()
+
+
+def test_few_tokens_get_an_empty_plan(new_groups: Callable[..., list[uec.Group]]) -> None:
+    groups = new_groups(2, num_experts=4, slots_per_rank=1, expert={"w": ((3,), torch.float32)})
+    ids = torch.tensor([[0]] * 6 + [[3]] * 2)
+    for least, replicas in ((16, 1), (17, 0)):  # both ranks have 8
+
+        def count(rank: int, least: int = least) -> int:
+            calls = Replication(groups[rank], min_tokens=least)
+            with torch.no_grad():
+                run = calls.begin({"w": torch.zeros(2, 3)}, ids)
+                run.before_experts(torch.zeros(1))
+            assert run.topk_ids is not None
+            assert (run.topk_ids >= 0).all()
+            return run.plan.num_replicas
+
+        assert loopback(2, count) == [replicas, replicas]

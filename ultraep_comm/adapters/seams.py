@@ -1,0 +1,72 @@
+"""What adapters check at set-up, before a framework's code calls them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ultraep_comm.errors import UnsupportedError
+
+_LOGGER = logging.getLogger("ultraep_comm")
+
+
+def check_version(package: str, lowest: str, highest: str) -> None:
+    """Warn unless the installed version of a framework is one that was tried.
+
+    Args:
+        package: the distribution's name.
+        lowest: the oldest version tried, such as "5.23".
+        highest: the newest; later patch releases of it ("5.24.1" for "5.24") are included.
+
+    Raises:
+        UnsupportedError: the framework is not installed.
+    """
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError(
+            f"the adapter for {package} needs {package}, {lowest} to {highest}; install it"
+        ) from None
+    found, high = _numbers(installed), _numbers(highest)
+    if not _numbers(lowest) <= found or found[: len(high)] > high:
+        warnings.warn(
+            f"ultraep_comm's adapter for {package} was tried with versions {lowest} to {highest};"
+            f" {installed} is installed",
+            stacklevel=3,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (5, 23) of "5.23.dev0"."""
+    numbers = []
+    for part in version.split("+", maxsplit=1)[0].split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def check_signature(function: Callable[..., Any], parameters: Sequence[str]) -> None:
+    """Raise UnsupportedError unless a framework's function still begins with these parameters."""
+    found = list(inspect.signature(function).parameters)
+    if found[: len(parameters)] != list(parameters):
+        name = getattr(function, "__qualname__", repr(function))
+        raise UnsupportedError(
+            f"{function.__module__}.{name} takes {found}; the adapter was written for"
+            f" {list(parameters)}. Use a version of the framework that was tried: see"
+            " docs/frameworks.md"
+        )
+
+
+def is_alone(process_group: dist.ProcessGroup, what: str) -> bool:
+    """Return whether an expert-parallel group has one rank, and say then that nothing is done."""
+    if process_group.size() > 1:
+        return False
+    _LOGGER.info("%s: one expert-parallel rank, which has all experts: nothing to replicate", what)
+    return True

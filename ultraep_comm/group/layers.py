@@ -1,0 +1,114 @@
+"""group_for: one group for all layers of a process group whose experts have the same shape."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ultraep_comm.errors import BootstrapError, UltraEPError
+from ultraep_comm.group.create import new_group
+from ultraep_comm.group.group import Group
+from ultraep_comm.weights.segments import Weights, segments_like
+
+
+class LayerGroup(NamedTuple):
+    """What :func:`group_for` returns.
+
+    Attributes:
+        group: shared with other layers.
+        layer: the number of this layer among those of the group, for ``group.save``.
+    """
+
+    group: Group
+    layer: int
+
+
+class _Shared:
+    """A group, and the number of layers that have asked for it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.layers = group, 0
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Shared]] = WeakKeyDictionary()
+
+
+def group_for(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    like: Weights,
+    slots_per_rank: int,
+    num_experts: int | None = None,
+    **options: Any,
+) -> LayerGroup:
+    """Return the group of a layer: one for each process group, shape of experts and options.
+
+    The first layer that asks creates it, collectively; every rank has to ask for the same layers in
+    the same order. A group that was closed, or has failed, is replaced by a new one. Groups are
+    closed when the process ends, without an error if plans are still saved; close them earlier with
+    ``group.close()``.
+
+    Args:
+        process_group: as for :func:`new_group`.
+        like: this rank's main weights, of which shapes, dtypes and strides are taken: ``{name:
+            tensor [M, *shape] or sequence of M tensors}``. A DTensor means its local part.
+        slots_per_rank: S.
+        num_experts: E; None: M experts on every rank.
+        options: as for :func:`new_group`.
+
+    Raises:
+        InvalidArgumentError: ``like`` is no mapping of tensors, or the experts of a segment differ
+            in shape, dtype or strides.
+        BootstrapError, OutOfSharedMemoryError, UnsupportedError: as :func:`new_group`.
+    """
+    if process_group is None:
+        if not dist.is_initialized():
+            raise BootstrapError(
+                "torch.distributed is not initialized; call torch.distributed.init_process_group"
+                " first"
+            )
+        process_group = dist.group.WORLD
+    assert process_group is not None
+    segments, num_mains = segments_like(like)
+    if num_experts is None:
+        num_experts = num_mains * process_group.size()
+    options.update(num_experts=num_experts, slots_per_rank=slots_per_rank)
+    key = _hashable({**options, "expert": segments})
+    known = _groups.setdefault(process_group, {})
+    shared = known.get(key)
+    if shared is None or not shared.group.session.takes_calls:
+        shared = known[key] = _Shared(new_group(process_group, expert=segments, **options))
+    shared.layers += 1
+    return LayerGroup(shared.group, shared.layers - 1)
+
+
+def _hashable(value: Any) -> Hashable:
+    """Return what is equal for equal options."""
+    if isinstance(value, Mapping):
+        return tuple((name, _hashable(value[name])) for name in sorted(value))
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_hashable, value))
+    result: Hashable = value
+    return result
+
+
+def _close_all() -> None:
+    """Close groups at the end of the process, before modules that they need are gone."""
+    for shared in [s for known in _groups.values() for s in known.values()]:
+        session = shared.group.session
+        if session.takes_calls and session.engine.is_completed(session.engine.epoch):
+            with contextlib.suppress(UltraEPError):  # plans that nobody will reduce any more
+                shared.group.close()
+    _groups.clear()
+
+
+atexit.register(_close_all)

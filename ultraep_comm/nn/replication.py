@@ -1,0 +1,274 @@
+"""Replication: all calls of a layer with replicas, around its own dispatch and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.nn.hooks import (
+    ExpertPass,
+    join_reduction,
+    prefetch_replicas,
+    restore_replicas,
+    start_reduction,
+    start_transfer,
+)
+from ultraep_comm.nn.weights import Mains, local_weights
+from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.segments import Weights
+
+Tensor = torch.Tensor
+
+
+class Replication:
+    """The calls of one layer, in the order in which its forward pass makes them::
+
+        run = replication.begin(weights, topk_ids)    # behind the router
+        x = run.before_dispatch(x)                    # dispatch by run.topk_ids, physical ids
+        x, mains, slots = run.before_experts(x)       # the instances' weights: mains, then slots
+        y = run.after_experts(y)
+        y = run.after_combine(y)
+
+    With gradients enabled these save the plan, refill the slots in the backward pass, reduce the
+    replicas' gradients, and let main gradients leave the layer when they are complete. Without,
+    they only fill the slots. All of it is collective: every rank runs the same layers and
+    microbatches in the same order. Recomputation (torch.utils.checkpoint) works.
+
+    Attributes:
+        group: the group.
+        layer: the layer's number.
+    """
+
+    def __init__(
+        self,
+        group: uec.Group,
+        *,
+        layer: int = 0,
+        live: int = 1,
+        bank: int | None = None,
+        target: float = 1.01,
+        cost: uec.PlanCost | None = None,
+        min_tokens: int = 0,
+        mode: str = "auto",
+        reduce_mode: str = "auto",
+        backward_segments: Sequence[str] | None = None,
+    ) -> None:
+        """Describe a layer.
+
+        Args:
+            group: shared by layers whose experts have the same shape; created with ``grads=`` if
+                their weights are trained.
+            layer: the same on every rank.
+            live: microbatches of this layer whose passes overlap: that are between ``begin`` and
+                their experts, forward or backward, at one time. Each needs slots of its own, a bank
+                of the group; they use these in turn.
+            bank: the first of this layer's own banks, which keep what they hold from call to call:
+                call ``group.bank(bank).invalidate()`` whenever main weights have changed. None:
+                layers share the slots, from bank 0 on, and every pass fills them.
+            target: of the plans; see ``plan_replicas``.
+            cost: replaces the target, and cannot be combined with banks of its own.
+            min_tokens: with fewer routed tokens than this on all ranks together, the plan is empty.
+                Where plans are made on the device, use ``cost`` instead.
+            mode: of the transfers.
+            reduce_mode: of the reduction.
+            backward_segments: segments that the backward pass needs; None: all.
+
+        Raises:
+            InvalidArgumentError: the group has too few banks.
+        """
+        first = 0 if bank is None else bank
+        count = len(group.banks)
+        if live < 1 or not 0 <= first <= count - live:
+            raise InvalidArgumentError(
+                f"rank {group.rank}: layer {layer} is to have {live} live microbatches, with slots"
+                f" from bank {first} on, and the group has {count} banks; expected one bank for"
+                f" each: create it with banks={first + max(live, 1)} or more"
+            )
+        self.group = group
+        self.layer = layer
+        self._banks = group.banks[first : first + live]
+        self._keeps = bank is not None
+        self._calls = 0
+        self._target, self._cost, self._min_tokens = target, cost, min_tokens
+        self._mode, self._reduce_mode = mode, reduce_mode
+        self._segments = backward_segments
+
+    def begin(
+        self,
+        weights: Mapping[str, Mains],
+        topk_ids: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        plan: uec.Plan | None = None,
+        num_tokens: int | Tensor | None = None,
+        source: int | None = None,
+        microbatch: int | None = None,
+        main_grads: Weights | BoundGrads | None = None,
+    ) -> LayerPass:
+        """Plan, start to fill the slots, and map the routing to instances. Collective.
+
+        Args:
+            weights: the main weights; see `local_weights`.
+            topk_ids: int ``[T, k]``, logical ids; -1 is padding.
+            routing_map: instead of ids: bool ``[T, E]``.
+            probs: of the map, ``[T, E]``; gradients flow back through ``probs`` of the result.
+            plan: None: the load is exchanged and planned. A plan: used as it is.
+            num_tokens: as for ``gather_load``.
+            source: likewise.
+            microbatch: as for ``group.save``.
+            main_grads: where the experts accumulate the gradients of main weights themselves, as
+                for ``ExpertPass``; None: autograd has them.
+
+        Raises:
+            InvalidWeightsError, InvalidLoadError, InvalidArgumentError: wrong input; peers fail
+                too.
+            UnsupportedError: ``min_tokens`` with a routing on the device.
+        """
+        group = self.group
+        try:
+            mains = local_weights(weights, group)
+        except Exception as error:
+            group.session.reject(error)
+            raise
+        bank = self._banks[self._calls % len(self._banks)]
+        self._calls += 1
+        shares = not self._keeps and bank.index > 0
+        if plan is None:
+            plan = self._plan(topk_ids, routing_map, num_tokens, source, bank)
+        if plan.bank is None and (self._keeps or shares):
+            plan = plan.in_bank(bank.index)
+        saved: uec.Plan | uec.PlanHandle = plan
+        run: ExpertPass | None = None
+        if torch.is_grad_enabled():
+            saved = group.save(plan, layer=self.layer, microbatch=microbatch)
+            run = ExpertPass(
+                saved,
+                mains,
+                main_grads=main_grads,
+                mode=self._mode,
+                reduce_mode=self._reduce_mode,
+                segments=self._segments,
+                shares_bank=shares,
+            )
+        work = start_transfer(
+            mains,
+            saved,
+            group,
+            mode=self._mode,
+            segments=None,
+            expires=bank if shares else None,
+        )
+        how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}
+        if topk_ids is not None:
+            topk_ids = uec.reroute(topk_ids, saved, **how)
+        if routing_map is not None:
+            routing_map, probs = uec.reroute_map(routing_map, probs, saved, **how)
+        return LayerPass(
+            plan=plan,
+            work=work,
+            mains=mains,
+            slots=group.bank(plan.bank or 0).slots,
+            run=run,
+            topk_ids=topk_ids,
+            routing_map=routing_map,
+            probs=probs,
+        )
+
+    def _plan(
+        self,
+        topk_ids: Tensor | None,
+        routing_map: Tensor | None,
+        num_tokens: int | Tensor | None,
+        source: int | None,
+        bank: uec.Bank,
+    ) -> uec.Plan:
+        group, target = self.group, self._target
+        given: dict[str, Any] = {"routing_map": routing_map, "num_tokens": num_tokens}
+        if not (self._keeps or self._min_tokens):
+            return uec.gather_and_plan(
+                topk_ids, **given, group=group, source=source, target=target, cost=self._cost
+            )
+        load = uec.gather_load(topk_ids, **given, group=group, source=source)
+        if self._min_tokens:
+            if group.session.local.holds(load):
+                raise UnsupportedError(
+                    f"rank {group.rank}: min_tokens={self._min_tokens} with a load on the device,"
+                    " which the host does not read; use cost=PlanCost(...), by which small batches"
+                    " get no replicas either"
+                )
+            if int(load.sum()) < self._min_tokens:
+                # No rank has more than all tokens, which is G times the mean.
+                return uec.plan_replicas(load, group=group, target=float(group.num_ranks))
+        kept = bank if self._keeps else None
+        return uec.plan_replicas(load, group=group, target=target, cost=self._cost, bank=kept)
+
+
+class LayerPass:
+    """One forward pass of a layer, and its backward pass. Returned by :meth:`Replication.begin`.
+
+    Attributes:
+        plan: the plan.
+        topk_ids: physical ids, as of ``reroute``; None: no ids were given.
+        routing_map: the physical map, as of ``reroute_map``; None: no map was given.
+        probs: its probabilities.
+        work: the transfer, under way.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: uec.Plan,
+        work: uec.Work,
+        mains: dict[str, Mains],
+        slots: Mapping[str, Tensor],
+        run: ExpertPass | None,
+        topk_ids: Tensor | None,
+        routing_map: Tensor | None,
+        probs: Tensor | None,
+    ) -> None:
+        self.plan, self.work = plan, work
+        self.topk_ids, self.routing_map, self.probs = topk_ids, routing_map, probs
+        self._mains: dict[str, Any] = mains
+        self._slots = slots
+        self._run = run
+        self._anchor: Tensor | None = None
+
+    def before_dispatch(self, x: Tensor) -> Tensor:
+        """Return the layer's input; backward, its gradient waits for the reduction."""
+        if self._run is not None:
+            given = None if self._run.main_grads is not None else self._mains
+            x, mains = join_reduction(x, self._run, given)
+            self._mains = mains or self._mains
+        return x
+
+    def before_experts(self, x: Tensor) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
+        """Wait for the replicas; backward, start the reduction.
+
+        Args:
+            x: the experts' input.
+
+        Returns:
+            The input, main weights ``{name: [M, *shape] or M tensors}`` and slots ``{name: [S,
+            *shape]}``, for the experts to use. With ``main_grads`` they are the given weights.
+        """
+        self.work.wait()
+        mains, slots = self._mains, dict(self._slots)
+        if self._run is not None and self._run.main_grads is not None:
+            x, _, _ = start_reduction(x, self._run)
+        elif self._run is not None:
+            x, mains, slots = start_reduction(x, self._run, mains, slots)
+        self._anchor = x
+        return x, mains, slots
+
+    def after_experts(self, y: Tensor) -> Tensor:
+        """Return the experts' output; backward, the replicas are there again before the experts."""
+        return y if self._run is None else restore_replicas(y, self._run, anchor=self._anchor)
+
+    def after_combine(self, y: Tensor) -> Tensor:
+        """Return the layer's output; backward, start to fill the slots again."""
+        return y if self._run is None else prefetch_replicas(y, self._run)

@@ -1,0 +1,50 @@
+"""Main weights in the forms that models have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm.errors import InvalidWeightsError
+from ultraep_comm.weights.segments import Segment, local_part
+
+Tensor = torch.Tensor
+Mains: TypeAlias = "Tensor | Sequence[Tensor]"
+
+
+def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, Mains]:
+    """Return main weights as this library's calls take them, without a copy.
+
+    Args:
+        weights: for each segment one tensor ``[M, *shape]``, or flattened over the first two
+            dimensions (``[M * out, in]``), or a sequence of M tensors ``[*shape]``. A DTensor means
+            its local part. Gradients flow back through all of these.
+        group: whose segments they are.
+
+    Returns:
+        ``{name: tensor [M, *shape] or M tensors}``, in the order of the group's segments.
+
+    Raises:
+        InvalidWeightsError: the names are not those of the group's segments.
+    """
+    if set(weights) != set(group.segments):
+        raise InvalidWeightsError(
+            f"rank {group.rank}: the layer has the weights {sorted(weights)}; expected the group's"
+            f" segments, {sorted(group.segments)}: what is no segment would stay behind"
+        )
+    return {
+        name: _local(weights[name], segment, group.num_mains)
+        for name, segment in group.segments.items()
+    }
+
+
+def _local(value: Mains, segment: Segment, num_mains: int) -> Mains:
+    if not isinstance(value, Tensor):
+        return [local_part(tensor) for tensor in value]
+    tensor, shape = local_part(value), segment.shape
+    if shape and tensor.shape == (num_mains * shape[0], *shape[1:]):
+        return tensor.view(num_mains, *shape) if tensor.is_contiguous() else tensor
+    return tensor
