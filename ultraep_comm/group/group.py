@@ -8,7 +8,12 @@ from typing import NoReturn
 
 import torch
 
-from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
+from ultraep_comm.errors import (
+    InvalidArgumentError,
+    InvalidPlanError,
+    InvalidWeightsError,
+    UnsupportedError,
+)
 from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.group.bank import Bank, bank_index
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
@@ -54,6 +59,7 @@ class Group:
         count = session.topology.slots_per_rank
         slots = _bank_views(memory, layout.slot_offset, count, session.segments, session.banks)
         slot_grads = _bank_views(memory, layout.grad_offset, count, grads, session.grad_banks)
+        self._found_at: dict[tuple[str, int, int], torch.Tensor] = {}
         self._instances = Instances(
             session,
             session.segments,
@@ -235,7 +241,31 @@ class Group:
         if is_even and region.bases and session.fabric.can_pull:
             session.add_mains(region, begins)
         with torch.inference_mode(False):
-            return _own_views(region.local, begins, self._num_instances, self.segments)
+            made = _own_views(region.local, begins, self._num_instances, self.segments)
+        for name, whole in made.items():
+            self._found_at[name, index, whole.data_ptr()] = whole
+        return made
+
+    def instances_of(self, name: str, mains: torch.Tensor, bank: Bank | int = 0) -> torch.Tensor:
+        """Return the tensor of :meth:`empty_instances` of which main weights are the first rows.
+
+        Args:
+            name: of the segment.
+            mains: ``[M, *shape]``, such as a parameter that was moved there.
+            bank: whose slots follow.
+
+        Raises:
+            InvalidWeightsError: the mains are elsewhere.
+        """
+        index = bank_index(bank, self.session)
+        whole = self._found_at.get((name, index, mains.data_ptr()))
+        if whole is None or mains.shape != whole[: self.num_mains].shape:
+            raise InvalidWeightsError(
+                f"rank {self.rank}: main weights {name!r} are not in memory of"
+                f" empty_instances({index}), before the bank's slots; move them there once:"
+                " parameter.data = instances[name][:M].copy_(parameter)"
+            )
+        return whole
 
     def empty_instance_grads(self, bank: Bank | int = 0) -> dict[str, torch.Tensor]:
         """Allocate main gradients that the slot gradients of a bank follow. Local.

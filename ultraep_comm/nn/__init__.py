@@ -11,6 +11,7 @@ from ultraep_comm.nn.hooks import (
     restore_replicas,
     start_reduction,
 )
+from ultraep_comm.nn.instances import grouped_mm, join_instances
 from ultraep_comm.nn.replication import LayerPass, Replication
 from ultraep_comm.nn.weights import local_weights
 
@@ -19,6 +20,8 @@ __all__ = [
     "LayerPass",
     "ReplicatedExperts",
     "Replication",
+    "grouped_mm",
+    "join_instances",
     "join_reduction",
     "local_weights",
     "prefetch_replicas",

@@ -1,0 +1,92 @@
+"""Grouped GEMMs over a rank's instances: one tensor for all, or two calls; no weight is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm.errors import UnsupportedError
+
+Tensor = torch.Tensor
+
+
+class _Join(torch.autograd.Function):
+    """Mains and slots as the tensor that they are parts of."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, mains: Tensor, _slots: Tensor) -> Tensor:
+        ctx.num_mains = len(mains)
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        return None, grad[: ctx.num_mains], grad[ctx.num_mains :]
+
+
+def join_instances(
+    mains: Mapping[str, Tensor],
+    slots: Mapping[str, Tensor],
+    *,
+    group: uec.Group,
+    bank: uec.Bank | int = 0,
+) -> dict[str, Tensor]:
+    """Return the weights of all of a rank's instances as one tensor of each segment, not copied.
+
+    Args:
+        mains: in memory of ``group.empty_instances(bank)``, ``{name: tensor [M, *shape]}``, as
+            :meth:`LayerPass.before_experts` or :func:`start_reduction` return them.
+        slots: likewise, ``{name: [S, *shape]}``.
+        group: whose memory it is.
+        bank: whose slots they are.
+
+    Returns:
+        ``{name: tensor [M + S, *shape]}``; gradients flow back to both parts.
+
+    Raises:
+        InvalidWeightsError: mains are elsewhere; :func:`grouped_mm` takes both all the same.
+    """
+    return {
+        name: _Join.apply(group.instances_of(name, main, bank), main, slots[name])  # type: ignore[no-untyped-call]
+        for name, main in mains.items()
+    }
+
+
+def grouped_mm(x: Tensor, mains: Tensor, slots: Tensor, offs: Tensor) -> Tensor:
+    """Multiply rows by their instances' weights: two grouped GEMMs, and no copy of weights.
+
+    As ``torch.nn.functional.grouped_mm(x, cat([mains, slots]), offs=offs)``. Ends on a device are
+    read by the host, once.
+
+    Args:
+        x: ``[R, K]``, rows by instance: those of mains, then those of slots.
+        mains: ``[M, K, N]``, of any strides that a grouped GEMM takes.
+        slots: ``[S, K, N]``.
+        offs: int32 ``[M + S]``, where each instance's rows end.
+
+    Returns:
+        ``[R, N]``; rows past the last end are undefined.
+
+    Raises:
+        UnsupportedError: this torch has no grouped GEMM.
+    """
+    multiply = _find_grouped_mm()
+    if len(mains) == 0 or len(slots) == 0:
+        return multiply(x, slots if len(mains) == 0 else mains, offs=offs)
+    own = int(offs[len(mains) - 1])
+    first = multiply(x[:own], mains, offs=offs[: len(mains)])
+    second = multiply(x[own:], slots, offs=offs[len(mains) :] - own)
+    return torch.cat([first, second])
+
+
+def _find_grouped_mm() -> Callable[..., Tensor]:
+    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if found is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no grouped_mm; use torch 2.8 or later, or loop over the"
+            " instances"
+        )
+    result: Callable[..., Tensor] = found
+    return result
