@@ -1,0 +1,275 @@
+"""torchtitan's debug model of deepseek_v3, trained as it is and with replicas, on CPUs over gloo.
+
+torchrun --nproc-per-node 4 tests/python/torchtitan_training.py RESULTS.json [CASE...]
+
+Rank 0 writes, for each case, the losses and gradient norms of both ways, the largest differences,
+and the imbalance before and after. torchtitan itself is changed in three places, for CPUs: see
+``on_cpus``. In cases in fp32 its experts, which compute in bf16, do not round.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from new_tensors import NewTensors
+from torch.distributed.fsdp import FSDPModule
+
+torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan asks for it
+
+from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as titan  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.models.common import attention  # noqa: E402
+from torchtitan.models.deepseek_v3 import model_registry  # noqa: E402
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402
+
+NAME = "ultraep_comm.adapters.torchtitan.replicate"
+STEPS, BATCH, LENGTH = 3, 2, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    ep: int = 4
+    checkpointing: Any = None
+    exact: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "EP4": Case(),
+    "EP4, full recomputation": Case(checkpointing=FullAC.Config),
+    "EP4, selective recomputation": Case(checkpointing=SelectiveAC.Config),
+    "EP2 x FSDP": Case(ep=2),
+    "EP2 x FSDP, full recomputation": Case(ep=2, checkpointing=FullAC.Config),
+    "EP2 x FSDP, selective recomputation": Case(ep=2, checkpointing=SelectiveAC.Config),
+    "EP4, bf16": Case(exact=False),
+    "EP4, no replicas for few tokens": Case(options={"min_tokens": 10_000}),
+    "EP1": Case(ep=1),
+}
+
+
+def on_cpus() -> None:
+    """Let attention run without a GPU: inductor's flex attention for CPUs has no backward pass."""
+
+    def attend(q: Any, k: Any, v: Any, scale: Any = None, enable_gqa: bool = False, **_: Any) -> Any:
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+        return out, None
+
+    attention.FlexAttention._compiled_flex_attn = staticmethod(attend)
+    attention._compiled_create_block_mask = torch.nn.attention.flex_attention.create_block_mask
+
+
+def make(case: Case, replicated: bool) -> tuple[Any, Any]:
+    """Return the model, and the context of its steps."""
+    config = deepseek_v3_debugmodel()
+    config.model_spec = model_registry("debugmodel", attn_backend="sdpa")
+    config.parallelism = ParallelismConfig(
+        expert_parallel_degree=case.ep, spmd_backend="partial_dtensor"
+    )
+    config.training = TrainingConfig(
+        local_batch_size=BATCH,
+        seq_len=LENGTH,
+        steps=STEPS,
+        mixed_precision_param="float32" if case.exact else "bfloat16",
+        mixed_precision_reduce="float32",
+    )
+    config.activation_checkpoint = case.checkpointing and case.checkpointing()
+    dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
+    dims.build_mesh()
+    titan.set_spmd_backend(config.parallelism.spmd_backend)
+    config.model_spec.model.update_from_config(config=config)
+    if replicated:
+        options = {"slots_per_rank": 2, "timeout": 60.0, "engine": "host", **case.options}
+        config.override = OverrideConfig(imports=[(NAME, options)])
+        assert apply_overrides(config.override, config)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    model.verify_module_protocol()
+    folder = tempfile.mkdtemp()
+    model = config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=folder,
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+        for name, value in model.named_buffers():
+            if name.endswith("expert_bias_E"):
+                value[1] += 0.02  # one expert is hot
+    return model.train(), titan.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().float().clone()
+
+
+def step(model: Any, context: Any, tokens: torch.Generator) -> float:
+    """Return the mean loss; gradients stay with the parameters."""
+    ids = torch.randint(0, 2048, (BATCH, LENGTH), generator=tokens)
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    with context():
+        masks = model.get_attention_masks(positions=positions)
+        logits = model(ids, positions=positions, attention_masks=masks)
+        logits = logits.to_local() if hasattr(logits, "to_local") else logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1, 1).flatten())
+        loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+@dataclass
+class Run:
+    """What a run leaves: tensors are whole, in fp32."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: list[dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    imbalance: list[tuple[str, float, float, int]]
+
+
+def train(case: Case, replicated: bool) -> Run:
+    model, context = make(case, replicated)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    tokens = torch.Generator().manual_seed(5 + dist.get_rank())
+    losses, norms, grads, imbalance = [], [], [], []
+    for _ in range(STEPS):
+        losses.append(step(model, context, tokens))
+        every = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        grads.append(every)
+        norms.append(float(sum(g.double().square().sum() for g in every.values()) ** 0.5))
+        for name, layer in replicas(model).items():
+            if layer.group is not None:
+                layer.group.assert_idle()
+                plan, index = layer.plan, name.split(".")[1]
+                rounded = plan.imbalance_before, plan.imbalance, plan.num_replicas
+                imbalance.append((index, *rounded))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    return Run(losses, norms, grads, state, imbalance)
+
+
+def replicas(model: Any) -> dict[str, Any]:
+    from ultraep_comm.adapters import torchtitan as adapter
+
+    return adapter.layers(model)
+
+
+def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any tensor, relative to its largest value.
+
+    Values that are less than a thousandth of all tensors' largest count as that: gradients that
+    are zero but for rounding.
+    """
+    assert list(found) == list(wanted)
+    largest = {name: float(one.abs().max()) for name, one in wanted.items()}
+    least = max(largest.values()) / 1000
+    worst = 0.0
+    for name, scale in largest.items():
+        assert found[name].shape == wanted[name].shape
+        difference = float((found[name] - wanted[name]).abs().max())
+        worst = max(worst, difference / max(scale, least))
+    return worst
+
+
+def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {n: g for n, g in grads.items() if "inner_experts" in n}
+    assert found
+    return found
+
+
+def compare(case: Case) -> dict[str, Any]:
+    keep = {"bfloat16": lambda self: self} if case.exact else {}
+    with mock.patch.multiple(torch.Tensor, **keep):
+        plain, ours = (train(case, replicated) for replicated in (False, True))
+        pairs = list(zip(ours.grads, plain.grads, strict=True))
+        return {
+            "losses": [plain.losses, ours.losses],
+            "norms": [plain.norms, ours.norms],
+            "gradients": [apart(a, b) for a, b in pairs],
+            "expert_gradients": [apart(of_experts(a), of_experts(b)) for a, b in pairs],
+            "state": apart(ours.state, plain.state),
+            "imbalance": ours.imbalance,
+        }
+
+
+def largest_new_tensor() -> dict[str, Any]:
+    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
+    with mock.patch.multiple(torch.Tensor, bfloat16=lambda self: self):
+        model, context = make(Case(), True)
+        tokens = torch.Generator().manual_seed(5 + dist.get_rank())
+        step(model, context, tokens)  # creates the group
+        found = NewTensors()
+        layer = next(iter(replicas(model).values()))
+        inner = layer._run_instances
+
+        def watch(*args: Any) -> Any:
+            with found:
+                return inner(*args)
+
+        layer._run_instances = watch
+        step(model, context, tokens)
+        mains = min(p.to_local().numel() for p in layer.inner_experts.parameters())
+        return {"largest": found.largest, "mains": mains, "replicas": layer.plan.num_replicas}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results of cases as a table in Markdown."""
+    head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
+    head += ["imbalance before", "after", "replicas"]
+    rows = [head, ["---"] * len(head)]
+    for name, found in results.items():
+        if "losses" not in found:
+            continue
+        losses = [", ".join(f"{loss:.7f}" for loss in run) for run in found["losses"]]
+        worst = [f"{max(found[of]):.1e}" for of in ("gradients", "expert_gradients")]
+        _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
+        spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
+        counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
+        rows.append([name, *losses, *worst, *spans, counts])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main(path: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    on_cpus()
+    results: dict[str, Any] = {}
+    for name in names or [*CASES, "new tensors"]:
+        results[name] = compare(CASES[name]) if name in CASES else largest_new_tensor()
+        if dist.get_rank() == 0:
+            print(name, json.dumps(results[name]), flush=True)
+    if dist.get_rank() == 0:
+        print(table(results))
+        Path(path).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,276 @@
+"""torchtitan: replicas in MoE training with expert parallelism, by its own override mechanism::
+
+    --override.imports ultraep_comm.adapters.torchtitan.replicate
+    --override.imports 'ultraep_comm.adapters.torchtitan.replicate={"slots_per_rank": 2}'
+
+Tokens travel by the model's own dispatcher, to instances instead of experts, and its own grouped
+experts compute them, on main weights and on slots. Main weights are never copied, and parameters,
+checkpoints and optimizers do not see replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import spmd_types
+import torch
+from torch import nn
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torchtitan.models.common.moe import RoutedExperts
+
+import ultraep_comm as uec
+from ultraep_comm.adapters.seams import check_experts, check_signature, check_version, is_alone
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.nn import Replication
+from ultraep_comm.system import undocumented
+
+Tensor = torch.Tensor
+Weights = dict[str, Tensor]
+
+_MOE = "torchtitan.models.common.moe"
+_DISPATCHER = "torchtitan.models.common.token_dispatcher"
+_INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
+# What is called or overridden here, and the parameters with which it was tried.
+SEAM: Mapping[str, str] = MappingProxyType(
+    {
+        "torchtitan.config.override:override": "target fqns description exact",
+        "torchtitan.config.override:derive": "source target_cls deltas",
+        "torchtitan.distributed.spmd_types:maybe_set_sparse_mesh": "",
+        "torchtitan.distributed.parallel_dims:ParallelDims.get_optional_mesh": "self dims",
+        f"{_MOE}:RoutedExperts.__init__": "self config",
+        f"{_MOE}:RoutedExperts.forward": f"self {_INPUTS}",
+        f"{_MOE}:RoutedExperts.parallelize": "self parallel_dims",
+        f"{_MOE}:GroupedExperts.forward": "self x_RD num_tokens_per_expert_E",
+        f"{_DISPATCHER}:BaseEPTokenDispatcher.wire_meshes": "self ep_mesh",
+        **{
+            f"{_DISPATCHER}:{kind}.{name}": f"self {parameters}"
+            for kind in ("BaseEPTokenDispatcher", "AllToAllTokenDispatcher")
+            for name, parameters in (
+                (
+                    "dispatch",
+                    "x_TD topk_scores_TK topk_expert_ids_TK num_local_tokens_per_expert_E",
+                ),
+                ("combine", "routed_output_RD metadata x_TD"),
+            )
+        },
+    }
+)
+_OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
+_OF_GROUP = (
+    *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
+    *("domains", "allow_cross_domain"),
+)
+
+
+class ReplicatedRoutedExperts(RoutedExperts):
+    """Routed experts: mains, and replicas made for each microbatch.
+
+    Every call is collective over the expert-parallel ranks. Without gradients it only fills the
+    slots.
+
+    Attributes:
+        plan: of the last microbatch; None: there was none.
+        group: shared by layers whose experts have the same shape; None before the first
+            microbatch, and with one expert-parallel rank, which needs no replicas.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """As of :func:`replicate`."""
+
+        slots_per_rank: int = 2
+        live: int = 1
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._settings = config
+        self._num_mains = 0
+        self._is_alone: bool | None = None
+        self._calls: Replication | None = None
+        self.plan: uec.Plan | None = None
+
+    @property
+    def group(self) -> uec.Group | None:
+        """Return the group."""
+        return None if self._calls is None else self._calls.group
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Set up the dispatcher for instances, and check the experts.
+
+        Raises:
+            UnsupportedError: something in the experts would not travel with a replica.
+        """
+        mesh = parallel_dims.get_optional_mesh("ep")
+        if mesh is not None:
+            # Before the dispatcher creates its buffers: it sees a model of this many experts.
+            self._num_mains = self.token_dispatcher.num_experts // mesh.size()
+            self.token_dispatcher.num_experts += mesh.size() * self._settings.slots_per_rank
+        super().parallelize(parallel_dims)
+        if mesh is not None:
+            self._check()
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token.
+
+        Args:
+            x_BLD: ``[B, L, D]``, this rank's tokens.
+            topk_scores_BLK: ``[B, L, K]``.
+            topk_expert_ids_BLK: int64 ``[B, L, K]``, logical ids.
+            num_local_tokens_per_expert_E: int64 ``[E]``.
+
+        Returns:
+            ``[B, L, D]``.
+        """
+        dispatcher = self.token_dispatcher
+        if self._is_alone is None:
+            mesh = getattr(dispatcher, "ep_mesh", None)
+            self._is_alone = is_alone(mesh and mesh.get_group(), "torchtitan, routed experts")
+        if self._is_alone:
+            output: Tensor = super().forward(
+                x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            )
+            return output
+        weights = _parameters(self.inner_experts)
+        run = self._layer(weights).begin(weights, topk_expert_ids_BLK.flatten(0, 1))
+        self.plan, ids = run.plan, run.topk_ids
+        assert ids is not None
+        counts = ids.new_zeros(dispatcher.num_experts)
+        counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
+        x = run.before_dispatch(x_BLD.flatten(0, 1))
+        rows, counts, metadata = dispatcher.dispatch(x, topk_scores_BLK.flatten(0, 1), ids, counts)
+        rows, mains, slots = run.before_experts(rows)
+        with maybe_set_sparse_mesh():
+            rows = self._run_instances(rows, counts, mains, slots)
+        out = dispatcher.combine(run.after_experts(rows), metadata, x)
+        return run.after_combine(out).view(len(x_BLD), -1, x_BLD.shape[-1])
+
+    def _run_instances(self, rows: Tensor, counts: Tensor, mains: Weights, slots: Weights) -> Tensor:
+        """Run the model's own experts on mains, then on slots, which are other tensors.
+
+        Args:
+            rows: ``[R, D]``, by instance; a dispatcher may leave rows at the end that nobody uses.
+            counts: ``[P]``, of each instance: mains, then slots.
+            mains: ``{name: [M, *shape]}``.
+            slots: ``{name: [S, *shape]}``.
+        """
+        parts = counts.split([self._num_mains, len(counts) - self._num_mains])
+        # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
+        num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
+        if not num_away:
+            return self._run(mains, rows, parts[0])
+        home, away = rows.split([num_home, len(rows) - num_home])
+        return torch.cat([self._run(mains, home, parts[0]), self._run(slots, away, parts[1])])
+
+    def _run(self, weights: Weights, rows: Tensor, counts: Tensor) -> Tensor:
+        with _holding(self.inner_experts, weights):
+            output: Tensor = self.inner_experts(rows, counts)
+        return output
+
+    def _layer(self, weights: Weights) -> Replication:
+        """Return the layer's calls; collective at first, and when other weights are trained."""
+        grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
+        calls = self._calls
+        if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
+            return calls
+        self._check()  # they may have been replaced
+        if spmd_types.is_type_checking():
+            raise UnsupportedError(
+                "plans have no SPMD types; expected debug.spmd_typechecking=False with replicas"
+            )
+        given = self._settings
+        group, layer = uec.group_for(
+            self.token_dispatcher.ep_mesh.get_group(),
+            like=weights,
+            slots_per_rank=given.slots_per_rank,
+            grads=grads or None,
+            banks=given.live,
+            **{name: value for name, value in given.options.items() if name in _OF_GROUP},
+        )
+        options = {name: value for name, value in given.options.items() if name in _OF_LAYER}
+        self._calls = Replication(group, layer=layer, live=given.live, **options)
+        return self._calls
+
+    def _check(self) -> None:
+        instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
+        check_experts(self.inner_experts, self._num_mains, instead)
+
+
+@override(target=RoutedExperts.Config, description="hot experts replicated by ultraep_comm")
+def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options: Any) -> Any:
+    """Return the configuration of experts with replicas. torchtitan calls it for each MoE layer.
+
+    Args:
+        config: of ``RoutedExperts``.
+        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
+            for their gradients in fp32, once for all layers of one shape.
+        live: microbatches whose passes overlap; each takes slots of its own.
+        options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
+            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
+            :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
+            ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
+            its default there.
+
+    Raises:
+        InvalidArgumentError: another option.
+        UnsupportedError: the configuration is of another class, whose forward pass is not known.
+    """
+    if unknown := options.keys() - {*_OF_LAYER, *_OF_GROUP}:
+        raise InvalidArgumentError(
+            f"replicate has no option {sorted(unknown)}; expected some of slots_per_rank, live,"
+            f" {', '.join((*_OF_LAYER, *_OF_GROUP))}"
+        )
+    if type(config) is not RoutedExperts.Config:
+        raise UnsupportedError(
+            f"experts of {type(config).__qualname__} cannot be replicated; expected"
+            " RoutedExperts.Config, of which only inner_experts and token_dispatcher differ"
+        )
+    made = ReplicatedRoutedExperts.Config
+    return derive(config, made, slots_per_rank=slots_per_rank, live=live, options=options)
+
+
+def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
+    """Return a model's experts that are replicated, by the name of their module."""
+    found = model.named_modules()
+    return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
+
+
+def _parameters(experts: nn.Module) -> Weights:
+    own: dict[str, nn.Parameter | None] = undocumented(experts, "_parameters")
+    return {name: weight for name, weight in own.items() if weight is not None}
+
+
+@contextlib.contextmanager
+def _holding(experts: nn.Module, weights: Weights) -> Iterator[None]:
+    """Let an experts' module have other weights."""
+    own = undocumented(experts, "_parameters")
+    given = {name: own[name] for name in weights}
+    own.update(weights)
+    try:
+        yield
+    finally:
+        own.update(given)
+
+
+def _check_installed() -> None:
+    check_version("torchtitan", "0.3", "0.3")
+    for path, parameters in SEAM.items():
+        module, _, names = path.partition(":")
+        found: Any = functools.reduce(getattr, names.split("."), importlib.import_module(module))
+        check_signature(found, parameters.split())
+
+
+_check_installed()
