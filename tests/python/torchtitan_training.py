@@ -9,6 +9,7 @@ and the imbalance before and after. torchtitan itself is changed in three places
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -19,9 +20,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from new_tensors import NewTensors
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask
 
 torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan asks for it
 
@@ -62,20 +64,22 @@ CASES = {
 def on_cpus() -> None:
     """Let attention run without a GPU: inductor's flex attention for CPUs has no backward pass."""
 
-    def attend(q: Any, k: Any, v: Any, scale: Any = None, enable_gqa: bool = False, **_: Any) -> Any:
-        out = F.scaled_dot_product_attention(
+    def attend(
+        q: Any, k: Any, v: Any, scale: Any = None, enable_gqa: bool = False, **_: Any
+    ) -> Any:
+        out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
         )
         return out, None
 
     attention.FlexAttention._compiled_flex_attn = staticmethod(attend)
-    attention._compiled_create_block_mask = torch.nn.attention.flex_attention.create_block_mask
+    attention._compiled_create_block_mask = create_block_mask
 
 
 def make(case: Case, replicated: bool) -> tuple[Any, Any]:
     """Return the model, and the context of its steps."""
     config = deepseek_v3_debugmodel()
-    config.model_spec = model_registry("debugmodel", attn_backend="sdpa")
+    config.model_spec = model_registry("debugmodel", attn_backend="flex")
     config.parallelism = ParallelismConfig(
         expert_parallel_degree=case.ep, spmd_backend="partial_dtensor"
     )
@@ -134,7 +138,7 @@ def step(model: Any, context: Any, tokens: torch.Generator) -> float:
         masks = model.get_attention_masks(positions=positions)
         logits = model(ids, positions=positions, attention_masks=masks)
         logits = logits.to_local() if hasattr(logits, "to_local") else logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1, 1).flatten())
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1, 1).flatten())
         loss.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
@@ -203,9 +207,13 @@ def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def without_rounding() -> Any:
+    """Let experts compute in the dtype of their inputs."""
+    return mock.patch.object(torch.Tensor, "bfloat16", lambda self: self)
+
+
 def compare(case: Case) -> dict[str, Any]:
-    keep = {"bfloat16": lambda self: self} if case.exact else {}
-    with mock.patch.multiple(torch.Tensor, **keep):
+    with without_rounding() if case.exact else contextlib.nullcontext():
         plain, ours = (train(case, replicated) for replicated in (False, True))
         pairs = list(zip(ours.grads, plain.grads, strict=True))
         return {
@@ -220,7 +228,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 def largest_new_tensor() -> dict[str, Any]:
     """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
-    with mock.patch.multiple(torch.Tensor, bfloat16=lambda self: self):
+    with without_rounding():
         model, context = make(Case(), True)
         tokens = torch.Generator().manual_seed(5 + dist.get_rank())
         step(model, context, tokens)  # creates the group

@@ -10,10 +10,9 @@ checkpoints and optimizers do not see replicas.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +34,7 @@ Tensor = torch.Tensor
 Weights = dict[str, Tensor]
 
 _MOE = "torchtitan.models.common.moe"
-_DISPATCHER = "torchtitan.models.common.token_dispatcher"
+_DISPATCHER = "torchtitan.models.common.token_dispatcher:AllToAllTokenDispatcher"
 _INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
 # What is called or overridden here, and the parameters with which it was tried.
 SEAM: Mapping[str, str] = MappingProxyType(
@@ -48,18 +47,9 @@ SEAM: Mapping[str, str] = MappingProxyType(
         f"{_MOE}:RoutedExperts.forward": f"self {_INPUTS}",
         f"{_MOE}:RoutedExperts.parallelize": "self parallel_dims",
         f"{_MOE}:GroupedExperts.forward": "self x_RD num_tokens_per_expert_E",
-        f"{_DISPATCHER}:BaseEPTokenDispatcher.wire_meshes": "self ep_mesh",
-        **{
-            f"{_DISPATCHER}:{kind}.{name}": f"self {parameters}"
-            for kind in ("BaseEPTokenDispatcher", "AllToAllTokenDispatcher")
-            for name, parameters in (
-                (
-                    "dispatch",
-                    "x_TD topk_scores_TK topk_expert_ids_TK num_local_tokens_per_expert_E",
-                ),
-                ("combine", "routed_output_RD metadata x_TD"),
-            )
-        },
+        f"{_DISPATCHER}.wire_meshes": "self ep_mesh",
+        f"{_DISPATCHER}.dispatch": f"self {_INPUTS.replace('BL', 'T')}",
+        f"{_DISPATCHER}.combine": "self routed_output_RD metadata x_TD",
     }
 )
 _OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
@@ -144,7 +134,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
             return output
-        weights = _parameters(self.inner_experts)
+        weights = dict(self.inner_experts.named_parameters(recurse=False))
         run = self._layer(weights).begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
         assert ids is not None
@@ -158,7 +148,9 @@ class ReplicatedRoutedExperts(RoutedExperts):
         out = dispatcher.combine(run.after_experts(rows), metadata, x)
         return run.after_combine(out).view(len(x_BLD), -1, x_BLD.shape[-1])
 
-    def _run_instances(self, rows: Tensor, counts: Tensor, mains: Weights, slots: Weights) -> Tensor:
+    def _run_instances(
+        self, rows: Tensor, counts: Tensor, mains: Weights, slots: Weights
+    ) -> Tensor:
         """Run the model's own experts on mains, then on slots, which are other tensors.
 
         Args:
@@ -176,8 +168,13 @@ class ReplicatedRoutedExperts(RoutedExperts):
         return torch.cat([self._run(mains, home, parts[0]), self._run(slots, away, parts[1])])
 
     def _run(self, weights: Weights, rows: Tensor, counts: Tensor) -> Tensor:
-        with _holding(self.inner_experts, weights):
+        own: dict[str, Any] = undocumented(self.inner_experts, "_parameters")
+        given = dict(own)
+        own.update(weights)
+        try:
             output: Tensor = self.inner_experts(rows, counts)
+        finally:
+            own.update(given)
         return output
 
     def _layer(self, weights: Weights) -> Replication:
@@ -246,23 +243,6 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     """Return a model's experts that are replicated, by the name of their module."""
     found = model.named_modules()
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
-
-
-def _parameters(experts: nn.Module) -> Weights:
-    own: dict[str, nn.Parameter | None] = undocumented(experts, "_parameters")
-    return {name: weight for name, weight in own.items() if weight is not None}
-
-
-@contextlib.contextmanager
-def _holding(experts: nn.Module, weights: Weights) -> Iterator[None]:
-    """Let an experts' module have other weights."""
-    own = undocumented(experts, "_parameters")
-    given = {name: own[name] for name in weights}
-    own.update(weights)
-    try:
-        yield
-    finally:
-        own.update(given)
 
 
 def _check_installed() -> None:
