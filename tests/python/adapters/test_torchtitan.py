@@ -1,0 +1,299 @@
+"""The adapter for torchtitan: on a fake of its seam, and its debug model where it is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_torchtitan as fake
+import pytest
+import torch
+from fake_torchtitan import AllToAllTokenDispatcher, GroupedExperts, ParallelDims, adapter
+from new_tensors import NewTensors
+from ranks import RankPool
+from tiers import cases
+from torch.utils.checkpoint import checkpoint
+
+from ultraep_comm.adapters.seams import check_signature
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+
+G, E, D, F, K, B, L = 4, 8, 16, 32, 2, 2, 6
+M = E // G
+NAMES = ("w1", "w2", "bias")
+needs_torchtitan = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None,
+    reason="torchtitan is not installed: see docs/frameworks.md",
+)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_weights(layer: int) -> dict[str, torch.Tensor]:
+    shapes = {"w1": (F, D), "w2": (D, F), "bias": (F,)}
+    return {n: draw(E, *s, seed=10 * layer + i) / 3 for i, (n, s) in enumerate(shapes.items())}
+
+
+def routing(rank: int, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, ids, most of them of two experts, and how many each expert has."""
+    popular = draw(B, L, E, seed=100 * layer + rank) + torch.arange(E).lt(2) * 3
+    ids = popular.topk(K).indices
+    scores = draw(B, L, K, seed=1000 + 100 * layer + rank)
+    return scores, ids, torch.bincount(ids.flatten(), minlength=E)
+
+
+def make(
+    api: Any, pg: Any, weights: dict[str, torch.Tensor], spare: int = 0, **options: Any
+) -> Any:
+    plain = fake.RoutedExperts.Config(
+        inner_experts=GroupedExperts(**weights),
+        token_dispatcher=AllToAllTokenDispatcher(E, spare),
+    )
+    config = api.replicate(plain, engine="host", timeout=30.0, **options)
+    layer = api.ReplicatedRoutedExperts(config)
+    layer.parallelize(ParallelDims(pg))
+    return layer
+
+
+def own(rank: int, layer: int) -> dict[str, torch.Tensor]:
+    return {n: w[rank * M : (rank + 1) * M].clone() for n, w in all_weights(layer).items()}
+
+
+def run(layers: list[Any], x: torch.Tensor, rank: int, recompute: bool | None = None) -> Any:
+    for i, layer in enumerate(layers):
+        given = routing(rank, i)
+        if recompute is None:
+            x = x + layer(x, *given)
+        else:
+            x = x + checkpoint(layer, x, *given, use_reentrant=recompute)
+    return x
+
+
+def without_ranks(count: int) -> list[Any]:
+    return [
+        fake.RoutedExperts(
+            fake.RoutedExperts.Config(
+                inner_experts=GroupedExperts(**all_weights(i)),
+                token_dispatcher=AllToAllTokenDispatcher(E),
+            )
+        )
+        for i in range(count)
+    ]
+
+
+def train(rank: int, pg: Any, recompute: bool | None, spare: int) -> list[tuple[float, float]]:
+    with adapter() as api:
+        layers = [make(api, pg, own(rank, i), spare) for i in range(2)]
+        model = torch.nn.ModuleList(layers)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        owned = dict(model.named_parameters())
+        with torch.no_grad():
+            alone = run(layers, draw(B, L, D, seed=rank), rank)
+        x = draw(B, L, D, seed=rank).requires_grad_()
+        y = run(layers, x, rank, recompute)
+        assert torch.equal(alone, y)
+        y.square().sum().backward()
+        every = without_ranks(2)
+        for r in range(G):
+            theirs = draw(B, L, D, seed=r).requires_grad_()
+            wanted = run(every, theirs, r)
+            wanted.square().sum().backward()
+            if r == rank:
+                torch.testing.assert_close(y, wanted)
+                torch.testing.assert_close(x.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+        for layer, whole in zip(layers, every, strict=True):
+            layer.group.assert_idle()
+            for name, weight in layer.inner_experts.named_parameters():
+                right = getattr(whole.inner_experts, name).grad[rank * M : (rank + 1) * M]
+                torch.testing.assert_close(weight.grad, right, rtol=1e-4, atol=1e-5)
+        after = model.state_dict()
+        assert list(after) == list(before)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert all(owned[name] is value for name, value in model.named_parameters())
+        assert layers[0].group is layers[1].group
+        assert api.layers(model) == {"0": layers[0], "1": layers[1]}
+        assert layers[0].token_dispatcher.experts_at_wiring == E + 2 * G
+        plans = [layer.plan for layer in layers]
+        layers[0].group.close()
+    return [(p.imbalance_before, p.imbalance) for p in plans]
+
+
+@pytest.mark.parametrize(("recompute", "spare"), [(None, 0), (False, 0), (True, 0), (None, 3)])
+def test_outputs_and_gradients_are_those_without_ranks(
+    ranks: RankPool, recompute: bool | None, spare: int
+) -> None:
+    for before, after in ranks.run(G, train, recompute, spare)[0]:
+        assert after < 1.1 < 1.5 < before
+
+
+def largest(rank: int, pg: Any, copies: bool) -> tuple[int, int, int]:
+    with adapter() as api:
+        layer = make(api, pg, own(rank, 0))
+        x = draw(B, L, D, seed=rank)
+        with torch.no_grad():  # creates the group
+            run([layer], x, rank)
+        if copies:  # what the test has to notice
+            inner = layer._run_instances
+
+            def joined(rows: Any, counts: Any, mains: Any, slots: Any) -> Any:
+                torch.cat([mains["w1"], slots["w1"]])
+                return inner(rows, counts, mains, slots)
+
+            layer._run_instances = joined
+        with NewTensors() as found:
+            run([layer], x.requires_grad_(), rank)
+        layer.group.abort()
+        return found.largest, layer.inner_experts.w1.numel(), layer.plan.num_replicas
+
+
+def test_no_tensor_as_large_as_main_weights_is_created(ranks: RankPool) -> None:
+    for size, mains, replicas in ranks.run(G, largest, False):
+        assert replicas > 0
+        assert 0 < size < mains
+    assert all(size >= mains for size, mains, _ in ranks.run(G, largest, True))
+
+
+def test_one_rank_needs_no_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    with adapter() as api, caplog.at_level("INFO", logger="ultraep_comm"):
+        layer = make(api, None, all_weights(0))
+        x = draw(B, L, D, seed=0)
+        assert torch.equal(run([layer], x, 0), run(without_ranks(1), x, 0))
+        assert layer.group is None
+        assert layer.token_dispatcher.num_experts == E
+    assert "torchtitan, routed experts: one expert-parallel rank" in caplog.text
+
+
+def refuse(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        weights = own(rank, 0) | {"w1_scale": torch.ones(())}
+        with pytest.raises(
+            UnsupportedError, match=r"parameter w1_scale of shape \(\).*without the"
+        ):
+            make(api, pg, weights)
+
+
+def test_what_would_stay_behind_is_said_at_setup_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(G, refuse)
+
+
+def configured(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer = make(api, pg, own(rank, 0), slots_per_rank=1, live=2, min_tokens=10_000)
+        with torch.no_grad():
+            run([layer], draw(B, L, D, seed=rank), rank)
+        assert layer.plan.num_replicas == 0
+        assert (len(layer.group.banks), len(layer.group.slots["w1"])) == (2, 1)
+        layer.group.close()
+
+
+def test_options_reach_the_layer_and_its_group(ranks: RankPool) -> None:
+    ranks.run(G, configured)
+
+
+def test_other_options_and_configurations_are_errors() -> None:
+    with adapter() as api:
+        assert fake.REGISTERED["ultraep_comm.adapters.torchtitan.replicate"] is (
+            fake.RoutedExperts.Config
+        )
+        unknown = r"no option \['slots'\]; expected some of"
+        with pytest.raises(InvalidArgumentError, match=unknown):
+            make(api, None, all_weights(0), slots=3)
+        other = type("Config", (fake.RoutedExperts.Config,), {})
+        with pytest.raises(UnsupportedError, match=r"expected RoutedExperts\.Config"):
+            api.replicate(other(inner_experts=None, token_dispatcher=None))
+
+
+def typed(rank: int, pg: Any) -> None:
+    with adapter(is_type_checking=lambda: True) as api:
+        layer = make(api, pg, own(rank, 0))
+        with pytest.raises(UnsupportedError, match=r"spmd_typechecking=False"):
+            run([layer], draw(B, L, D, seed=rank), rank)
+
+
+def test_types_are_not_checked(ranks: RankPool) -> None:
+    ranks.run(G, typed)
+
+
+def test_other_versions_and_signatures() -> None:
+    with pytest.warns(UserWarning, match=r"versions 0\.3 to 0\.3; 0\.4\.0 is"), adapter("0.4.0"):
+        pass
+    other = type("RoutedExperts", (fake.RoutedExperts,), {"parallelize": lambda self, mesh: None})
+    refused = pytest.raises(UnsupportedError, match=r"takes \['self', 'mesh'\]; the adapter")
+    with refused, adapter(RoutedExperts=other):
+        pass
+
+
+# ---- torchtitan itself ---------------------------------------------------------------------------
+
+
+@needs_torchtitan
+def test_the_seam_is_that_of_the_installed_release() -> None:
+    with adapter() as api:
+        seam = api.SEAM
+    for path, parameters in seam.items():
+        module, _, names = path.partition(":")
+        found: Any = functools.reduce(getattr, names.split("."), importlib.import_module(module))
+        check_signature(found, parameters.split())
+
+
+PROGRAM = Path(__file__).resolve().parents[1] / "torchtitan_training.py"
+QUICK = ["EP4", "EP2 x FSDP, full recomputation"]
+FURTHER = ["EP4, full recomputation", "EP4, selective recomputation", "EP2 x FSDP"]
+FURTHER += ["EP2 x FSDP, selective recomputation", "EP4, bf16", "EP4, no replicas for few tokens"]
+FURTHER += ["EP1"]
+RUN = cases(QUICK, QUICK + FURTHER)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("torchtitan") / "results.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(path), *RUN, "new tensors"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@needs_torchtitan
+@pytest.mark.parametrize("case", QUICK + FURTHER)
+def test_the_debug_model_trains_alike(results: dict[str, Any], case: str) -> None:
+    if case not in results:
+        pytest.skip("of the second tier: --exhaustive")
+    found = SimpleNamespace(**results[case])
+    # bf16 rounds what instances sum apart: 2 ** -8 of a value, a few times.
+    exact = case != "EP4, bf16"
+    for plain, replicated in zip(*found.losses, strict=True):
+        assert replicated == pytest.approx(plain, rel=1e-6 if exact else 1e-3)
+    for plain, replicated in zip(*found.norms, strict=True):
+        assert replicated == pytest.approx(plain, rel=1e-5 if exact else 1e-2)
+    assert found.gradients[0] < (2e-5 if exact else 0.1)
+    assert max(found.gradients) < (2e-4 if exact else 0.2)
+    assert found.state < (2e-5 if exact else 0.02)
+    assert bool(found.imbalance) == (case != "EP1")
+    few = case == "EP4, no replicas for few tokens"
+    for _, before, after, replicas in found.imbalance:
+        assert after == before if few else after < before
+        assert (replicas == 0) == few
+
+
+@needs_torchtitan
+def test_layers_of_a_model_create_no_tensor_as_large_as_main_weights(
+    results: dict[str, Any],
+) -> None:
+    found = SimpleNamespace(**results["new tensors"])
+    assert found.replicas > 0
+    assert 0 < found.largest < found.mains

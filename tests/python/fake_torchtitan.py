@@ -1,0 +1,212 @@
+"""The part of torchtitan that its adapter uses, written anew, for where that is not installed.
+
+The fake exchanges tokens as the real dispatcher promises to: a rank gets the rows for its experts,
+by expert, with their number, and the combination takes the outputs back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+VERSION = "0.3.0"
+ADAPTER = "ultraep_comm.adapters.torchtitan"
+
+
+class Mesh:
+    """One dimension of a device mesh."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_group(self) -> Any:
+        return self._group
+
+
+class ParallelDims:
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def get_optional_mesh(self, dims: str) -> Mesh | None:
+        assert dims == "ep"
+        return None if self._group is None else Mesh(self._group)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks and, backward, their gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, group: Any, sends: Any, receives: Any) -> Any:
+        ctx.back = group, receives, sends
+        arrived = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return Exchange.apply(grad, *ctx.back), None, None, None
+
+
+class AllToAllTokenDispatcher:
+    """Tokens to the ranks of their experts; the computation is here without a mesh too."""
+
+    def __init__(self, num_experts: int, spare_rows: int = 0) -> None:
+        self.num_experts = num_experts
+        self.ep_mesh: Any = None
+        self._spare = spare_rows
+
+    def wire_meshes(self, *, ep_mesh: Any) -> None:
+        self.ep_mesh = ep_mesh
+        self.experts_at_wiring = self.num_experts
+
+    def dispatch(
+        self,
+        x_TD: Any,
+        topk_scores_TK: Any,
+        topk_expert_ids_TK: Any,
+        num_local_tokens_per_expert_E: Any,
+    ) -> Any:
+        ids, counts = topk_expert_ids_TK.flatten(), num_local_tokens_per_expert_E
+        assert torch.equal(counts, torch.bincount(ids, minlength=self.num_experts))
+        order = ids.argsort(stable=True)
+        token, scale = order // topk_expert_ids_TK.shape[1], topk_scores_TK.flatten()[order]
+        rows = x_TD[token]
+        if self.ep_mesh is None:
+            return rows, counts, (token, scale, None, None)
+        group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        sizes = [c.view(ranks, -1).sum(1).tolist() for c in (counts, received)]
+        local = torch.arange(len(counts) // ranks).repeat(ranks).repeat_interleave(received)
+        by_expert = local.argsort(stable=True)
+        rows = Exchange.apply(rows, group, *sizes)[by_expert]
+        spare = rows.new_full((self._spare, rows.shape[1]), 7.0)
+        here = received.view(ranks, -1).sum(0)
+        return torch.cat([rows, spare]), here, (token, scale, sizes, by_expert)
+
+    def combine(self, routed_output_RD: Any, metadata: Any, x_TD: Any) -> Any:
+        token, scale, sizes, by_expert = metadata
+        rows = routed_output_RD
+        if by_expert is not None:
+            rows = rows[: len(by_expert)][by_expert.argsort()]
+            rows = Exchange.apply(rows, self.ep_mesh.get_group(), *sizes[::-1])
+        return torch.zeros_like(x_TD).index_add(0, token, rows * scale[:, None])
+
+
+class GroupedExperts(torch.nn.Module):
+    """A rank's experts: two matrices and a bias each."""
+
+    def __init__(self, **weights: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in weights.items():
+            self.register_parameter(name, torch.nn.Parameter(value))
+
+    def forward(self, x_RD: Any, num_tokens_per_expert_E: Any) -> Any:
+        counts = num_tokens_per_expert_E.tolist()
+        assert len(counts) == len(self.w1)
+        parts = x_RD.split([*counts, len(x_RD) - sum(counts)])
+        out = [
+            torch.tanh(part @ w1.T + bias) @ w2.T
+            for part, w1, w2, bias in zip(parts, self.w1, self.w2, self.bias, strict=False)
+        ]
+        return torch.cat([*out, torch.full_like(parts[-1], float("nan"))])
+
+
+class RoutedExperts(torch.nn.Module):
+    @dataclass(kw_only=True)
+    class Config:
+        inner_experts: Any
+        token_dispatcher: Any
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.inner_experts = config.inner_experts
+        self.token_dispatcher = config.token_dispatcher
+
+    def forward(
+        self,
+        x_BLD: Any,
+        topk_scores_BLK: Any,
+        topk_expert_ids_BLK: Any,
+        num_local_tokens_per_expert_E: Any,
+    ) -> Any:
+        x, scores, ids = (t.flatten(0, 1) for t in (x_BLD, topk_scores_BLK, topk_expert_ids_BLK))
+        rows, counts, metadata = self.token_dispatcher.dispatch(
+            x, scores, ids, num_local_tokens_per_expert_E
+        )
+        out = self.token_dispatcher.combine(self.inner_experts(rows, counts), metadata, x)
+        return out.view_as(x_BLD)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        self.token_dispatcher.wire_meshes(ep_mesh=parallel_dims.get_optional_mesh("ep"))
+
+
+REGISTERED: dict[str, Any] = {}
+
+
+def override(*, target: Any, fqns: Any = None, description: str = "", exact: bool = False) -> Any:
+    def register(factory: Any) -> Any:
+        REGISTERED[f"{factory.__module__}.{factory.__name__}"] = target
+        return factory
+
+    return register
+
+
+def derive(source: Any, target_cls: Any, **deltas: Any) -> Any:
+    shared = {f.name: getattr(source, f.name) for f in fields(source)}
+    return target_cls(**shared | deltas)
+
+
+def maybe_set_sparse_mesh() -> Any:
+    return nullcontext()
+
+
+def is_type_checking() -> bool:
+    return False
+
+
+HERE = {
+    "torchtitan.config.override": (override, derive),
+    "torchtitan.distributed.spmd_types": (maybe_set_sparse_mesh,),
+    "torchtitan.distributed.parallel_dims": (ParallelDims,),
+    "torchtitan.models.common.moe": (RoutedExperts, GroupedExperts),
+    "torchtitan.models.common.token_dispatcher": (AllToAllTokenDispatcher,),
+    "spmd_types": (is_type_checking,),
+}
+
+
+@contextmanager
+def adapter(version: str = VERSION, **others: Any) -> Iterator[Any]:
+    """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
+    modules: dict[str, ModuleType] = {}
+    for path, members in HERE.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            modules.setdefault(name, ModuleType(name))
+        for member in members:
+            setattr(modules[path], member.__name__, others.get(member.__name__, member))
+    # Not mock.patch.dict: what else is imported in here stays.
+    kept = {name: sys.modules.pop(name, None) for name in (*modules, ADAPTER)}
+    sys.modules.update(modules)
+    try:
+        with mock.patch.object(importlib.metadata, "version", return_value=version):
+            yield importlib.import_module(ADAPTER)
+    finally:
+        for name, module in kept.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
