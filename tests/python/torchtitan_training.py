@@ -154,14 +154,24 @@ class Run:
     grads: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
     imbalance: list[tuple[str, float, float, int]]
+    starts: list[list[torch.Tensor]]  # this rank's part of the parameters before each step
 
 
-def train(case: Case, replicated: bool) -> Run:
+def train(case: Case, replicated: bool, follow: Run | None = None) -> Run:
+    """Train a model; to ``follow`` a run is to start each step with its parameters.
+
+    Otherwise rounding may send a token to another expert, whose gradient is then another one.
+    """
     model, context = make(case, replicated)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     tokens = torch.Generator().manual_seed(5 + dist.get_rank())
-    losses, norms, grads, imbalance = [], [], [], []
-    for _ in range(STEPS):
+    losses, norms, grads, imbalance, starts = [], [], [], [], []
+    for number in range(STEPS):
+        own = [p.detach().to_local() for p in model.parameters()]
+        if follow is not None:
+            for part, start in zip(own, follow.starts[number], strict=True):
+                part.copy_(start)
+        starts.append([part.clone() for part in own])
         losses.append(step(model, context, tokens))
         every = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         grads.append(every)
@@ -175,7 +185,7 @@ def train(case: Case, replicated: bool) -> Run:
         optimizer.step()
         optimizer.zero_grad()
     state = {name: full(value) for name, value in model.state_dict().items()}
-    return Run(losses, norms, grads, state, imbalance)
+    return Run(losses, norms, grads, state, imbalance, starts)
 
 
 def replicas(model: Any) -> dict[str, Any]:
@@ -215,7 +225,8 @@ def without_rounding() -> Any:
 def compare(case: Case) -> dict[str, Any]:
     with without_rounding() if case.exact else contextlib.nullcontext():
         plain, ours = (train(case, replicated) for replicated in (False, True))
-        pairs = list(zip(ours.grads, plain.grads, strict=True))
+        followed = train(case, True, follow=plain)
+        pairs = list(zip(followed.grads, plain.grads, strict=True))
         return {
             "losses": [plain.losses, ours.losses],
             "norms": [plain.norms, ours.norms],
@@ -272,9 +283,9 @@ def main(path: str, names: list[str]) -> None:
         results[name] = compare(CASES[name]) if name in CASES else largest_new_tensor()
         if dist.get_rank() == 0:
             print(name, json.dumps(results[name]), flush=True)
+            Path(path).write_text(json.dumps(results))
     if dist.get_rank() == 0:
         print(table(results))
-        Path(path).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -131,7 +131,8 @@ def test_outputs_and_gradients_are_those_without_ranks(
     ranks: RankPool, recompute: bool | None, spare: int
 ) -> None:
     for before, after in ranks.run(G, train, recompute, spare)[0]:
-        assert after < 1.1 < 1.5 < before
+        assert after < 1.1
+        assert before > 1.5
 
 
 def largest(rank: int, pg: Any, copies: bool) -> tuple[int, int, int]:
