@@ -60,10 +60,7 @@ _OF_GROUP = (
 
 
 class ReplicatedRoutedExperts(RoutedExperts):
-    """Routed experts: mains, and replicas made for each microbatch.
-
-    Every call is collective over the expert-parallel ranks. Without gradients it only fills the
-    slots.
+    """Routed experts: mains, and replicas made for each microbatch. Calls are collective.
 
     Attributes:
         plan: of the last microbatch; None: there was none.
@@ -116,14 +113,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
     ) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token.
 
-        Args:
-            x_BLD: ``[B, L, D]``, this rank's tokens.
-            topk_scores_BLK: ``[B, L, K]``.
-            topk_expert_ids_BLK: int64 ``[B, L, K]``, logical ids.
-            num_local_tokens_per_expert_E: int64 ``[E]``.
-
-        Returns:
-            ``[B, L, D]``.
+        Shapes are in the names: ``[B, L, D]`` of this rank's tokens, and K logical ids for each.
         """
         dispatcher = self.token_dispatcher
         if self._is_alone is None:
@@ -159,12 +149,12 @@ class ReplicatedRoutedExperts(RoutedExperts):
             mains: ``{name: [M, *shape]}``.
             slots: ``{name: [S, *shape]}``.
         """
-        parts = counts.split([self._num_mains, len(counts) - self._num_mains])
+        parts = counts[: self._num_mains], counts[self._num_mains :]
         # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
         num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
         if not num_away:
             return self._run(mains, rows, parts[0])
-        home, away = rows.split([num_home, len(rows) - num_home])
+        home, away = rows[:num_home], rows[num_home:]
         return torch.cat([self._run(mains, home, parts[0]), self._run(slots, away, parts[1])])
 
     def _run(self, weights: Weights, rows: Tensor, counts: Tensor) -> Tensor:
@@ -206,7 +196,6 @@ class ReplicatedRoutedExperts(RoutedExperts):
         check_experts(self.inner_experts, self._num_mains, instead)
 
 
-@override(target=RoutedExperts.Config, description="hot experts replicated by ultraep_comm")
 def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options: Any) -> Any:
     """Return the configuration of experts with replicas. torchtitan calls it for each MoE layer.
 
@@ -237,6 +226,9 @@ def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options:
         )
     made = ReplicatedRoutedExperts.Config
     return derive(config, made, slots_per_rank=slots_per_rank, live=live, options=options)
+
+
+override(target=RoutedExperts.Config, description="replicas by ultraep_comm")(replicate)
 
 
 def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
