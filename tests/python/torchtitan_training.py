@@ -13,6 +13,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,13 +156,39 @@ class Run:
     state: dict[str, torch.Tensor]
     imbalance: list[tuple[str, float, float, int]]
     starts: list[list[torch.Tensor]]  # this rank's part of the parameters before each step
+    choices: list[torch.Tensor]  # of this rank's routers
 
 
 def train(case: Case, replicated: bool, follow: Run | None = None) -> Run:
-    """Train a model; to ``follow`` a run is to start each step with its parameters.
+    """Train a model; to ``follow`` a run is to start each step with its parameters and its routing.
 
     Otherwise rounding may send a token to another expert, whose gradient is then another one.
     """
+    with choosing(follow and follow.choices) as choices:
+        return train_with(choices, case, replicated, follow)
+
+
+@contextlib.contextmanager
+def choosing(given: list[torch.Tensor] | None) -> Iterator[list[torch.Tensor]]:
+    """Record what routers choose, or let them choose what was recorded."""
+    found, topk = [], torch.topk
+
+    def choose(*args: Any, **options: Any) -> Any:
+        values, ids = topk(*args, **options)
+        found.append(ids)
+        if given is None:
+            return values, ids
+        assert given[len(found) - 1].shape == ids.shape
+        return values, given[len(found) - 1]
+
+    with mock.patch.object(torch, "topk", choose):
+        yield found
+    assert given is None or len(given) == len(found)
+
+
+def train_with(
+    choices: list[torch.Tensor], case: Case, replicated: bool, follow: Run | None
+) -> Run:
     model, context = make(case, replicated)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     tokens = torch.Generator().manual_seed(5 + dist.get_rank())
@@ -185,7 +212,7 @@ def train(case: Case, replicated: bool, follow: Run | None = None) -> Run:
         optimizer.step()
         optimizer.zero_grad()
     state = {name: full(value) for name, value in model.state_dict().items()}
-    return Run(losses, norms, grads, state, imbalance, starts)
+    return Run(losses, norms, grads, state, imbalance, starts, choices)
 
 
 def replicas(model: Any) -> dict[str, Any]:
@@ -217,6 +244,15 @@ def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def rerouted(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> int:
+    """Return how many tokens of all ranks would have gone to other experts, by rounding."""
+    pairs = zip(found, wanted, strict=True)
+    moved = sum((a.sort().values != b.sort().values).any(-1).sum() for a, b in pairs)
+    count = torch.as_tensor(moved).clone()
+    dist.all_reduce(count)
+    return int(count)
+
+
 def without_rounding() -> Any:
     """Let experts compute in the dtype of their inputs."""
     return mock.patch.object(torch.Tensor, "bfloat16", lambda self: self)
@@ -232,6 +268,7 @@ def compare(case: Case) -> dict[str, Any]:
             "norms": [plain.norms, ours.norms],
             "gradients": [apart(a, b) for a, b in pairs],
             "expert_gradients": [apart(of_experts(a), of_experts(b)) for a, b in pairs],
+            "rerouted": rerouted(followed.choices, plain.choices),
             "state": apart(ours.state, plain.state),
             "imbalance": ours.imbalance,
         }
@@ -260,7 +297,7 @@ def largest_new_tensor() -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """Return the results of cases as a table in Markdown."""
     head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
-    head += ["imbalance before", "after", "replicas"]
+    head += ["rerouted", "imbalance before", "after", "replicas"]
     rows = [head, ["---"] * len(head)]
     for name, found in results.items():
         if "losses" not in found:
@@ -270,7 +307,7 @@ def table(results: dict[str, Any]) -> str:
         _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
         spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
         counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
-        rows.append([name, *losses, *worst, *spans, counts])
+        rows.append([name, *losses, *worst, str(found["rerouted"]), *spans, counts])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

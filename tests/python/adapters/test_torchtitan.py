@@ -281,9 +281,8 @@ def test_the_debug_model_trains_alike(results: dict[str, Any], case: str) -> Non
         assert replicated == pytest.approx(plain, rel=1e-6 if exact else 1e-3)
     for plain, replicated in zip(*found.norms, strict=True):
         assert replicated == pytest.approx(plain, rel=1e-5 if exact else 1e-2)
-    assert found.gradients[0] < (2e-5 if exact else 0.1)
-    assert max(found.gradients) < (2e-4 if exact else 0.2)
-    assert found.state < (1e-3 if exact else 0.02)  # the runs' own: see their gradients' norms
+    assert max(found.gradients + found.expert_gradients) < (2e-5 if exact else 0.1)
+    assert found.state < (1e-3 if exact else 0.02)  # a few tokens may be rerouted
     assert bool(found.imbalance) == (case != "EP1")
     few = case == "EP4, no replicas for few tokens"
     for _, before, after, replicas in found.imbalance:
