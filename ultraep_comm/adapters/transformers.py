@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -28,16 +27,16 @@ from transformers.distributed.expert_parallel import (
 )
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import check_signature, check_version, is_alone
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.adapters.seams import check_experts, check_signature, check_version, is_alone
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import Replication
 from ultraep_comm.system import undocumented
-from ultraep_comm.weights.segments import local_part
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
 
 NAME = "ultraep"
+_INSTEAD = 'use ep_implementation="all_to_all" for this model'
 _CALL = ("self", "hidden_states", "top_k_index", "top_k_weights")
 # What is called or overridden here, and the parameters with which it was tried.
 SEAM: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -51,19 +50,11 @@ SEAM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
-_OF_GROUP = ("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check")
-_OF_GROUP += ("domains", "allow_cross_domain")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    slots_per_rank: int = 2
-    live: int = 1
-    of_layer: Mapping[str, Any] = field(default_factory=dict)
-    of_group: Mapping[str, Any] = field(default_factory=dict)
-
-
-_settings = _Settings()
+_OF_GROUP = (
+    *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
+    *("domains", "allow_cross_domain"),
+)
+_settings: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
 
 
 def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None:
@@ -88,12 +79,7 @@ def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None
             f"configure() has no option {sorted(unknown)}; expected some of slots_per_rank, live,"
             f" {', '.join((*_OF_LAYER, *_OF_GROUP))}"
         )
-    _settings = _Settings(
-        slots_per_rank=slots_per_rank,
-        live=live,
-        of_layer={name: value for name, value in options.items() if name in _OF_LAYER},
-        of_group={name: value for name, value in options.items() if name in _OF_GROUP},
-    )
+    _settings = {"slots_per_rank": slots_per_rank, "live": live, **options}
 
 
 def layers(model: nn.Module) -> dict[str, UltraEP]:
@@ -114,7 +100,7 @@ class UltraEP(AllToAllEP):
             microbatch, and where there is one expert-parallel rank, which needs no replicas.
     """
 
-    def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         """Check the experts of a layer; the first microbatch opens the group.
 
         Raises:
@@ -128,7 +114,7 @@ class UltraEP(AllToAllEP):
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), f"transformers, {type(experts).__name__}")
         if not self._is_alone:
-            check_experts(experts)
+            check_experts(experts, self._num_mains, _INSTEAD)
         setattr(experts, NAME, self)
 
     @property
@@ -179,19 +165,20 @@ class UltraEP(AllToAllEP):
         calls = self._replication
         if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
             return calls
-        check_experts(self._experts)  # parameters may have been replaced since set-up
+        check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
+        given = self._settings
         group, layer = uec.group_for(
             self.ep_mesh.get_group(),
             like=weights,
-            slots_per_rank=self._settings.slots_per_rank,
+            slots_per_rank=given["slots_per_rank"],
             grads=grads or None,
-            banks=self._settings.live,
-            **self._settings.of_group,
+            banks=given["live"],
+            **{name: value for name, value in given.items() if name in _OF_GROUP},
         )
         # The dispatch sees a model of this many experts on every rank.
         self.num_local_experts = group.topology.instances_per_rank
-        live = self._settings.live
-        self._replication = Replication(group, layer=layer, live=live, **self._settings.of_layer)
+        options = {name: value for name, value in given.items() if name in _OF_LAYER}
+        self._replication = Replication(group, layer=layer, live=given["live"], **options)
         return self._replication
 
     def _run_instances(
@@ -231,7 +218,7 @@ def _parameters(experts: nn.Module) -> Weights:
 
 
 @contextlib.contextmanager
-def _holding(experts: nn.Module, weights: Weights) -> Iterator[None]:
+def _holding(experts: Any, weights: Weights) -> Iterator[None]:
     """Let an experts' module have other weights, of as many experts as these are."""
     own, number = undocumented(experts, "_parameters"), experts.num_experts
     given = {name: own[name] for name in weights}
@@ -242,34 +229,6 @@ def _holding(experts: nn.Module, weights: Weights) -> Iterator[None]:
     finally:
         own.update(given)
         experts.num_experts = number
-
-
-def check_experts(experts: nn.Module) -> None:
-    """Check that all of an expert is in a row of the module's own parameters.
-
-    Raises:
-        UnsupportedError: a replica would come without something.
-    """
-    own, count = _parameters(experts), experts.num_experts
-    wrong = {f"buffer {name}": "no parameter" for name, _ in experts.named_buffers()}
-    wrong |= {f"attribute {n}": "no parameter" for n, v in vars(experts).items() if torch.is_tensor(v)}
-    for name, weight in experts.named_parameters():
-        part = local_part(weight.detach())
-        if name not in own:
-            wrong[f"parameter {name}"] = "of a module inside"
-        elif type(part) not in (Tensor, nn.Parameter):
-            wrong[f"parameter {name}"] = f"a {type(part).__name__}"
-        elif not part.dim() or len(part) != count:
-            wrong[f"parameter {name}"] = f"of shape {tuple(part.shape)}"
-        elif part.element_size() == 1 and not any(n.startswith(f"{name}_scale") for n in own):
-            wrong[f"parameter {name}"] = f"of {part.dtype}, without parameters {name}_scale..."
-    if wrong or not own:
-        found = ", ".join(f"{what} is {why}" for what, why in wrong.items()) or "it has none"
-        raise UnsupportedError(
-            f"{type(experts).__name__} cannot be replicated: {found}. Expected parameters of this"
-            f" module alone, a row for each of this rank's {count} experts, their scales and biases"
-            ' among them; use ep_implementation="all_to_all" for this model'
-        )
 
 
 def _register() -> None:
