@@ -13,10 +13,12 @@ weights are never copied, and parameters, checkpoints and optimizers do not see 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -55,6 +57,8 @@ _OF_GROUP = (
     *("domains", "allow_cross_domain"),
 )
 _settings: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
+_replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
+atexit.register(_replications.clear)  # caches may keep models until after Python's own end
 
 
 def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None:
@@ -110,7 +114,6 @@ class UltraEP(AllToAllEP):
         self._experts = experts
         self._settings = _settings
         self._num_mains: int = self.num_local_experts
-        self._replication: Replication | None = None
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), f"transformers, {type(experts).__name__}")
         if not self._is_alone:
@@ -120,7 +123,8 @@ class UltraEP(AllToAllEP):
     @property
     def group(self) -> uec.Group | None:
         """Return the group."""
-        return None if self._replication is None else self._replication.group
+        calls = _replications.get(self)
+        return None if calls is None else calls.group
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token.
@@ -162,7 +166,7 @@ class UltraEP(AllToAllEP):
     def _layer(self, weights: Weights) -> Replication:
         """Return the layer's calls; collective at first, and when other weights are trained."""
         grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
-        calls = self._replication
+        calls = _replications.get(self)
         if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
             return calls
         check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
@@ -178,8 +182,9 @@ class UltraEP(AllToAllEP):
         # The dispatch sees a model of this many experts on every rank.
         self.num_local_experts = group.topology.instances_per_rank
         options = {name: value for name, value in given.items() if name in _OF_LAYER}
-        self._replication = Replication(group, layer=layer, live=given["live"], **options)
-        return self._replication
+        calls = Replication(group, layer=layer, live=given["live"], **options)
+        _replications[self] = calls
+        return calls
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights
