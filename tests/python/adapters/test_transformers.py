@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import warnings
@@ -21,6 +23,7 @@ from tiers import cases
 from torch.utils.checkpoint import checkpoint
 
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.recording import load_recordings
 
 G, E, H, F, K = 4, 8, 16, 32, 2
 M = E // G
@@ -325,3 +328,26 @@ def test_layers_of_a_model_create_no_tensor_as_large_as_main_weights(
     found = SimpleNamespace(**results["new tensors"])
     assert found.replicas > 0
     assert 0 < found.largest < found.mains
+
+
+@needs_transformers
+@pytest.mark.exhaustive
+def test_the_example_trains_balances_and_ends_cleanly(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[3] / "examples" / "transformers" / "finetune.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [*command, str(script)],
+        env=os.environ | {"ULTRAEP_RECORD": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "leaked" not in done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+);", done.stdout)]
+    assert losses[-1] < losses[0]
+    shown = [(float(a), float(b)) for a, b in re.findall(r"([0-9.]+) -> ([0-9.]+)", done.stdout)]
+    assert max(before for before, _ in shown) > 1.5
+    assert max(after for _, after in shown) < 1.1
+    assert len(load_recordings([tmp_path])) == 4
