@@ -9,9 +9,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
 
@@ -70,3 +72,35 @@ def is_alone(process_group: dist.ProcessGroup, what: str) -> bool:
         return False
     _LOGGER.info("%s: one expert-parallel rank, which has all experts: nothing to replicate", what)
     return True
+
+
+def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
+    """Check that a module keeps all of an expert in rows of its own parameters.
+
+    Args:
+        experts: the module of a rank's experts, with one parameter for each segment.
+        count: M, this rank's experts.
+        instead: the way out, for the error.
+
+    Raises:
+        UnsupportedError: replicas would come without a scale, a bias or something else.
+    """
+    own = [name for name, _ in experts.named_parameters(recurse=False)]
+    wrong = [f"buffer {name}" for name, _ in experts.named_buffers()]
+    wrong += [f"tensor {name}" for name, value in vars(experts).items() if torch.is_tensor(value)]
+    for name, weight in experts.named_parameters():
+        part = local_part(weight.detach())
+        if name not in own:
+            wrong.append(f"parameter {name}, of a module inside")
+        elif type(part) is not torch.Tensor:
+            wrong.append(f"parameter {name}, a {type(part).__name__}")
+        elif not part.dim() or len(part) != count:
+            wrong.append(f"parameter {name} of shape {tuple(part.shape)}")
+        elif part.element_size() == 1 and not any(n.startswith(f"{name}_scale") for n in own):
+            wrong.append(f"parameter {name} of {part.dtype} without {name}_scale...")
+    if wrong or not own:
+        raise UnsupportedError(
+            f"{type(experts).__name__} cannot be replicated: it has {'; '.join(wrong) or 'nothing'}"
+            f". Expected parameters of this module alone, with a row for each of a rank's {count}"
+            f" experts, their scales and biases among them; {instead}"
+        )

@@ -8,9 +8,15 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore, ProcessGroup
 
-from ultraep_comm.adapters.seams import check_signature, check_version, is_alone
+from ultraep_comm.adapters.seams import (
+    check_experts,
+    check_signature,
+    check_version,
+    is_alone,
+)
 from ultraep_comm.errors import UnsupportedError
 
 
@@ -57,3 +63,60 @@ def test_one_rank_has_nothing_to_replicate(caplog: pytest.LogCaptureFixture) -> 
     assert is_alone(ProcessGroup(HashStore(), 0, 1), "a layer")
     assert "a layer: one expert-parallel rank" in caplog.text
     assert not is_alone(ProcessGroup(HashStore(), 0, 2), "a layer")
+
+
+def experts(**weights: torch.Tensor) -> Any:
+    module = torch.nn.Module()
+    for name, value in weights.items():
+        module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    module.register_parameter("no_bias", None)
+    return module
+
+
+def with_buffer(module: Any) -> None:
+    module.register_buffer("w_scale", torch.ones(2), persistent=False)
+
+
+def with_norm(module: Any) -> None:
+    module.norm = torch.nn.LayerNorm(2, bias=False)
+
+
+def with_attribute(module: Any) -> None:
+    module.packed_scale = torch.ones(2)
+
+
+def with_wrapper(module: Any) -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    module.w = torch.nn.Parameter(torch.ones(2, 3).as_subclass(Quantized))
+
+
+WEIGHTS = {"w": torch.ones(2, 3), "w_bias": torch.ones(2)}
+FP8 = {"w": torch.ones(2, 3, dtype=torch.float8_e4m3fn)}
+
+
+def test_experts_in_rows_of_parameters_can_be_replicated() -> None:
+    check_experts(experts(**WEIGHTS), 2, "")
+    check_experts(experts(**FP8, w_scale_inv=torch.ones(2, 1)), 2, "")
+
+
+@pytest.mark.parametrize(
+    ("weights", "change", "what"),
+    [
+        (WEIGHTS, with_buffer, "buffer w_scale"),
+        (WEIGHTS, with_norm, r"parameter norm\.weight, of a module inside"),
+        (WEIGHTS, with_attribute, "tensor packed_scale"),
+        (WEIGHTS, with_wrapper, "parameter w, a Quantized"),
+        (WEIGHTS | {"w_scale": torch.ones(8, 1)}, None, r"parameter w_scale of shape \(8, 1\)"),
+        (WEIGHTS | {"w_scale": torch.ones(())}, None, r"parameter w_scale of shape \(\)"),
+        (FP8, None, "parameter w of torch.float8_e4m3fn without w_scale"),
+        ({}, None, "it has nothing"),
+    ],
+)
+def test_what_replicas_would_lack_is_named(weights: Any, change: Any, what: str) -> None:
+    module = experts(**weights)
+    if change is not None:
+        change(module)
+    with pytest.raises(UnsupportedError, match=f"{what}.*each of a rank's 2 experts.*; go round"):
+        check_experts(module, 2, "go round")
