@@ -239,7 +239,7 @@ class _Replicas:
     """What a layer and its experts share."""
 
     def __init__(self, experts: Any, calls: Replication) -> None:
-        self._calls = calls
+        self.calls = calls
         self._modules = list(experts.modules())
         # Where each expert has each parameter: a module's own dictionary, and the name there.
         self._places = []
@@ -260,7 +260,7 @@ class _Replicas:
             name: [own[i][0][own[i][1]] for own in self._places]
             for i, name in enumerate(self._names)
         }
-        self.run = run = self._calls.begin(weights, routing_map=routing_map, probs=probs)
+        self.run = run = self.calls.begin(weights, routing_map=routing_map, probs=probs)
         assert run.probs is not None
         assert run.routing_map is not None
         return run.probs, run.routing_map
