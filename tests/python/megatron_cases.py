@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 STEPS, MICROBATCHES, LAYERS, E, S, VOCABULARY, LENGTH = 3, 2, 2, 8, 2, 64, 16
-ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 0.0}
+ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 0.0, "adam_eps": 1e-3}
 
 CASES: dict[str, dict[str, Any]] = {
     "alltoall": {},
@@ -217,7 +217,7 @@ def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
     for layer in layers:
         layer.replicas.calls.group.assert_idle()
     found["weights"] = {n: v.clone() for n, v in tensors(model).items()}
-    found["optimizer"] = leaves(optimizer.state_dict())
+    found["optimizer"] = leaves([o.optimizer.state_dict() for o in optimizer.chained_optimizers])
     return found
 
 
@@ -277,6 +277,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "losses": (plain["losses"], replicated["losses"]),
         "plans": replicated["plans"],
         "arrivals": {len(a) for n, a in replicated["arrived"].items() if "experts." in n},
+        "worst": sorted(((max(difference(a, b) for a, b in zip(plain["arrived"][n][:2], replicated["arrived"][n][:2])), float(plain["arrived"][n][0].abs().max()), n) for n in plain["arrived"]), reverse=True)[:4],
         "differences": {
             name: difference(plain[name], replicated[name])
             for name in ("losses", "arrived", "main_grads", "weights", "optimizer")
@@ -289,6 +290,8 @@ def serve(rank: int, world: int, store: str, pipe: Any) -> None:
     from ranks import settle
 
     settle()
+    import faulthandler, sys
+    faulthandler.dump_traceback_later(60, repeat=True, file=open(f"/tmp/t/stack{rank}", "w"))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     import megatron_cpu
 

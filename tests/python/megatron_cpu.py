@@ -20,13 +20,16 @@ class _Stand:
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Makes tensors for device "cuda" on the CPU."""
+    """Makes tensors for device "cuda" on the CPU, and says that they are there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
 
 
 def install() -> None:
