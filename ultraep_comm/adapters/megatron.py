@@ -16,14 +16,7 @@ from typing import Any
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import (
-    agree,
-    check_signature,
-    check_version,
-    describe_experts,
-    find,
-    is_alone,
-)
+from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
@@ -31,31 +24,22 @@ from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 
-_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
-_EXPERTS = "megatron.core.transformer.moe.experts:SequentialMLP"
-_DISPATCHERS = [
-    f"megatron.core.transformer.moe.token_dispatcher:MoE{name}TokenDispatcher"
-    for name in ("AllGather", "AlltoAll")
-]
-_LINEAR = [
-    f"megatron.core.tensor_parallel.layers:{name}ParallelLinear" for name in ("Column", "Row")
-]
-_DISPATCHED = ("self", "num_local_experts", "local_expert_indices", "config", "pg_collection")
+_MOE = "megatron.core.transformer.moe"
+_LAYER, _EXPERTS = f"{_MOE}.moe_layer:MoELayer", f"{_MOE}.experts:SequentialMLP"
+_KINDS = [f"{_MOE}.token_dispatcher:MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll")]
+_LINEAR = [f"megatron.core.tensor_parallel.layers:{p}ParallelLinear" for p in ("Column", "Row")]
 # What the adapter calls or overrides, and the parameters that it counts on.
-SEAM: dict[str, Sequence[str]] = {
-    f"{_LAYER}.route": ("self", "hidden_states", "padding_mask"),
-    f"{_LAYER}.preprocess": ("self", "hidden_states", "probs", "routing_map"),
-    f"{_LAYER}.routed_experts_compute": ("self", "hidden_states", "probs"),
-    f"{_LAYER}.combine": ("self", "output"),
-    f"{_EXPERTS}.forward": (
-        "self",
-        "permuted_local_hidden_states",
-        "tokens_per_expert",
-        "permuted_probs",
-    ),
-    **{f"{name}.__init__": _DISPATCHED for name in _DISPATCHERS},
+SEAM = {
+    f"{_LAYER}.route": "self hidden_states padding_mask",
+    f"{_LAYER}.preprocess": "self hidden_states probs routing_map",
+    f"{_LAYER}.routed_experts_compute": "self hidden_states probs",
+    f"{_LAYER}.combine": "self output",
+    f"{_EXPERTS}.forward": "self permuted_local_hidden_states tokens_per_expert permuted_probs",
+    **{
+        f"{kind}.__init__": "self num_local_experts local_expert_indices config pg_collection"
+        for kind in _KINDS
+    },
 }
-_QUANTIZED = "the adapter has never run with quantized weights"
 _REFUSED = {
     "overlap_moe_expert_parallel_comm": "it has two microbatches of a layer under way at a time",
     "delay_wgrad_compute": "weights' gradients would come after the reduction",
@@ -63,8 +47,8 @@ _REFUSED = {
     "moe_pad_expert_input_to_capacity": "every instance would get an expert's whole capacity",
     "moe_router_padding_for_quantization": "padding would go to slots without an expert",
     "moe_latent_size": "it needs TransformerEngine, with which the adapter has never run",
-    "fp8": _QUANTIZED,
-    "fp4": _QUANTIZED,
+    "fp8": "quantized weights have never run",
+    "fp4": "quantized weights have never run",
 }
 
 
@@ -76,8 +60,6 @@ def replicate(
     target: float = 1.01,
     cost: uec.PlanCost | None = None,
     min_tokens: int = 0,
-    mode: str = "auto",
-    reduce_mode: str = "auto",
     **options: Any,
 ) -> list[Any]:
     """Give every ``MoELayer`` of a built model replicas for each of its microbatches. Collective.
@@ -94,8 +76,6 @@ def replicate(
         target: as for ``Replication``.
         cost: likewise.
         min_tokens: likewise.
-        mode: likewise.
-        reduce_mode: likewise.
         options: as for ``new_group``. ``grads`` is float32 unless the experts are frozen.
 
     Returns:
@@ -106,19 +86,18 @@ def replicate(
         UnsupportedError: this version of megatron-core, or a setting of a layer on any rank of its
             expert-parallel group, does not go with replicas. No layer was changed.
     """
-    check_version("megatron-core", "0.16", "0.16")
+    seams.check_version("megatron-core", "0.16", "0.16")
     for path, parameters in SEAM.items():
-        check_signature(find(path), parameters)
+        seams.check_signature(seams.find(path), parameters.split())
     if live != 1:
         raise UnsupportedError(
-            f"live={live}: Megatron's dispatchers keep the state of one microbatch of a layer"
-            " between its router and its experts; expected live=1"
+            f"live={live}; expected 1: Megatron's dispatchers keep the state of one microbatch"
         )
     chunks = [model] if isinstance(model, torch.nn.Module) else model
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, find(_LAYER))]
-    layers = [m for m in layers if not is_alone(m.ep_group, f"MoE layer {m.layer_number}")]
+    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, seams.find(_LAYER))]
+    layers = [m for m in layers if not seams.is_alone(m.ep_group, f"MoE layer {m.layer_number}")]
     for process_group in {id(m.ep_group): m.ep_group for m in layers}.values():
-        agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
+        seams.agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
     for layer in layers:
         each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
         if any(p.requires_grad for p in each[0].values()):
@@ -130,16 +109,9 @@ def replicate(
             num_experts=layer.config.num_moe_experts,
             **options,
         )
-        calls = Replication(
-            group,
-            layer=index,
-            target=target,
-            cost=cost,
-            min_tokens=min_tokens,
-            mode=mode,
-            reduce_mode=reduce_mode,
+        _change(
+            layer, Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
         )
-        _change(layer, calls)
     return layers
 
 
@@ -153,37 +125,28 @@ def _describe(layer: Any) -> tuple[str, Any]:
         return f"cuda_graph_impl={config.cuda_graph_impl!r}; expected 'none'", None
     if hasattr(layer, "replicas"):
         return "it has replicas already", None
-    for what, paths in ((dispatcher, _DISPATCHERS), (experts, [_EXPERTS])):
-        if not isinstance(what, tuple(map(find, paths))):
-            return (
-                f"it has a {type(what).__name__}, which the adapter has never run; expected"
-                f" {[path.rpartition(':')[2] for path in paths]}: moe_grouped_gemm=False, and"
-                " moe_token_dispatcher_type 'allgather' or 'alltoall'"
-            ), None
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size={dispatcher.tp_size}: its ranks plan apart", None
-    linear = tuple(map(find, _LINEAR))
-    for name, module in experts.local_experts[0].named_modules():
-        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, linear):
-            return (
-                f"{name} of its experts is a {type(module).__name__}, which the adapter has never"
-                " run; use the layers of get_gpt_layer_local_spec"
-            ), None
-    return describe_experts([dict(e.named_parameters()) for e in experts.local_experts])
-
-
-# ---- the layer -----------------------------------------------------------------------------------
+    never = "{}, which the adapter has never run; expected {}"
+    if not isinstance(dispatcher, tuple(map(seams.find, _KINDS))):
+        return never.format(type(dispatcher).__name__, "one for 'allgather' or 'alltoall'"), None
+    if not isinstance(experts, seams.find(_EXPERTS)):
+        return never.format(type(experts).__name__, "SequentialMLP: moe_grouped_gemm=False"), None
+    linear = tuple(map(seams.find, _LINEAR))
+    for module in experts.local_experts[0].modules():
+        if list(module.parameters(recurse=False)) and not isinstance(module, linear):
+            return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
+    return seams.describe_experts([dict(e.named_parameters()) for e in experts.local_experts])
 
 
 class _Instance:
-    """An expert's module that runs with an instance's weights: functional_call, ten times faster."""
+    """An expert's module with an instance's weights: functional_call in a tenth of its time."""
 
     def __init__(self, expert: Any, names: Sequence[str]) -> None:
         self._expert = expert
-        parts = [name.rpartition(".") for name in names]
+        parts = [name.rpartition(".")[::2] for name in names]
         self.places = [
-            (undocumented(expert.get_submodule(module), "_parameters"), leaf)
-            for module, _, leaf in parts
+            (undocumented(expert.get_submodule(m), "_parameters"), leaf) for m, leaf in parts
         ]
         self.weights: Sequence[Tensor] = ()
 
@@ -245,8 +208,9 @@ def _change(layer: Any, calls: Replication) -> None:
         layer.token_dispatcher.set_shared_experts(old.shared_experts)
     layer.replicas = layer.experts.replicas = _Replicas(layer.experts.local_experts, calls)
     layer.replica_plan = None
-    layer.experts.__class__ = _experts_class(type(layer.experts))
-    layer.__class__ = _layer_class(type(layer))
+    for module, change in ((layer.experts, _experts_class), (layer, _layer_class)):
+        base: Any = type(module)
+        module.__class__ = change(base)
 
 
 @functools.cache
@@ -275,10 +239,9 @@ def _experts_class(base: Any) -> Any:
             replicas = self.replicas
             x, mains, slots = replicas.run.before_experts(x)
             replicas.load(mains, slots)
+            each = replicas.instances
             loop = SimpleNamespace(
-                config=self.config,
-                num_local_experts=len(replicas.instances),
-                local_experts=replicas.instances,
+                config=self.config, num_local_experts=len(each), local_experts=each
             )
             y, bias = base.forward(loop, x, tokens_per_expert, probs)
             return replicas.run.after_experts(y), bias

@@ -82,10 +82,14 @@ def find(path: str) -> Any:
 
 
 def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, Any]:
-    """Return what keeps a layer's experts, as parameters by name, from having replicas, if anything.
+    """Return whether a layer's experts can have replicas.
+
+    Args:
+        experts: of each its parameters by name.
 
     Returns:
-        ``(problem, shapes)``: an empty text and what :func:`agree` compares, or the problem.
+        ``(problem, shapes)`` for :func:`agree`: an empty text and what all ranks have to have, or
+        what prevents replicas.
     """
     every = [
         [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in expert.items()]
