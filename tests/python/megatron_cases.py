@@ -1,13 +1,17 @@
-"""What processes of an expert-parallel group do with megatron-core: train with and without replicas."""
+"""What four processes do with megatron-core: train models with and without replicas."""
 
 from __future__ import annotations
 
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import raised, settle
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 STEPS, MICROBATCHES, LAYERS, E, S, VOCABULARY, LENGTH = 3, 2, 2, 8, 2, 64, 16
 ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 0.0, "adam_eps": 1e-3}
@@ -47,30 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
             "moe_aux_loss_coeff": 0.1,
         }
     },
-    "a rank without tokens": {"empty": 2},
+    # The router chooses experts of the first two ranks only.
+    "ranks that would get no tokens": {"skewed": True},
+    "ranks that get no tokens": {"skewed": True, "replicate": {"min_tokens": 1_000_000}},
     "wrapped before": {"ep": 2, "wrap_first": True},
 }
-
-
-class Layers(torch.nn.Module):
-    """MoE layers without anything between them, which also take no tokens."""
-
-    def __init__(self, config: Any, spec: Any) -> None:
-        super().__init__()
-        from megatron.core.transformer.spec_utils import build_module
-
-        self.config = config
-        mlp = spec.submodules.mlp
-        self.layers = torch.nn.ModuleList(
-            build_module(mlp, config=config) for _ in range(LAYERS)
-        )
-        for i, layer in enumerate(self.layers):
-            layer.set_layer_number(i + 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        return x
 
 
 def _config(case: dict[str, Any], ep: int) -> Any:
@@ -115,10 +100,7 @@ def build(case: dict[str, Any], ep: int) -> Any:
     config = _config(case, ep)
     spec = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False)
     torch.manual_seed(0)
-    if "empty" in case:
-        model: Any = Layers(config, spec)
-    else:
-        model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     if config.bf16:
         model.bfloat16()
     with torch.no_grad():
@@ -132,17 +114,16 @@ def build(case: dict[str, Any], ep: int) -> Any:
             draw = torch.Generator().manual_seed(999 + number)
             router = torch.randn(layer.router.weight.shape, generator=draw) * 0.3
             router[:2] *= 4
+            if case.get("skewed"):  # of a vector's products with w, -w, v, -v the best two are >= 0
+                router[1::2] = -router[::2]
+                router[4:] = 0
             layer.router.weight.copy_(router)
     return model
 
 
 def forward(model: Any, case: dict[str, Any], rank: int, step: int, microbatch: int) -> Any:
-    """Return the loss of a microbatch, which has as many tokens on every rank that has any."""
+    """Return the loss of a microbatch."""
     draw = torch.Generator().manual_seed(10_000 + 100 * step + 10 * microbatch + rank)
-    if "empty" in case:
-        length = 0 if rank == case["empty"] else LENGTH
-        x = torch.randn((length, 2, 32), generator=draw).requires_grad_()
-        return (model(x) - x.roll(1, -1)).square().sum() / (LENGTH * 2 * 32)
     ids = torch.randint(VOCABULARY, (2, LENGTH), generator=draw)
     position = torch.arange(LENGTH).expand(2, LENGTH)
     mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
@@ -150,7 +131,7 @@ def forward(model: Any, case: dict[str, Any], rank: int, step: int, microbatch: 
 
 
 def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
-    """Return what training leaves: losses, gradients, weights and the optimizer's state."""
+    """Return losses, gradients, and what training leaves: weights, the optimizer's state."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -172,7 +153,9 @@ def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
     if with_replicas:
         before = {n: v.clone() for n, v in tensors(model).items()}
         shards = sharded(model)
-        layers = replicate(wrapped or model, S, engine="host", timeout=60.0)
+        layers = replicate(
+            wrapped or model, S, engine="host", timeout=60.0, **case.get("replicate", {})
+        )
         assert len(layers) == LAYERS
         after = tensors(model)
         assert list(after) == list(before)
@@ -264,34 +247,145 @@ def difference(one: Any, other: Any) -> float:
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     """Train with and without replicas; return the differences and some figures."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    ep = case.get("ep", dist.get_world_size())
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
-    tensor_parallel.random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    try:
+    with parallel(case.get("ep", dist.get_world_size())):
         plain, replicated = train(case, False), train(case, True)
-    finally:
-        parallel_state.destroy_model_parallel()
     return {
         "losses": (plain["losses"], replicated["losses"]),
         "plans": replicated["plans"],
         "arrivals": {len(a) for n, a in replicated["arrived"].items() if "experts." in n},
-        "worst": sorted(((max(difference(a, b) for a, b in zip(plain["arrived"][n][:2], replicated["arrived"][n][:2])), float(plain["arrived"][n][0].abs().max()), n) for n in plain["arrived"]), reverse=True)[:4],
         "differences": {
             name: difference(plain[name], replicated[name])
-            for name in ("losses", "arrived", "main_grads", "weights", "optimizer")
+            for name in ("losses", "main_grads", "weights", "optimizer")
+        }
+        | {
+            # Before the optimizer has spread what rounding makes different.
+            "first gradients": max(
+                difference(arrived[:MICROBATCHES], replicated["arrived"][name][:MICROBATCHES])
+                for name, arrived in plain["arrived"].items()
+            )
         },
     }
 
 
-def serve(rank: int, world: int, store: str, pipe: Any) -> None:
-    """Answer cases' names with (rank's result or None, its error or None)."""
-    from ranks import settle
+@contextmanager
+def parallel(ep: int) -> Iterator[None]:
+    from megatron.core import parallel_state, tensor_parallel
 
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    tensor_parallel.random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the bytes of the largest new storage that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
+        for t in tree_leaves(result):
+            if _is(t) and t.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
+        return result
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def allocations() -> dict[str, int]:
+    """Return the largest allocation of a forward pass, and the bytes of a stack of mains."""
+    from ultraep_comm.adapters.megatron import replicate
+
+    case = {"config": {"ffn_hidden_size": 512, "moe_ffn_hidden_size": 512}}
+    with parallel(dist.get_world_size()):
+        model = build(case, dist.get_world_size())
+        layers = replicate(model, S, engine="host", timeout=60.0)
+        mains = [e.linear_fc2.weight for e in layers[0].experts.local_experts]
+        hidden = torch.randn((4, 2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
+        found = {"stack": sum(p.nbytes for p in mains)}
+        with Allocations() as seen:
+            output, _ = layers[0](hidden.requires_grad_())
+        found["pass"] = seen.largest
+        assert layers[0].replica_plan.num_replicas
+        with Allocations() as seen:  # the measurement itself
+            torch.stack(mains)
+        found["control"] = seen.largest
+        output.sum().backward()
+        layers[0].replicas.calls.group.assert_idle()
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """Return, for models of which one rank alone cannot have replicas, each rank's error."""
+    from ultraep_comm.adapters.megatron import replicate
+
+    def odd_shape(model: Any) -> None:
+        expert = moe_layers(model)[1].experts.local_experts[0]
+        expert.linear_fc2.weight = torch.nn.Parameter(torch.zeros(32, 41))
+
+    def another_shape(model: Any) -> None:
+        for expert in moe_layers(model)[1].experts.local_experts:
+            expert.linear_fc2.weight = torch.nn.Parameter(torch.zeros(32, 41))
+
+    def partly_frozen(model: Any) -> None:
+        for expert in moe_layers(model)[0].experts.local_experts:
+            expert.linear_fc1.weight.requires_grad_(False)
+
+    def setting(model: Any) -> None:
+        moe_layers(model)[0].config.gradient_accumulation_fusion = True
+
+    def half(model: Any) -> None:
+        moe_layers(model)[0].experts.half()
+
+    found = {}
+    with parallel(dist.get_world_size()):
+        for change in (odd_shape, another_shape, partly_frozen, setting, half):
+            model = build({}, dist.get_world_size())
+            if dist.get_rank() == 2:
+                change(model)
+            kinds = [type(layer) for layer in moe_layers(model)]
+            error = raised(lambda model=model: replicate(model, S, engine="host", timeout=60.0))
+            assert [type(layer) for layer in moe_layers(model)] == kinds
+            found[change.__name__] = f"{type(error).__name__}: {error}"
+        model = build({}, dist.get_world_size())
+        replicate(model, S, engine="host", timeout=60.0)
+        error = raised(lambda: replicate(model, S, engine="host", timeout=60.0))
+        found["again"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def alone() -> list[bool]:
+    """Return what is left as it was by one expert-parallel rank."""
+    from ultraep_comm.adapters.megatron import replicate
+
+    with parallel(1):
+        model = build({}, 1)
+        before = [type(m) for m in model.modules()]
+        return [replicate(model, S) == [], [type(m) for m in model.modules()] == before]
+
+
+def evaluation() -> list[Any]:
+    """Return the losses with and without replicas where no gradient is computed."""
+    from ultraep_comm.adapters.megatron import replicate
+
+    losses, rank = [], dist.get_rank()
+    with parallel(dist.get_world_size()), torch.no_grad():
+        model = build({}, dist.get_world_size()).eval()
+        losses.append(float(forward(model, {}, rank, 0, 0)))
+        (layer, *_) = replicate(model, S, engine="host", timeout=60.0)
+        losses.append(float(forward(model, {}, rank, 0, 0)))
+        layer.replicas.calls.group.assert_idle()
+        return [*losses, layer.replica_plan.num_replicas]
+
+
+def serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    """Answer the names of cases and functions with (result or None, error or None)."""
     settle()
-    import faulthandler, sys
-    faulthandler.dump_traceback_later(60, repeat=True, file=open(f"/tmp/t/stack{rank}", "w"))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     import megatron_cpu
 
