@@ -127,7 +127,7 @@ def _describe(layer: Any) -> tuple[str, Any]:
         return "it has replicas already", None
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size={dispatcher.tp_size}: its ranks plan apart", None
-    never = "{}, which the adapter has never run; expected {}"
+    never = "it has a {}, which the adapter has never run; expected {}"
     if not isinstance(dispatcher, tuple(map(seams.find, _KINDS))):
         return never.format(type(dispatcher).__name__, "one for 'allgather' or 'alltoall'"), None
     if not isinstance(experts, seams.find(_EXPERTS)):
