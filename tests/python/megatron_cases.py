@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     # The router chooses experts of the first two ranks only.
     "ranks that would get no tokens": {"skewed": True},
     "ranks that get no tokens": {"skewed": True, "replicate": {"min_tokens": 1_000_000}},
+    "a pipeline's order": {"pipelined": True},
     "wrapped before": {"ep": 2, "wrap_first": True},
 }
 
@@ -179,17 +180,21 @@ def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         total = torch.zeros(())
-        for microbatch in range(MICROBATCHES):
-            is_last = microbatch == MICROBATCHES - 1
-            with nullcontext() if is_last else wrapped.no_sync():
-                loss = forward(wrapped, case, rank, step, microbatch)
-                for layer in layers:
-                    plan = layer.replica_plan
-                    found["plans"].append(
-                        (plan.imbalance_before, plan.imbalance, plan.num_replicas)
-                    )
-                loss.backward()
-            total += loss.detach()
+        passes = [(kind, m) for m in range(MICROBATCHES) for kind in ("forward", "backward")]
+        if case.get("pipelined"):  # stages of a pipeline begin with several forward passes
+            passes.sort(key=lambda one: one[0] == "backward")
+        losses: list[Any] = []
+        for kind, microbatch in passes:
+            if kind == "backward":
+                is_last = microbatch == MICROBATCHES - 1
+                with nullcontext() if is_last else wrapped.no_sync():
+                    losses[microbatch].backward()
+                continue
+            losses.append(forward(wrapped, case, rank, step, microbatch))
+            total += losses[-1].detach()
+            for layer in layers:
+                plan = layer.replica_plan
+                found["plans"].append((plan.imbalance_before, plan.imbalance, plan.num_replicas))
         wrapped.finish_grad_sync()
         found["main_grads"].append({n: p.main_grad.clone() for n, p in model.named_parameters()})
         dist.all_reduce(total)

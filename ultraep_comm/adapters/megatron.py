@@ -167,7 +167,9 @@ class _Replicas:
 
     def __init__(self, local_experts: Any, calls: Replication) -> None:
         self.calls = calls
-        self._modules = list(local_experts.modules())
+        self._modules = [
+            (undocumented(m, "_forward_pre_hooks"), m) for m in local_experts.modules()
+        ]
         self._names = [name for name, _ in local_experts[0].named_parameters()]
         local = list(local_experts) + [local_experts[0]] * calls.group.topology.slots_per_rank
         self.instances = [_Instance(expert, self._names) for expert in local]
@@ -176,8 +178,8 @@ class _Replicas:
 
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:
         # With overlap_param_gather DDP's hooks bring the weights, which the transfer reads now.
-        for module in self._modules:
-            for hook in undocumented(module, "_forward_pre_hooks").values():
+        for hooks, module in self._modules:
+            for hook in hooks.values():
                 if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel."):
                     hook(module)
         held = zip(*([module[leaf] for module, leaf in own] for own in self._mains), strict=True)
