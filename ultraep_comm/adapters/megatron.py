@@ -167,9 +167,8 @@ class _Replicas:
 
     def __init__(self, local_experts: Any, calls: Replication) -> None:
         self.calls = calls
-        self._modules = [
-            (undocumented(m, "_forward_pre_hooks"), m) for m in local_experts.modules()
-        ]
+        every = local_experts.modules()
+        self._modules = [(undocumented(m, "_forward_pre_hooks"), m) for m in every]
         self._names = [name for name, _ in local_experts[0].named_parameters()]
         local = list(local_experts) + [local_experts[0]] * calls.group.topology.slots_per_rank
         self.instances = [_Instance(expert, self._names) for expert in local]
@@ -210,9 +209,8 @@ def _change(layer: Any, calls: Replication) -> None:
         layer.token_dispatcher.set_shared_experts(old.shared_experts)
     layer.replicas = layer.experts.replicas = _Replicas(layer.experts.local_experts, calls)
     layer.replica_plan = None
-    for module, change in ((layer.experts, _experts_class), (layer, _layer_class)):
-        base: Any = type(module)
-        module.__class__ = change(base)
+    layer.experts.__class__ = _experts_class(layer.experts.__class__)
+    layer.__class__ = _layer_class(layer.__class__)
 
 
 @functools.cache
