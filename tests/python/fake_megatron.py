@@ -28,6 +28,7 @@ class TransformerConfig:
     moe_router_topk: int = 2
     add_bias_linear: bool = False
     moe_token_dispatcher_type: str = "alltoall"
+    moe_flex_dispatcher_backend: str = "deepep"
     cuda_graph_impl: str = "none"
     overlap_moe_expert_parallel_comm: bool = False
     delay_wgrad_compute: bool = False
@@ -147,15 +148,8 @@ class MoEAlltoAllTokenDispatcher(MoEAllGatherTokenDispatcher):
     pass
 
 
-class MoEFlexTokenDispatcher(MoETokenDispatcher):
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: TransformerConfig,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(config, pg_collection)
+class MoEFlexTokenDispatcher(MoEAllGatherTokenDispatcher):
+    pass
 
 
 class MoELayer(torch.nn.Module):

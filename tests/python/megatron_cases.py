@@ -19,6 +19,7 @@ ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 0.0,
 CASES: dict[str, dict[str, Any]] = {
     "alltoall": {},
     "allgather": {"config": {"moe_token_dispatcher_type": "allgather"}},
+    "flex": {"config": {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}},
     "two ranks, twice": {"ep": 2},
     "overlapped reduction": {"ep": 2, "ddp": {"overlap_grad_reduce": True}},
     "distributed optimizer": {"ep": 2, "ddp": {"use_distributed_optimizer": True}},

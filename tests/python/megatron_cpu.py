@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
@@ -45,6 +46,9 @@ def install() -> None:
     cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     _OnTheCpu().__enter__()
 
+    from megatron.core import jit
+
+    jit.jit_fuser = jit.noop_decorator  # would compile, at the first call
     import megatron.core.tensor_parallel.random as states
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -60,3 +64,47 @@ def install() -> None:
         return move(tensor, as_numpy=as_numpy, record_stream=record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    token_dispatcher.fused_dispatch, token_dispatcher.fused_combine = _dispatch, _combine
+    token_dispatcher.set_deepep_num_sms = lambda _: None
+
+
+# ---- DeepEP's two calls, by messages ------------------------------------------------------------
+
+
+def _dispatch(
+    x: torch.Tensor,
+    token_indices: torch.Tensor,
+    token_probs: torch.Tensor,
+    num_experts: int,
+    group: Any,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> Any:
+    """Send each token once to every rank of its experts, with their local ids or -1."""
+    from megatron.core.tensor_parallel import all_to_all
+
+    ranks = group.size()
+    local = num_experts // ranks
+    assert token_probs.dtype == torch.float32
+    owner = token_indices.div(local, rounding_mode="floor")
+    wanted = (owner[:, :, None] == torch.arange(ranks)).any(1)
+    rank, token = wanted.T.nonzero(as_tuple=True)
+    sends = wanted.sum(0)
+    receives = torch.empty_like(sends)
+    dist.all_to_all_single(receives, sends, group=group)
+    splits = receives.tolist(), sends.tolist()
+    here = owner[token] == rank[:, None]
+    ids = (token_indices[token] - rank[:, None] * local).where(here, torch.tensor(-1))
+    arrived = ids.new_empty(sum(splits[0]), ids.shape[1])
+    dist.all_to_all_single(arrived, ids, *splits, group=group)
+    probs = all_to_all(group, token_probs[token] * here, *splits)
+    counts = torch.bincount(arrived[arrived >= 0], minlength=local)
+    return all_to_all(group, x[token], *splits), arrived, probs, counts, (token, splits, len(x))
+
+
+def _combine(x: torch.Tensor, group: Any, handle: Any, **_: Any) -> Any:
+    from megatron.core.tensor_parallel import all_to_all
+
+    token, (receives, sends), length = handle
+    back = all_to_all(group, x, sends, receives)
+    return x.new_zeros(length, x.shape[1]).index_add(0, token, back), None

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
@@ -22,12 +23,13 @@ from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.system import undocumented
 
-Tensor = torch.Tensor
-
 _MOE = "megatron.core.transformer.moe"
 _LAYER, _EXPERTS = f"{_MOE}.moe_layer:MoELayer", f"{_MOE}.experts:SequentialMLP"
-_KINDS = [f"{_MOE}.token_dispatcher:MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll")]
+_KINDS = [
+    f"{_MOE}.token_dispatcher:MoE{k}TokenDispatcher" for k in ("AllGather", "AlltoAll", "Flex")
+]
 _LINEAR = [f"megatron.core.tensor_parallel.layers:{p}ParallelLinear" for p in ("Column", "Row")]
+_MADE = "self num_local_experts local_expert_indices config pg_collection"
 # What the adapter calls or overrides, and the parameters that it counts on.
 SEAM = {
     f"{_LAYER}.route": "self hidden_states padding_mask",
@@ -35,10 +37,7 @@ SEAM = {
     f"{_LAYER}.routed_experts_compute": "self hidden_states probs",
     f"{_LAYER}.combine": "self output",
     f"{_EXPERTS}.forward": "self permuted_local_hidden_states tokens_per_expert permuted_probs",
-    **{
-        f"{kind}.__init__": "self num_local_experts local_expert_indices config pg_collection"
-        for kind in _KINDS
-    },
+    **dict.fromkeys((f"{kind}.__init__" for kind in _KINDS), _MADE),
 }
 _REFUSED = {
     "overlap_moe_expert_parallel_comm": "it has two microbatches of a layer under way at a time",
@@ -121,15 +120,16 @@ def _describe(layer: Any) -> tuple[str, Any]:
     for name, why in _REFUSED.items():
         if getattr(config, name, None):
             return f"{name}={getattr(config, name)!r}: {why}", None
-    if config.cuda_graph_impl != "none":
-        return f"cuda_graph_impl={config.cuda_graph_impl!r}; expected 'none'", None
+    for name, known in (("cuda_graph_impl", "none"), ("moe_flex_dispatcher_backend", "deepep")):
+        if getattr(config, name) != known:
+            return f"{name}={getattr(config, name)!r}; expected {known!r}", None
     if hasattr(layer, "replicas"):
         return "it has replicas already", None
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size={dispatcher.tp_size}: its ranks plan apart", None
     never = "it has a {}, which the adapter has never run; expected {}"
     if not isinstance(dispatcher, tuple(map(seams.find, _KINDS))):
-        return never.format(type(dispatcher).__name__, "one for 'allgather' or 'alltoall'"), None
+        return never.format(type(dispatcher).__name__, "one of Megatron's"), None
     if not isinstance(experts, seams.find(_EXPERTS)):
         return never.format(type(experts).__name__, "SequentialMLP: moe_grouped_gemm=False"), None
     linear = tuple(map(seams.find, _LINEAR))

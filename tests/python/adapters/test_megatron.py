@@ -103,7 +103,7 @@ REFUSED: dict[str, Any] = {
     "fp8": "e4m3",
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
-    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
 }
 
 
@@ -121,6 +121,9 @@ def refusals(pg: Any) -> dict[str, str]:
     model = Model(pg)
     model.layers[1].experts.__class__ = torch.nn.Module  # as TEGroupedMLP would be
     note("experts", model)
+    model = Model(pg)
+    model.layers[0].token_dispatcher.__class__ = fake_megatron.MoETokenDispatcher
+    note("dispatcher", model)
     model = Model(pg)
     model.layers[1].token_dispatcher.tp_size = 2
     note("tensor parallel", model)
@@ -143,11 +146,11 @@ def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
     assert found[0] == found[1]
     assert all(text.startswith("UnsupportedError: ") for text in found[0].values())
     for name, value in REFUSED.items():
-        said = "MoEFlexTokenDispatcher" if value == "flex" else f"{name}={value!r}"
-        assert said in found[0][name], name
+        assert f"{name}={value!r}" in found[0][name]
         assert "expert-parallel rank 1" in found[0][name]
     assert "live=2; expected 1" in found[0]["live"]
     assert "it has a Module, which the adapter has never run" in found[0]["experts"]
+    assert "it has a MoETokenDispatcher, which the" in found[0]["dispatcher"]
     assert "expert_tensor_parallel_size=2" in found[0]["tensor parallel"]
     assert "it has a Linear, which the adapter has never run" in found[0]["linear"]
     assert "takes ['self', 'output', 'shared']" in found[0]["signature"]
