@@ -6,6 +6,7 @@ ULTRAEP_RECORD=run .venv/bin/torchrun --nproc-per-node 4 examples/transformers/f
 Then `.venv/bin/python -m ultraep_comm.viz load run --out load.html load.png` draws the loads.
 """
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -32,16 +33,15 @@ TINY = Qwen3MoeConfig(
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.set_num_threads(1)
-folder = [tempfile.mkdtemp() if rank == 0 else ""]
-dist.broadcast_object_list(folder)
+folder = Path(tempfile.gettempdir(), f"tiny-qwen3-moe-{os.getppid()}")  # torchrun's, of all ranks
 if rank == 0:  # in place of a checkpoint from the hub
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(TINY).save_pretrained(folder[0])
+    Qwen3MoeForCausalLM(TINY).save_pretrained(folder)
 dist.barrier()
 
 ultraep.configure(slots_per_rank=2)
 parallel = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="ultraep")
-model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=parallel).train()
+model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=parallel).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 text = torch.tensor(list((Path(__file__).parents[1] / "moe" / "text.txt").read_bytes()))
 draw = torch.Generator().manual_seed(rank)
