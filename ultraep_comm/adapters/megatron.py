@@ -215,7 +215,7 @@ def _change(layer: Any, calls: Replication) -> None:
 
 @functools.cache
 def _layer_class(base: Any) -> Any:
-    class ReplicatedMoELayer(base):  # type: ignore[misc]
+    class ReplicatedMoELayer(base):
         def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
             run = self.replicas.begin(*super().route(hidden_states, padding_mask))
             self.replica_plan = run.plan
@@ -234,7 +234,7 @@ def _layer_class(base: Any) -> Any:
 
 @functools.cache
 def _experts_class(base: Any) -> Any:
-    class ReplicatedExperts(base):  # type: ignore[misc]
+    class ReplicatedExperts(base):
         def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
             replicas = self.replicas
             x, mains, slots = replicas.run.before_experts(x)
