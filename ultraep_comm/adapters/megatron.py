@@ -134,7 +134,8 @@ def _describe(layer: Any) -> tuple[str, Any]:
         return never.format(type(experts).__name__, "SequentialMLP: moe_grouped_gemm=False"), None
     linear = tuple(map(seams.find, _LINEAR))
     for module in experts.local_experts[0].modules():
-        if list(module.parameters(recurse=False)) and not isinstance(module, linear):
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if held and not isinstance(module, linear):
             return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
     return seams.describe_experts([dict(e.named_parameters()) for e in experts.local_experts])
 
@@ -215,7 +216,7 @@ def _change(layer: Any, calls: Replication) -> None:
 
 @functools.cache
 def _layer_class(base: Any) -> Any:
-    class ReplicatedMoELayer(base):  # type: ignore[misc]
+    class ReplicatedMoELayer(base):
         def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
             run = self.replicas.begin(*super().route(hidden_states, padding_mask))
             self.replica_plan = run.plan
@@ -234,16 +235,14 @@ def _layer_class(base: Any) -> Any:
 
 @functools.cache
 def _experts_class(base: Any) -> Any:
-    class ReplicatedExperts(base):  # type: ignore[misc]
+    class ReplicatedExperts(base):
         def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
             replicas = self.replicas
             x, mains, slots = replicas.run.before_experts(x)
             replicas.load(mains, slots)
             each = replicas.instances
-            loop = SimpleNamespace(
-                config=self.config, num_local_experts=len(each), local_experts=each
-            )
-            y, bias = base.forward(loop, x, tokens_per_expert, probs)
+            s = SimpleNamespace(config=self.config, num_local_experts=len(each), local_experts=each)
+            y, bias = base.forward(s, x, tokens_per_expert, probs)
             return replicas.run.after_experts(y), bias
 
     return ReplicatedExperts
