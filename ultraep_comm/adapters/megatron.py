@@ -134,7 +134,8 @@ def _describe(layer: Any) -> tuple[str, Any]:
         return never.format(type(experts).__name__, "SequentialMLP: moe_grouped_gemm=False"), None
     linear = tuple(map(seams.find, _LINEAR))
     for module in experts.local_experts[0].modules():
-        if list(module.parameters(recurse=False)) and not isinstance(module, linear):
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if held and not isinstance(module, linear):
             return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
     return seams.describe_experts([dict(e.named_parameters()) for e in experts.local_experts])
 
@@ -240,10 +241,8 @@ def _experts_class(base: Any) -> Any:
             x, mains, slots = replicas.run.before_experts(x)
             replicas.load(mains, slots)
             each = replicas.instances
-            loop = SimpleNamespace(
-                config=self.config, num_local_experts=len(each), local_experts=each
-            )
-            y, bias = base.forward(loop, x, tokens_per_expert, probs)
+            s = SimpleNamespace(config=self.config, num_local_experts=len(each), local_experts=each)
+            y, bias = base.forward(s, x, tokens_per_expert, probs)
             return replicas.run.after_experts(y), bias
 
     return ReplicatedExperts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from ultraep_comm.adapters import megatron
 
 WORLD = 4
 needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
+    not list(importlib.metadata.distributions(name="megatron-core")),
     reason="megatron-core is not installed: pip install megatron-core==0.16.1",
 )
 
@@ -130,6 +129,10 @@ def refusals(pg: Any) -> dict[str, str]:
     model = Model(pg)
     model.layers[0].experts.local_experts[0].linear_fc1 = torch.nn.Linear(6, 10, bias=False)
     note("linear", model)
+    model = Model(pg)
+    for expert in model.layers[1].experts.local_experts:
+        expert.register_buffer("scale", torch.ones(1))  # would stay behind
+    note("buffer", model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_megatron.MoELayer, "combine", lambda self, output, shared: output)
         patch.setitem(megatron.SEAM, f"{fake_path('MoELayer')}.combine", "self output bias")
@@ -153,6 +156,7 @@ def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
     assert "it has a MoETokenDispatcher, which the" in found[0]["dispatcher"]
     assert "expert_tensor_parallel_size=2" in found[0]["tensor parallel"]
     assert "it has a Linear, which the adapter has never run" in found[0]["linear"]
+    assert "it has a MLP, which the adapter has never run" in found[0]["buffer"]
     assert "takes ['self', 'output', 'shared']" in found[0]["signature"]
 
 
