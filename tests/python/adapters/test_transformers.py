@@ -22,6 +22,7 @@ from ranks import RankPool
 from tiers import cases
 from torch.utils.checkpoint import checkpoint
 
+from ultraep_comm.adapters.seams import check_experts
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.recording import load_recordings
 
@@ -271,6 +272,24 @@ def test_differences_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake.AllToAllEP, "_combine_tokens", lambda self, output: output)
     (found,) = fake.differences()
     assert found.startswith("AllToAllEP._combine_tokens takes ['self', 'expert_output', 'state']")
+
+
+@needs_transformers
+def test_quantised_experts_travel_with_their_scales_or_not_at_all() -> None:
+    from transformers import GptOssConfig, Qwen3MoeConfig
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    fp8 = FP8Experts(Qwen3MoeConfig(**sizes, num_experts=M), block_size=(64, 64))
+    check_experts(fp8, M, "")
+    del fp8.down_proj_scale_inv
+    with pytest.raises(UnsupportedError, match=r"down_proj of torch\.float8_e4m3fn without"):
+        check_experts(fp8, M, "")
+    del sizes["moe_intermediate_size"]
+    mxfp4 = Mxfp4GptOssExperts(GptOssConfig(**sizes, num_local_experts=M))  # scales are no tensors
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj of torch\.uint8 without"):
+        check_experts(mxfp4, M, "")
 
 
 PROGRAM = Path(__file__).resolve().parents[1] / "transformers_training.py"
