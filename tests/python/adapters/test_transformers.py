@@ -323,13 +323,11 @@ def test_models_train_alike(results: dict[str, Any], case: str) -> None:
     found = SimpleNamespace(**results[case])
     print(f"{case}: losses {found.losses}, layer, imbalance before and after: {found.imbalance}")
     # bf16 rounds what instances sum apart: 2 ** -8 of a value, a few times.
-    loss, gradient, later = (1e-3, 0.05, 0.2) if case == "bf16" else (1e-6, 2e-5, 2e-4)
+    loss, rounding = (1e-4, 0.03) if case == "bf16" else (1e-6, 2e-5)
     for plain, replicated in zip(*found.losses, strict=True):
         assert replicated == pytest.approx(plain, rel=loss)
     assert found.losses[0][-1] < found.losses[0][0]
-    assert found.gradients[0] < gradient  # later ones are at other parameters, by rounding
-    assert max(*found.gradients, found.optimizer) < later
-    assert max(found.state, found.logits) < gradient
+    assert max(*found.gradients, found.optimizer, found.state, found.logits) < rounding
     for _, before, after, replicas in found.imbalance:
         assert before > 1.15
         few = case == "no replicas for few tokens"
