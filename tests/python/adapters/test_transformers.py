@@ -22,6 +22,7 @@ from ranks import RankPool
 from tiers import cases
 from torch.utils.checkpoint import checkpoint
 
+from ultraep_comm.adapters.seams import check_experts
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.recording import load_recordings
 
@@ -273,6 +274,24 @@ def test_differences_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("AllToAllEP._combine_tokens takes ['self', 'expert_output', 'state']")
 
 
+@needs_transformers
+def test_quantised_experts_travel_with_their_scales_or_not_at_all() -> None:
+    from transformers import GptOssConfig, Qwen3MoeConfig
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    fp8 = FP8Experts(Qwen3MoeConfig(**sizes, num_experts=M), block_size=(64, 64))
+    check_experts(fp8, M, "")
+    del fp8.down_proj_scale_inv
+    with pytest.raises(UnsupportedError, match=r"down_proj of torch\.float8_e4m3fn without"):
+        check_experts(fp8, M, "")
+    del sizes["moe_intermediate_size"]
+    mxfp4 = Mxfp4GptOssExperts(GptOssConfig(**sizes, num_local_experts=M))  # scales are no tensors
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj of torch\.uint8 without"):
+        check_experts(mxfp4, M, "")
+
+
 PROGRAM = Path(__file__).resolve().parents[1] / "transformers_training.py"
 QUICK = ["qwen3", "gptoss", "shared batches", "recomputed", "new tensors"]
 FURTHER = ["mixtral, two copies of an expert", "dsv3", "recomputed, reentrant", "adamw", "bf16"]
@@ -304,13 +323,11 @@ def test_models_train_alike(results: dict[str, Any], case: str) -> None:
     found = SimpleNamespace(**results[case])
     print(f"{case}: losses {found.losses}, layer, imbalance before and after: {found.imbalance}")
     # bf16 rounds what instances sum apart: 2 ** -8 of a value, a few times.
-    loss, gradient, later = (1e-3, 0.05, 0.2) if case == "bf16" else (1e-6, 2e-5, 2e-4)
+    loss, rounding = (1e-4, 0.03) if case == "bf16" else (1e-6, 2e-5)
     for plain, replicated in zip(*found.losses, strict=True):
         assert replicated == pytest.approx(plain, rel=loss)
     assert found.losses[0][-1] < found.losses[0][0]
-    assert found.gradients[0] < gradient  # later ones are at other parameters, by rounding
-    assert max(*found.gradients, found.optimizer) < later
-    assert max(found.state, found.logits) < gradient
+    assert max(*found.gradients, found.optimizer, found.state, found.logits) < rounding
     for _, before, after, replicas in found.imbalance:
         assert before > 1.15
         few = case == "no replicas for few tokens"
