@@ -6,8 +6,10 @@ the environment variable ULTRAEP_VLLM is set, so that this module imports neithe
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,33 +19,33 @@ from ultraep_comm.errors import InvalidPlanError, UltraEPError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from ultraep_comm.plan.plan import Plan
-
+_LOGGER = logging.getLogger("ultraep_comm")
 _EPLB = "vllm.distributed.eplb"
 _BASE = f"{_EPLB}.eplb_communicator:EplbCommunicator"
-_FACTORY = "create_eplb_communicator"
-_ELASTIC = "vllm.distributed.stateless_coordinator"
+_CREATE = "create_eplb_communicator"
+_PARAMETERS = "group_coordinator backend expert_weights expert_buffer"
 
-# What is called or replaced, and the parameters it was written for.
+# What is called, replaced or overridden, and the parameters that it was written for.
 SEAM: Mapping[str, str] = MappingProxyType(
     {
-        f"{_EPLB}.eplb_communicator:{_FACTORY}": (
-            "group_coordinator backend expert_weights expert_buffer"
-        ),
-        f"{_EPLB}.eplb_state:{_FACTORY}": "group_coordinator backend expert_weights expert_buffer",
+        f"{_EPLB}.eplb_communicator:{_CREATE}": _PARAMETERS,
+        f"{_EPLB}.eplb_state:{_CREATE}": _PARAMETERS,
         f"{_EPLB}.eplb_utils:device_stream": "stream",
         f"{_BASE}.add_send": "self tensors dst_rank expert_id",
         f"{_BASE}.add_recv": "self tensors src_rank expert_id",
         f"{_BASE}.execute": "self",
         f"{_BASE}.set_transfer_context": "self old_indices layer_idx",
         f"{_BASE}.set_stream": "self stream",
-        f"{_BASE}._log_initialized": "self",
     }
 )
 
 
 def register() -> None:
     """Do what ULTRAEP_VLLM says, in a process of vLLM: nothing, or ``eplb``.
+
+    With ``eplb`` a communicator is made collectively, and raises on every rank UnsupportedError for
+    elastic expert parallelism or tensors without one row per expert, InvalidArgumentError for rows
+    that are not dense, and what ``new_group`` raises.
 
     Raises:
         InvalidArgumentError: the variable has another value.
@@ -61,62 +63,36 @@ def register() -> None:
     from ultraep_comm.adapters import seams
 
     seams.check_version("vllm", "0.33", "0.33")
-    communicators, state, utils, elastic = map(
-        importlib.import_module,
-        (f"{_EPLB}.eplb_communicator", f"{_EPLB}.eplb_state", f"{_EPLB}.eplb_utils", _ELASTIC),
-    )
-    original = getattr(communicators, _FACTORY)
-    if isinstance(original, _Factory):  # plugins may be loaded more than once
+    communicators: Any = importlib.import_module(f"{_EPLB}.eplb_communicator")
+    original = getattr(communicators, _CREATE)
+    if original.__module__ == __name__:  # plugins may be loaded more than once
         return
     for path, parameters in SEAM.items():
         module, _, names = path.partition(":")
-        found = importlib.import_module(module)
-        for name in names.split("."):
-            found = getattr(found, name)
+        found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
         seams.check_signature(found, parameters.split())  # type: ignore[arg-type]
-    kind = type("UltraEPCommunicator", (Mover, communicators.EplbCommunicator), {})
-    factory = _Factory(original, kind, utils.device_stream, elastic.StatelessGroupCoordinator)
-    for module in (communicators, state):
-        setattr(module, _FACTORY, factory)
+    elastic = importlib.import_module("vllm.distributed.stateless_coordinator")
+    utils = importlib.import_module(f"{_EPLB}.eplb_utils")
+    parts = {"on_stream": staticmethod(utils.device_stream)}
+    communicator: Any = type("UltraEPCommunicator", (Mover, communicators.EplbCommunicator), parts)
 
-
-class _Factory:
-    """Makes communicators, in place of vLLM's ``create_eplb_communicator``."""
-
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        kind: type[Any],
-        on_stream: Callable[[Any], Any],
-        elastic: type[Any],
-    ) -> None:
-        self._original, self._kind, self._on_stream = original, kind, on_stream
-        self._elastic = elastic
-
-    def __call__(
-        self,
+    def create(
         group_coordinator: Any,
         backend: str,
         expert_weights: Sequence[Sequence[torch.Tensor]],
         expert_buffer: list[torch.Tensor],
     ) -> Any:
-        """Return a communicator; ``backend`` is used only where a rank is alone. Collective.
-
-        Raises:
-            UnsupportedError: elastic expert parallelism, or tensors without a row per expert.
-            InvalidArgumentError: an expert's row is not dense.
-            BootstrapError, OutOfSharedMemoryError: see ``new_group``.
-        """
-        from ultraep_comm.adapters import seams
-
-        if isinstance(group_coordinator, self._elastic):
+        if isinstance(group_coordinator, elastic.StatelessGroupCoordinator):
             raise UnsupportedError(
                 "ULTRAEP_VLLM=eplb: elastic expert parallelism changes the ranks of a group;"
                 " unset ULTRAEP_VLLM, or enable_elastic_ep"
             )
         if not expert_weights or seams.is_alone(group_coordinator.cpu_group, "vLLM's EPLB"):
-            return self._original(group_coordinator, backend, expert_weights, expert_buffer)
-        return self._kind(group_coordinator, expert_weights, expert_buffer, self._on_stream)
+            return original(group_coordinator, backend, expert_weights, expert_buffer)
+        return communicator(group_coordinator, expert_weights, expert_buffer)
+
+    setattr(communicators, _CREATE, create)
+    setattr(importlib.import_module(f"{_EPLB}.eplb_state"), _CREATE, create)
 
 
 class Mover:
@@ -128,18 +104,17 @@ class Mover:
 
     Attributes:
         group: shared by all models with experts of the same shapes.
-        plan: of the last transfer; None: there was none.
         moved: experts that all ranks together have received.
     """
 
     needs_profile_buffer_reservation = False  # the slots are there
+    on_stream: Any  # vLLM's context
 
     def __init__(
         self,
         coordinator: Any,
         expert_weights: Sequence[Sequence[torch.Tensor]],
         expert_buffer: list[torch.Tensor],
-        on_stream: Callable[[Any], Any],
     ) -> None:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
         import torch.distributed as dist
@@ -157,7 +132,7 @@ class Mover:
                 )
         first = expert_weights[0]
         self._names = [f"tensor {i}" for i in range(len(first))]
-        self._weights, self._buffer, self._on_stream = expert_weights, expert_buffer, on_stream
+        self._weights, self._buffer = expert_weights, expert_buffer
         self._rows = rows = first[0].shape[0]
         on_cpu = first[0].device.type == "cpu"
         self.group = uec.group_for(
@@ -169,22 +144,16 @@ class Mover:
             device="cpu" if on_cpu else first[0].device,
         ).group
         expert_buffer[:] = [self.group.slots[name] for name in self._names]
-        self.plan: Plan | None = None
-        self.moved = 0
-        self.set_stream(None)
+        self.moved, self._layer, self._stream = 0, -1, None
+        self._old: list[list[int]] = []
         self._forget()
-        self._log_initialized()
+        _LOGGER.info("vLLM's EPLB moves experts by ultraep_comm: %d rows a rank", rows)
 
-    if TYPE_CHECKING:  # of vLLM's class
-
-        def set_stream(self, stream: Any) -> None: ...
-        def _log_initialized(self) -> None: ...
-
-        _stream: Any
+    def set_stream(self, stream: Any) -> None:
+        """Use a stream for what follows; None: the current one."""
+        self._stream = stream
 
     def _forget(self) -> None:
-        self._old: Any = None
-        self._layer = -1
         self._sources = [-1] * self._rows  # of this rank's slots: physical rows
         self._sends: set[tuple[int, int]] = set()  # own row, destination
         self._problem = ""
@@ -211,12 +180,11 @@ class Mover:
         self, whole: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], expert_id: int
     ) -> int:
         """Return which row of ``whole`` the tensors are; -1 with a problem: none."""
-        first = whole[0]
-        step = first.stride(0) * first.element_size()
-        row = (tensors[0].data_ptr() - first.data_ptr()) // step
-        places = [t.data_ptr() for t in tensors]
-        if 0 <= row < self._rows and places == [t[row].data_ptr() for t in whole]:
-            return row
+        step = whole[0].stride(0) * whole[0].element_size()
+        row = (tensors[0].data_ptr() - whole[0].data_ptr()) // step
+        if 0 <= row < self._rows:
+            if [t.data_ptr() for t in tensors] == [t[row].data_ptr() for t in whole]:
+                return row
         self._problem = f"has expert {expert_id} in memory that was not given at set-up"
         return -1
 
@@ -227,20 +195,15 @@ class Mover:
             InvalidPlanError: ranks noted what does not match.
             TransferError: the transfer failed.
         """
-        try:
-            self._execute()
-        finally:
-            self._forget()
-
-    def _execute(self) -> None:
         import torch
         import torch.distributed as dist
 
         import ultraep_comm as uec
 
-        group, rows = self.group, self._rows
-        every: list[Any] = [None] * group.num_ranks
-        dist.all_gather_object(every, (self._sources, self._problem), self._cpu_group)
+        group, rows, sends = self.group, self._rows, self._sends
+        noted, every = (self._sources, self._problem), [([0], "")] * group.num_ranks
+        self._forget()
+        dist.all_gather_object(every, noted, self._cpu_group)
         try:
             for rank, (_, problem) in enumerate(every):
                 if problem:
@@ -248,9 +211,9 @@ class Mover:
             sources = torch.tensor([own for own, _ in every], dtype=torch.int32)
             mine = (sources >= 0) & (sources // rows == group.rank)
             needed = {(int(sources[r, s]) % rows, r) for r, s in mine.nonzero().tolist()}
-            if needed != self._sends:
+            if needed != sends:
                 raise InvalidPlanError(
-                    f"EPLB of layer {self._layer}: rank {group.rank} sends {sorted(self._sends)},"
+                    f"EPLB of layer {self._layer}: rank {group.rank} sends {sorted(sends)},"
                     f" (row, rank), and its peers need {sorted(needed)}; ranks have different maps"
                 )
             plan = uec.Plan.from_slots(
@@ -262,13 +225,11 @@ class Mover:
         except UltraEPError as error:
             group.session.reject(error)
             raise
-        if not plan.num_replicas:
-            return
-        weights = dict(zip(self._names, self._weights[self._layer], strict=True))
-        with self._on_stream(self._stream):
-            uec.replicate_experts(weights, plan, group=group)
-        self.plan = plan
-        self.moved += plan.num_replicas
+        if plan.num_replicas:
+            weights = dict(zip(self._names, self._weights[self._layer], strict=True))
+            with self.on_stream(self._stream):
+                uec.replicate_experts(weights, plan, group=group)
+            self.moved += plan.num_replicas
 
 
 def _find_problem(weights: Sequence[Sequence[torch.Tensor]], buffer: Any) -> str:
