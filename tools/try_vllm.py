@@ -4,8 +4,8 @@
     python tools/try_vllm.py FOLDER [--json FILE]
 
 FOLDER is the unpacked source distribution of vLLM, for its tests; docs/frameworks.md has the rest.
-In every process of theirs, :func:`stand_in` comes first: it stands in for the accelerator's streams,
-and loads vLLM's plugins as vLLM's workers do.
+In every process of theirs, :func:`stand_in` comes first: it replaces the accelerator's streams, and
+loads vLLM's plugins as vLLM's workers do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 TESTS = ("test_eplb_execute.py", "test_eplb_fused_moe_layer.py")
 _MOVED = "TRY_VLLM_MOVED"  # names a file with a line for every layer of which experts have moved
@@ -77,7 +77,15 @@ def run(source: Path, folder: Path) -> dict[str, Any]:
         "VLLM_TARGET_DEVICE": "cpu",
         _MOVED: str(moved),
     }
-    command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        f"--junit-xml={report}",
+        "-p",
+        "no:cacheprovider",
+    ]
     files = [f"tests/distributed/{name}" for name in TESTS]
     subprocess.run([*command, *files], cwd=folder, env=os.environ | environment, check=False)
     tests: dict[str, dict[str, int]] = {name.removesuffix(".py"): {} for name in TESTS}

@@ -182,9 +182,9 @@ class Mover:
         """Return which row of ``whole`` the tensors are; -1 with a problem: none."""
         step = whole[0].stride(0) * whole[0].element_size()
         row = (tensors[0].data_ptr() - whole[0].data_ptr()) // step
-        if 0 <= row < self._rows:
-            if [t.data_ptr() for t in tensors] == [t[row].data_ptr() for t in whole]:
-                return row
+        places = [t.data_ptr() for t in tensors]
+        if 0 <= row < self._rows and places == [t[row].data_ptr() for t in whole]:
+            return row
         self._problem = f"has expert {expert_id} in memory that was not given at set-up"
         return -1
 

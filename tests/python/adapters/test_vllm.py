@@ -57,9 +57,7 @@ class FakeBase:
 class FakeElastic: ...
 
 
-def original(
-    group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any
-) -> str:
+def original(group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any) -> str:
     del group_coordinator, expert_weights, expert_buffer
     return f"vLLM's {backend}"
 
@@ -122,9 +120,11 @@ def make_layer(layer: int, own: Sequence[int]) -> list[torch.Tensor]:
 
 
 def wrong_rows(layer: int, tensors: list[torch.Tensor], own: Sequence[int]) -> int:
-    expected = make_layer(layer, own)
-    as_bytes = [[t.contiguous().view(torch.uint8) for t in pair] for pair in zip(tensors, expected)]
-    return sum(int((a != b).any()) for a, b in ((x[i], y[i]) for x, y in as_bytes for i in range(L)))
+    pairs = zip(tensors, make_layer(layer, own), strict=True)
+    as_bytes = [[t.contiguous().view(torch.uint8) for t in pair] for pair in pairs]
+    return sum(
+        int((a != b).any()) for a, b in ((x[i], y[i]) for x, y in as_bytes for i in range(L))
+    )
 
 
 def random_map(rng: np.random.Generator) -> np.ndarray:
@@ -159,7 +159,7 @@ def move(
     before, after = (m.reshape(G, L)[rank] for m in maps)
     for slot in range(L):
         if after[slot] in before and after[slot] != before[slot]:
-            for w, b in zip(weights, buffer):
+            for w, b in zip(weights, buffer, strict=True):
                 b[slot].copy_(w[int(np.flatnonzero(before == after[slot])[0])])
     for batch in batches:
         mover.set_transfer_context(maps[0], layer)
@@ -173,7 +173,7 @@ def move(
         if after[slot] != before[slot]:
             have = int(np.flatnonzero(after == after[slot])[0])
             from_slot = slot if after[slot] in before else have
-            for w, b in zip(weights, buffer):
+            for w, b in zip(weights, buffer, strict=True):
                 w[slot].copy_(b[from_slot])
 
 
@@ -382,7 +382,9 @@ def test_where_it_leaves_vllm_alone() -> None:
         make = state.create_eplb_communicator
         adapter.register()
         assert state.create_eplb_communicator is make
-        assert sys.modules["vllm.distributed.eplb.eplb_communicator"].create_eplb_communicator is make
+        assert (
+            sys.modules["vllm.distributed.eplb.eplb_communicator"].create_eplb_communicator is make
+        )
         one = SimpleNamespace(cpu_group=alone)
         assert make(one, "nixl", [[torch.zeros(1)]], [torch.zeros(1)]) == "vLLM's nixl"
         with pytest.raises(errors.UnsupportedError, match="unset ULTRAEP_VLLM, or enable_elastic"):
