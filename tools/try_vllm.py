@@ -70,7 +70,9 @@ def run(source: Path, folder: Path) -> dict[str, Any]:
         path.touch()
     for name in (*TESTS, "eplb_utils.py"):
         shutil.copy(source / "tests" / "distributed" / name, package)
-    (folder / "sitecustomize.py").write_text("import try_vllm\n\ntry_vllm.stand_in()\n")
+    # Not in the helper processes of multiprocessing, which are started with -c.
+    customize = "import sys\n\nif '-c' not in sys.orig_argv:\n    import try_vllm\n\n"
+    (folder / "sitecustomize.py").write_text(f"{customize}    try_vllm.stand_in()\n")
     moved, report = folder / "moved", folder / "report.xml"
     moved.touch()
     environment = {
