@@ -140,6 +140,19 @@ def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str
     return "", every[0]
 
 
+def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """All-gather what JSON can say, over a process group that sends tensors of the CPU."""
+    text = json.dumps(value).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(process_group.size())]
+    own = torch.tensor([len(text)], device="cpu")
+    dist.all_gather(sizes, own, group=process_group)
+    most = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=process_group)
+    return [json.loads(bytes(row.numpy())) for row in rows]
+
+
 def agree(process_group: dist.ProcessGroup, layers: Sequence[tuple[str, Any]]) -> None:
     """Raise on every rank what prevents replicas on one. Collective.
 
@@ -152,7 +165,7 @@ def agree(process_group: dist.ProcessGroup, layers: Sequence[tuple[str, Any]]) -
     """
     text = json.dumps(list(layers)).encode()
     meeting = Meeting(process_group)
-    sizes = meeting.gather(torch.tensor([len(text)])).flatten().tolist()
+    sizes = meeting.gather(torch.tensor([len(text)], device="cpu")).flatten().tolist()
     padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
     found = [json.loads(bytes(row.numpy())) for row in meeting.gather(padded)]
     meeting.leave()

@@ -117,13 +117,11 @@ class Mover:
         expert_buffer: list[torch.Tensor],
     ) -> None:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
-        import torch.distributed as dist
-
         import ultraep_comm as uec
+        from ultraep_comm.adapters import seams
 
         self._cpu_group = cpu_group = coordinator.cpu_group
-        problems = [""] * cpu_group.size()
-        dist.all_gather_object(problems, _find_problem(expert_weights, expert_buffer), cpu_group)
+        problems = seams.gather_json(cpu_group, _find_problem(expert_weights, expert_buffer))
         for rank, problem in enumerate(problems):
             if problem:
                 raise UnsupportedError(
@@ -196,14 +194,14 @@ class Mover:
             TransferError: the transfer failed.
         """
         import torch
-        import torch.distributed as dist
 
         import ultraep_comm as uec
+        from ultraep_comm.adapters import seams
 
         group, rows, sends = self.group, self._rows, self._sends
-        noted, every = (self._sources, self._problem), [([0], "")] * group.num_ranks
+        noted = (self._sources, self._problem)
         self._forget()
-        dist.all_gather_object(every, noted, self._cpu_group)
+        every = seams.gather_json(self._cpu_group, noted)
         try:
             for rank, (_, problem) in enumerate(every):
                 if problem:
