@@ -206,7 +206,7 @@ class Mover:
             for rank, (_, problem) in enumerate(every):
                 if problem:
                     raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {rank} {problem}")
-            sources = torch.tensor([own for own, _ in every], dtype=torch.int32)
+            sources = torch.tensor([own for own, _ in every], dtype=torch.int32, device="cpu")
             mine = (sources >= 0) & (sources // rows == group.rank)
             needed = {(int(sources[r, s]) % rows, r) for r, s in mine.nonzero().tolist()}
             if needed != sends:

@@ -362,15 +362,15 @@ def test_other_values_are_errors(
         adapter.register()
 
 
-def test_other_releases_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_releases_are_noticed() -> None:
     def add_recv(self: Any, tensors: Any, source: int, expert_id: int) -> None: ...
 
     with FakeVllm(add_recv=add_recv) as state:
         with pytest.raises(errors.UnsupportedError, match=r"add_recv takes .*'source'"):
             adapter.register()
         assert state.create_eplb_communicator is original
-    with FakeVllm() as state:
-        monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.34.1")
+    with FakeVllm() as state, pytest.MonkeyPatch.context() as newer:  # which ends first
+        newer.setattr(importlib.metadata, "version", lambda _: "0.34.1")
         with pytest.warns(UserWarning, match=r"0\.34\.1 is installed"):
             adapter.register()
 
