@@ -16,6 +16,8 @@ NVSHMEM reads its own; `disable_multicast` gives one of them a default.
 |                      |                       | start_recording() does, and writes them to a  |
 |                      |                       | file there when it closes or the process ends |
 | ULTRAEP_RECORD_CALLS | none                  | calls that such a recording holds, 1024       |
+| ULTRAEP_VLLM         | none                  | "eplb": vLLM's EPLB moves experts by the      |
+|                      |                       | library; "batch" is not there yet             |
 """
 
 from __future__ import annotations
@@ -88,6 +90,16 @@ def record_folder() -> Path | None:
 def record_calls() -> int | None:
     """Return the number of calls that such a recording holds, or None."""
     return _read("ULTRAEP_RECORD_CALLS", int)
+
+
+def vllm() -> str | None:
+    """Return what the plugin of vLLM is to do, "eplb" or "batch", or None."""
+    text = os.environ.get("ULTRAEP_VLLM")
+    if text not in (None, "", "eplb", "batch"):
+        raise InvalidArgumentError(
+            f"environment variable ULTRAEP_VLLM={text!r}; expected 'eplb', 'batch', or nothing"
+        )
+    return text or None
 
 
 def of_the_driver() -> dict[str, str]:

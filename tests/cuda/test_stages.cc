@@ -143,6 +143,7 @@ void check_reroute(int32_t warp_size) {
                    .slot_quota = 0x300,
                    .home_quota = 0x400,
                    .home = 0x480,
+                   .source = 2,
                    .routing = Routing::kIds,
                    .from = 0x500,
                    .to = 0x600,
@@ -165,7 +166,7 @@ void check_reroute(int32_t warp_size) {
   CHECK_EQ(f.shares.slot_quota, 0x300);
   CHECK_EQ(f.shares.home_quota, 0x400);
   CHECK_EQ(f.shares.home, 0x480);
-  CHECK_EQ(f.shares.shape.rank, 1);
+  CHECK_EQ(f.shares.shape.rank, 2);  // the source, not this rank
   CHECK_EQ(f.shares.shape.per_rank, 4 + 2);
   CHECK_EQ(f.shares.shape.max_runs, kMaxRuns);
   CHECK(std::memcmp(&f.shares.shape, &f.reroute.shape, sizeof(RerouteShape)) == 0);

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 import inspect
+import json
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -104,3 +108,78 @@ def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
             f". Expected parameters of this module alone, with a row for each of a rank's {count}"
             f" experts, their scales and biases among them; {instead}"
         )
+
+
+def find(path: str) -> Any:
+    """Import what ``"package.module:Class.method"`` names."""
+    module, _, names = path.partition(":")
+    return functools.reduce(getattr, names.split("."), importlib.import_module(module))
+
+
+def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, Any]:
+    """Return whether a layer's experts can have replicas.
+
+    Args:
+        experts: of each its parameters by name.
+
+    Returns:
+        ``(problem, shapes)`` for :func:`agree`: an empty text and what all ranks have to have, or
+        what prevents replicas.
+    """
+    every = [
+        [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in expert.items()]
+        for expert in experts
+    ]
+    for index, own in enumerate(every):
+        if own != every[0]:
+            return f"expert {index} has {own}, and expert 0 {every[0]}; expected one shape", None
+    if len({is_trained for *_, is_trained in every[0]}) > 1:
+        return f"some parameters of its experts are frozen: {every[0]}; expected all or none", None
+    if any(on and t not in ("torch.float32", "torch.bfloat16") for _, _, t, on in every[0]):
+        return f"its experts are trained in {every[0]}; expected float32 or bfloat16", None
+    return "", every[0]
+
+
+def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """All-gather what JSON can say, over a process group that sends tensors of the CPU."""
+    text = json.dumps(value).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(process_group.size())]
+    own = torch.tensor([len(text)], device="cpu")
+    dist.all_gather(sizes, own, group=process_group)
+    most = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=process_group)
+    return [json.loads(bytes(row.numpy())) for row in rows]
+
+
+def agree(process_group: dist.ProcessGroup, layers: Sequence[tuple[str, Any]]) -> None:
+    """Raise on every rank what prevents replicas on one. Collective.
+
+    Args:
+        process_group: the expert-parallel group.
+        layers: this rank's, in the order of the model, as of :func:`describe_experts`.
+
+    Raises:
+        UnsupportedError: a rank found a problem, or ranks have different layers.
+    """
+    text = json.dumps(list(layers)).encode()
+    meeting = Meeting(process_group)
+    sizes = meeting.gather(torch.tensor([len(text)], device="cpu")).flatten().tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+    found = [json.loads(bytes(row.numpy())) for row in meeting.gather(padded)]
+    meeting.leave()
+    for rank, described in enumerate(found):
+        for number, (problem, _) in enumerate(described):
+            if problem:
+                raise UnsupportedError(
+                    f"MoE layer {number} of expert-parallel rank {rank} cannot have replicas:"
+                    f" {problem}"
+                )
+    for rank, described in enumerate(found):
+        if described != found[0]:
+            raise UnsupportedError(
+                f"expert-parallel rank {rank} has MoE layers with experts"
+                f" {[shapes for _, shapes in described]}, and rank 0"
+                f" {[shapes for _, shapes in found[0]]}; expected the same on every rank"
+            )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_python
 from torch.distributed import HashStore, ProcessGroup
 
 from ultraep_comm.adapters.seams import (
@@ -18,6 +20,8 @@ from ultraep_comm.adapters.seams import (
     is_alone,
 )
 from ultraep_comm.errors import UnsupportedError
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 
 @pytest.mark.parametrize(
@@ -120,3 +124,19 @@ def test_what_replicas_would_lack_is_named(weights: Any, change: Any, what: str)
         change(module)
     with pytest.raises(UnsupportedError, match=f"{what}.*each of a rank's 2 experts.*; go round"):
         check_experts(module, 2, "go round")
+
+
+def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
+    bodies = {"same": "return []", "moved": "return ['f takes a, b']", "gone": "import no_such"}
+    for name, body in bodies.items():
+        (tmp_path / f"fake_{name}.py").write_text(f"def differences():\n    {body}\n")
+    fakes = [str(tmp_path / f"fake_{name}.py") for name in bodies]
+    done = run_python(str(TOOLS / "compare_fakes.py"), *fakes)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        "same: as the adapter expects it",
+        "moved: differs",
+        "  f takes a, b",
+        "gone: not installed (No module named 'no_such')",
+    ]
+    assert run_python(str(TOOLS / "compare_fakes.py"), fakes[0]).returncode == 0

@@ -59,7 +59,10 @@ def test_dependencies_are_torch_and_numpy() -> None:
 def test_pins_stand_only_in_constraints() -> None:
     extras = {
         key: requirements("project.optional-dependencies", key)
-        for key in ("test", "lint", "examples", "viz", "model", "cuda12", "cuda13")
+        for key in (
+            *("test", "lint", "examples", "viz", "model"),
+            *("transformers", "megatron", "cuda12", "cuda13"),
+        )
     }
     wanted = requirements("project", "dependencies") + [r for key in extras for r in extras[key]]
     for requirement in wanted:

@@ -1,0 +1,292 @@
+"""Megatron-LM's adapter: on a stand-in everywhere, on megatron-core where it is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_megatron
+import megatron_cases
+import pytest
+import torch
+from ranks import RankPool, forkserver, raised, run_python
+from tiers import sampled
+
+from ultraep_comm.adapters import megatron
+
+WORLD = 4
+needs_megatron = pytest.mark.skipif(
+    not list(importlib.metadata.distributions(name="megatron-core")),
+    reason="megatron-core is not installed: pip install megatron-core==0.16.1",
+)
+
+# ---- on the stand-in ----------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self, pg: Any, layers: int = 2, **config: Any) -> None:
+        super().__init__()
+        torch.manual_seed(pg.rank())
+        self.layers = torch.nn.ModuleList(
+            fake_megatron.MoELayer(
+                fake_megatron.TransformerConfig(**config),
+                layer_number=i + 1,
+                pg_collection=fake_megatron.groups(pg),
+            )
+            for i in range(layers)
+        )
+        for layer in self.layers:
+            torch.manual_seed(17)
+            torch.nn.init.normal_(layer.router.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def on_the_stand_in(rank: int, pg: Any, run: Callable[[Any], Any], version: str) -> Any:
+    found = importlib.metadata.version
+
+    def installed(package: str) -> str:
+        return version if package == "megatron-core" else found(package)
+
+    importlib.metadata.version = installed
+    try:
+        with fake_megatron.installed():
+            return run(pg)
+    finally:
+        importlib.metadata.version = found
+
+
+def replicate(model: Any, **options: Any) -> list[Any]:
+    return megatron.replicate(model, 1, engine="host", timeout=30.0, **options)
+
+
+def outputs(pg: Any) -> list[int]:
+    replicas = []
+    for config in ({}, {"add_bias_linear": True, "moe_token_dispatcher_type": "allgather"}):
+        model = Model(pg, **config)
+        x = torch.randn(24, 6)
+        with torch.no_grad():
+            before, kept = model(x), {n: v.clone() for n, v in model.state_dict().items()}
+            layers = replicate(model if not config else [model])  # or a pipeline's chunks
+            torch.testing.assert_close(model(x), before)
+        assert [type(m).__name__ for m in layers] == ["ReplicatedMoELayer"] * 2
+        assert all(isinstance(layer, fake_megatron.MoELayer) for layer in layers)
+        assert type(layers[0]) is type(layers[1])
+        assert layers[0].replicas.calls.group is layers[1].replicas.calls.group
+        assert list(model.state_dict()) == list(kept)
+        assert all(torch.equal(v, kept[n]) for n, v in model.state_dict().items())
+        replicas += [layer.replica_plan.num_replicas for layer in layers]
+    return replicas
+
+
+def test_outputs_are_those_without_replicas(ranks: RankPool) -> None:
+    found = ranks.run(2, on_the_stand_in, outputs, "0.16.1")
+    assert any(found[0])
+    assert found[0] == found[1]
+
+
+REFUSED: dict[str, Any] = {
+    "overlap_moe_expert_parallel_comm": True,
+    "delay_wgrad_compute": True,
+    "gradient_accumulation_fusion": True,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_router_padding_for_quantization": True,
+    "moe_latent_size": 4,
+    "fp8": "e4m3",
+    "fp4": "e2m1",
+    "cuda_graph_impl": "local",
+    "moe_flex_dispatcher_backend": "hybridep",
+}
+
+
+def refusals(pg: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def note(name: str, model: Model, **options: Any) -> None:
+        error = raised(lambda: replicate(model, **options))
+        found[name] = f"{type(error).__name__}: {error}"
+        assert not any(hasattr(layer, "replicas") for layer in model.layers)
+
+    for name, value in REFUSED.items():
+        note(name, Model(pg, **({name: value} if pg.rank() == 1 else {})))
+    note("live", Model(pg), live=2)
+    model = Model(pg)
+    model.layers[1].experts.__class__ = torch.nn.Module  # as TEGroupedMLP would be
+    note("experts", model)
+    model = Model(pg)
+    model.layers[0].token_dispatcher.__class__ = fake_megatron.MoETokenDispatcher
+    note("dispatcher", model)
+    model = Model(pg)
+    model.layers[1].token_dispatcher.tp_size = 2
+    note("tensor parallel", model)
+    model = Model(pg)
+    model.layers[0].experts.local_experts[0].linear_fc1 = torch.nn.Linear(6, 10, bias=False)
+    note("linear", model)
+    model = Model(pg)
+    for expert in model.layers[1].experts.local_experts:
+        expert.register_buffer("scale", torch.ones(1))  # would stay behind
+    note("buffer", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_megatron.MoELayer, "combine", lambda self, output, shared: output)
+        patch.setitem(megatron.SEAM, f"{fake_path('MoELayer')}.combine", "self output bias")
+        note("signature", Model(pg))
+    return found
+
+
+def fake_path(name: str) -> str:
+    return f"megatron.core.transformer.moe.moe_layer:{name}"
+
+
+def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    found = ranks.run(2, on_the_stand_in, refusals, "0.16.1")
+    assert found[0] == found[1]
+    assert all(text.startswith("UnsupportedError: ") for text in found[0].values())
+    for name, value in REFUSED.items():
+        assert f"{name}={value!r}" in found[0][name]
+        assert "expert-parallel rank 1" in found[0][name]
+    assert "live=2; expected 1" in found[0]["live"]
+    assert "it has a Module, which the adapter has never run" in found[0]["experts"]
+    assert "it has a MoETokenDispatcher, which the" in found[0]["dispatcher"]
+    assert "expert_tensor_parallel_size=2" in found[0]["tensor parallel"]
+    assert "it has a Linear, which the adapter has never run" in found[0]["linear"]
+    assert "it has a MLP, which the adapter has never run" in found[0]["buffer"]
+    assert "takes ['self', 'output', 'shared']" in found[0]["signature"]
+
+
+def versions(pg: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        replicate(Model(pg))
+    return [str(warning.message) for warning in found]
+
+
+def test_other_versions_are_a_warning(ranks: RankPool) -> None:
+    assert ranks.run(1, on_the_stand_in, versions, "0.16.9") == [[]]
+    (found,) = ranks.run(1, on_the_stand_in, versions, "0.17.0")
+    assert "tried with versions 0.16 to 0.16; 0.17.0 is installed" in found[0]
+
+
+def nothing(pg: Any) -> bool:
+    model = Model(pg)
+    before = [type(m) for m in model.modules()]
+    return replicate(model) == [] and [type(m) for m in model.modules()] == before
+
+
+def test_one_rank_stays_as_it_is(ranks: RankPool) -> None:
+    assert ranks.run(1, on_the_stand_in, nothing, "0.16.1") == [True]
+
+
+# ---- on megatron-core ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[Callable[[str], list[Any]]]:
+    """Four processes with megatron-core; a call returns each rank's result."""
+    context, pipes, processes = forkserver(), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        for rank in range(WORLD):
+            here, there = context.Pipe()
+            arguments = (rank, WORLD, store, there)
+            process = context.Process(target=megatron_cases.serve, args=arguments, daemon=True)
+            process.start()
+            pipes.append(here)
+            processes.append(process)
+
+        def run(name: str) -> list[Any]:
+            for pipe in pipes:
+                pipe.send(name)
+            answers = []
+            for rank, pipe in enumerate(pipes):
+                assert pipe.poll(200), f"rank {rank} does not answer"
+                answers.append(pipe.recv())
+            assert not any(error for _, error in answers), next(e for _, e in answers if e)
+            return [result for result, _ in answers]
+
+        yield run
+        for pipe, process in zip(pipes, processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+@needs_megatron
+def test_the_stand_in_is_like_the_installed_release() -> None:
+    code = "import fake_megatron; print(*fake_megatron.differences(), sep='\\n')"
+    found = run_python("-W", "ignore", "-c", code, PYTHONPATH=str(Path(__file__).parents[1]))
+    assert found.stdout.strip() == "", found.stdout + found.stderr
+    assert found.returncode == 0, found.stderr
+
+
+FIRST = ("weights gathered late", "recomputed", "bf16", "biases", "ranks that would get no tokens")
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", sampled(megatron_cases.CASES, lambda name: name in FIRST))
+def test_training_is_that_without_replicas(
+    core: Callable[[str], list[Any]], name: str, record_property: Callable[[str, Any], None]
+) -> None:
+    found = core(name)
+    plain, replicated = found[0]["losses"]
+    before = [b for b, _, _ in found[0]["plans"]]
+    after = [a for _, a, _ in found[0]["plans"]]
+    record_property(
+        "summary",
+        f"megatron-core, {name}: losses {plain} without and {replicated} with replicas; imbalance"
+        f" {max(before):.2f} to {max(after):.2f}",
+    )
+    rounding = {"bf16": 2e-2}.get(name, 2e-6)
+    for own in found:
+        # Every microbatch brings each parameter one gradient, which has that of the replicas.
+        assert own["arrivals"] == {megatron_cases.STEPS * megatron_cases.MICROBATCHES}
+        assert own["differences"]["first gradients"] < rounding
+        assert own["differences"]["losses"] < (1e-3 if name == "bf16" else 1e-6)
+        if name != "bf16":  # where rounding also changes routes
+            for what in ("main_grads", "weights", "optimizer"):
+                assert own["differences"][what] < 2e-3, what
+    if name != "ranks that get no tokens":
+        assert max(after) < 1.02 < max(before)
+        assert all(number > 0 for _, _, number in found[0]["plans"][:2])
+    else:
+        assert max(before) == max(after) == 2.0
+
+
+@needs_megatron
+def test_no_pass_copies_the_main_weights(core: Callable[[str], list[Any]]) -> None:
+    for own in core("allocations"):
+        assert own["control"] == own["stack"]
+        assert own["pass"] < own["stack"] / 2
+
+
+@needs_megatron
+def test_one_ranks_layers_are_refused_by_all(core: Callable[[str], list[Any]]) -> None:
+    found = core("refusals")
+    assert all(own == found[0] for own in found)
+    expected = {
+        "odd_shape": "of expert-parallel rank 2 cannot have replicas: expert 1 has",
+        "another_shape": "expert-parallel rank 2 has MoE layers with experts",
+        "partly_frozen": "some parameters of its experts are frozen",
+        "setting": "gradient_accumulation_fusion=True",
+        "half": "float16",
+        "again": "it has replicas already",
+    }
+    for name, text in expected.items():
+        assert found[0][name].startswith("UnsupportedError: ")
+        assert text in found[0][name]
+
+
+@needs_megatron
+def test_without_gradients_and_on_one_rank(core: Callable[[str], list[Any]]) -> None:
+    for plain, replicated, replicas in core("evaluation"):
+        assert replicated == pytest.approx(plain, rel=1e-6)
+        assert replicas > 0
+    assert core("alone") == [[True, True]] * WORLD

@@ -1,0 +1,391 @@
+"""The adapter for vLLM, against modules with the signatures of its release."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, raised, run_python
+
+from ultraep_comm import errors
+from ultraep_comm.adapters import vllm as adapter
+
+G, L, LAYERS = 4, 3, 3
+KINDS = {  # one dtype each, shapes of one expert; () is one scale for each expert
+    torch.bfloat16: (5, 8),
+    torch.float8_e4m3fn: (33,),
+    torch.uint8: (7, 3),
+    torch.float32: (),
+    torch.int32: (2,),
+}
+
+
+# ---- a fake of vLLM ------------------------------------------------------------------------
+
+
+class FakeBase:
+    def add_send(self, tensors: Any, dst_rank: int, expert_id: int) -> None:
+        raise NotImplementedError
+
+    def add_recv(self, tensors: Any, src_rank: int, expert_id: int) -> None:
+        raise NotImplementedError
+
+    def execute(self) -> None:
+        raise NotImplementedError
+
+    def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None: ...
+
+    @property
+    def needs_profile_buffer_reservation(self) -> bool:
+        return True
+
+    def set_stream(self, stream: Any) -> None:
+        self._stream = stream
+
+    def _log_initialized(self) -> None: ...
+
+
+class FakeElastic: ...
+
+
+def original(group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any) -> str:
+    del group_coordinator, expert_weights, expert_buffer
+    return f"vLLM's {backend}"
+
+
+@contextlib.contextmanager
+def device_stream(stream: Any) -> Iterator[None]:
+    stream.append("on") if stream is not None else None
+    yield
+
+
+class FakeVllm:
+    """Puts the modules in place of vLLM's, and takes them away again."""
+
+    def __init__(self, **changed: Any) -> None:
+        base = type("EplbCommunicator", (FakeBase,), changed)
+        eplb = "vllm.distributed.eplb"
+        factory = {"create_eplb_communicator": original}
+        self._modules = {
+            "vllm": {},
+            "vllm.distributed": {},
+            eplb: {},
+            f"{eplb}.eplb_communicator": {"EplbCommunicator": base, **factory},
+            f"{eplb}.eplb_state": factory,
+            f"{eplb}.eplb_utils": {"device_stream": device_stream},
+            "vllm.distributed.stateless_coordinator": {"StatelessGroupCoordinator": FakeElastic},
+        }
+
+    def __enter__(self) -> Any:
+        self._context = pytest.MonkeyPatch()
+        self._context.setenv("ULTRAEP_VLLM", "eplb")
+        self._context.setattr(importlib.metadata, "version", lambda _: "0.33.0")
+        for name, contents in self._modules.items():
+            module = ModuleType(name)
+            vars(module).update(contents)
+            self._context.setitem(sys.modules, name, module)
+        return sys.modules["vllm.distributed.eplb.eplb_state"]
+
+    def __exit__(self, *_: object) -> None:
+        self._context.undo()
+
+
+# ---- rearrangements ------------------------------------------------------------------------
+
+
+def expert_bytes(layer: int, kind: int, expert: int, shape: Sequence[int], dtype: Any) -> Any:
+    seed = (layer * 100 + kind) * 1000 + expert
+    count = int(np.prod(shape)) * dtype.itemsize
+    data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, np.uint8))
+    return data.view(dtype).view(tuple(shape))
+
+
+def make_layer(layer: int, own: Sequence[int]) -> list[torch.Tensor]:
+    """Return a layer's tensors, with rows as vLLM has them: [L, *shape], and one transposed."""
+    tensors = [
+        torch.stack([expert_bytes(layer, i, e, shape, dtype) for e in own])
+        for i, (dtype, shape) in enumerate(KINDS.items())
+    ]
+    tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
+    return tensors
+
+
+def wrong_rows(layer: int, tensors: list[torch.Tensor], own: Sequence[int]) -> int:
+    pairs = zip(tensors, make_layer(layer, own), strict=True)
+    as_bytes = [[t.contiguous().view(torch.uint8) for t in pair] for pair in pairs]
+    return sum(
+        int((a != b).any()) for a, b in ((x[i], y[i]) for x, y in as_bytes for i in range(L))
+    )
+
+
+def random_map(rng: np.random.Generator) -> np.ndarray:
+    """Return the experts in all physical rows: each of 8 somewhere, others at random."""
+    rest = rng.integers(0, 8, G * L - 8)
+    result: np.ndarray = rng.permutation(np.concatenate([np.arange(8), rest]))
+    return result
+
+
+def flows(old: np.ndarray, new: np.ndarray, rng: np.random.Generator) -> list[tuple[int, ...]]:
+    """Return what EPLB sends: (source rank, destination rank, expert, source row, slot)."""
+    before, after = old.reshape(G, L), new.reshape(G, L)
+    found = []
+    for rank in range(G):
+        for expert in sorted(set(after[rank]) - set(before[rank])):
+            source = int(rng.choice([r for r in range(G) if expert in before[r]]))
+            row, slot = (int(np.flatnonzero(m == expert)[0]) for m in (before[source], after[rank]))
+            found.append((source, rank, int(expert), row, slot))
+    return found
+
+
+def move(
+    mover: Any,
+    rank: int,
+    layer: int,
+    maps: tuple[np.ndarray, np.ndarray],
+    weights: list[torch.Tensor],
+    buffer: list[torch.Tensor],
+    batches: Sequence[Sequence[tuple[int, ...]]],
+) -> None:
+    """Do to a layer what vLLM's move_to_buffer and move_from_buffer do."""
+    before, after = (m.reshape(G, L)[rank] for m in maps)
+    for slot in range(L):
+        if after[slot] in before and after[slot] != before[slot]:
+            for w, b in zip(weights, buffer, strict=True):
+                b[slot].copy_(w[int(np.flatnonzero(before == after[slot])[0])])
+    for batch in batches:
+        mover.set_transfer_context(maps[0], layer)
+        for source, destination, expert, row, slot in batch:
+            if source == rank:
+                mover.add_send([w[row] for w in weights], destination, expert_id=expert)
+            if destination == rank:
+                mover.add_recv([b[slot] for b in buffer], source, expert_id=expert)
+        mover.execute()
+    for slot in range(L):
+        if after[slot] != before[slot]:
+            have = int(np.flatnonzero(after == after[slot])[0])
+            from_slot = slot if after[slot] in before else have
+            for w, b in zip(weights, buffer, strict=True):
+                w[slot].copy_(b[from_slot])
+
+
+def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, int, list[str]]:
+    """Return experts moved as counted here and by the mover, wrong rows, and uses of a stream."""
+    rng = np.random.default_rng(len(how))  # the same on every rank
+    maps = [random_map(rng) for _ in range(LAYERS)]
+    weights = [make_layer(n, maps[n].reshape(G, L)[rank]) for n in range(LAYERS)]
+    buffer = [torch.empty_like(w) for w in weights[0]]
+    given, stream, count = list(buffer), [], 0
+    with FakeVllm() as state:
+        adapter.register()
+        mover = state.create_eplb_communicator(
+            group_coordinator=SimpleNamespace(cpu_group=group, device_group=group),
+            backend="torch_nccl",
+            expert_weights=weights,
+            expert_buffer=buffer,
+        )
+    assert isinstance(mover, FakeBase)
+    assert not mover.needs_profile_buffer_reservation
+    assert all(a is not b and a.shape == b.shape for a, b in zip(buffer, given, strict=True))
+    mover.set_stream(stream)
+    start = mover.moved
+
+    def run() -> None:
+        nonlocal count
+        for _ in range(4):
+            for layer in range(LAYERS):
+                new = random_map(rng)
+                all_flows = flows(maps[layer], new, rng)
+                parts = 2 if how == "batches" else 1
+                batches = [all_flows[i::parts] for i in range(parts)]
+                count += len(all_flows)
+                both = maps[layer], new
+                move(mover, rank, layer, both, weights[layer], buffer, batches)
+                maps[layer] = new
+
+    with torch.inference_mode(how == "inference"):
+        if how == "thread":
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+    mine = [m.reshape(G, L)[rank] for m in maps]
+    wrong = sum(wrong_rows(n, weights[n], mine[n]) for n in range(LAYERS))
+    return count, mover.moved - start, wrong, stream
+
+
+@pytest.mark.parametrize("how", ["plain", "batches", "thread", "inference"])
+def test_every_byte_of_random_rearrangements(ranks: RankPool, how: str) -> None:
+    for count, moved, wrong, stream in ranks.run(G, rearrange, how):
+        assert wrong == 0
+        assert moved == count > 20
+        assert len(stream) > 10
+
+
+# ---- what is refused -----------------------------------------------------------------------
+
+
+def make_bad(kind: str) -> tuple[list[list[torch.Tensor]], Any]:
+    good = [[torch.zeros(L, 4), torch.zeros(L)] for _ in range(2)]
+    buffer: Any = [torch.empty_like(w) for w in good[0]]
+    if kind == "one scale for all":
+        good[1][1] = torch.zeros(1)
+    elif kind == "shared rows":
+        good[0][1] = good[1][1] = torch.zeros(1).expand(L)
+    elif kind == "another shape":
+        good[1][0] = torch.zeros(L, 5)
+    elif kind == "no rows":
+        good[0][1] = torch.zeros(())
+    elif kind == "no list":
+        buffer = tuple(buffer)
+    elif kind == "gaps":
+        for layer in good:
+            layer[0] = torch.zeros(L, 8)[:, ::2]
+    return good, buffer
+
+
+def set_up(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
+    weights, buffer = make_bad(kind if where in (rank, -1) else "")
+    with FakeVllm() as state:
+        adapter.register()
+        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
+        make = state.create_eplb_communicator
+        error = raised(lambda: make(coordinator, "torch_nccl", weights, buffer))
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("one scale for all", "rank 1 has a tensor 1 of layer 1 with shape (1,), without one row"),
+        ("shared rows", "rank 1 has a tensor 1 of layer 0 with shape (3,), whose rows share"),
+        ("another shape", "rank 1 has layer 1 with tensors"),
+        ("no rows", "rank 1 has a tensor 1 of layer 0 with shape (), without one row"),
+        ("no list", "rank 1 has tuple as receive buffer"),
+    ],
+)
+def test_tensors_that_cannot_travel_are_an_error_on_every_rank(
+    ranks: RankPool, kind: str, says: str
+) -> None:
+    for text in ranks.run(2, set_up, kind, 1):
+        assert text.startswith("UnsupportedError: ULTRAEP_VLLM=eplb: expert-parallel ")
+        assert says in text
+
+
+def test_rows_with_gaps_are_an_error(ranks: RankPool) -> None:
+    for text in ranks.run(2, set_up, "gaps", -1):
+        assert text.startswith("InvalidArgumentError: ")
+        assert "'tensor 0' of shape (4,) has strides (2,), which are not dense" in text
+
+
+def disagree(rank: int, group: dist.ProcessGroup, kind: str) -> list[str]:
+    weights = [[torch.full((2, 3), float(rank))]]
+    buffer = [torch.empty(2, 3)]
+    with FakeVllm() as state:
+        adapter.register()
+        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
+        mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+    mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
+    if rank == 0:
+        expert = 7 if kind == "no such expert" else 2
+        given = torch.empty(2, 3) if kind == "other memory" else buffer[0]
+        mover.add_recv([given[1]], 1, expert)
+    elif kind != "no sender":
+        mover.add_send([weights[0][0][0]], 0, 2)
+    error = raised(mover.execute)
+    mover.group.abort()
+    return [type(error).__name__, str(error)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "who", "says"),
+    [
+        ("no such expert", (0, 1), "rank 0 expects expert 7 of rank 1, which has none"),
+        ("other memory", (0, 1), "rank 0 has expert 2 in memory that was not given at set-up"),
+        ("no sender", (1,), "rank 1 sends [], (row, rank), and its peers need [(0, 0)]"),
+    ],
+)
+def test_maps_that_do_not_match_are_an_error(
+    ranks: RankPool, kind: str, who: Sequence[int], says: str
+) -> None:
+    found = ranks.run(2, disagree, kind)
+    for rank, (name, text) in enumerate(found):
+        if rank in who:
+            assert name == "InvalidPlanError"
+            assert f"EPLB of layer 0: {says}" in text
+        else:
+            assert name == "PeerRejectedError"
+
+
+# ---- the plugin ----------------------------------------------------------------------------
+
+
+def test_without_its_variable_it_imports_nothing() -> None:
+    code = (
+        "import sys; from ultraep_comm.adapters import vllm; vllm.register();"
+        "print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    )
+    done = run_python("-c", code, ULTRAEP_VLLM="")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_it_is_declared_as_a_plugin_of_vllm() -> None:
+    (found,) = (
+        e
+        for e in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if e.name == "ultraep"
+    )
+    assert found.load() is adapter.register
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "says"),
+    [
+        ("batch", errors.UnsupportedError, "no replicas for each batch in vLLM yet"),
+        ("on", errors.InvalidArgumentError, "ULTRAEP_VLLM='on'; expected 'eplb', 'batch'"),
+    ],
+)
+def test_other_values_are_errors(
+    monkeypatch: pytest.MonkeyPatch, value: str, error: type[Exception], says: str
+) -> None:
+    monkeypatch.setenv("ULTRAEP_VLLM", value)
+    with pytest.raises(error, match=says):
+        adapter.register()
+
+
+def test_other_releases_are_noticed() -> None:
+    def add_recv(self: Any, tensors: Any, source: int, expert_id: int) -> None: ...
+
+    with FakeVllm(add_recv=add_recv) as state:
+        with pytest.raises(errors.UnsupportedError, match=r"add_recv takes .*'source'"):
+            adapter.register()
+        assert state.create_eplb_communicator is original
+    with FakeVllm() as state, pytest.MonkeyPatch.context() as newer:  # which ends first
+        newer.setattr(importlib.metadata, "version", lambda _: "0.34.1")
+        with pytest.warns(UserWarning, match=r"0\.34\.1 is installed"):
+            adapter.register()
+
+
+def test_where_it_leaves_vllm_alone() -> None:
+    alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with FakeVllm() as state:
+        adapter.register()
+        make = state.create_eplb_communicator
+        adapter.register()
+        assert state.create_eplb_communicator is make
+        assert (
+            sys.modules["vllm.distributed.eplb.eplb_communicator"].create_eplb_communicator is make
+        )
+        one = SimpleNamespace(cpu_group=alone)
+        assert make(one, "nixl", [[torch.zeros(1)]], [torch.zeros(1)]) == "vLLM's nixl"
+        with pytest.raises(errors.UnsupportedError, match="unset ULTRAEP_VLLM, or enable_elastic"):
+            make(FakeElastic(), "nixl", [[torch.zeros(1)]], [torch.zeros(1)])

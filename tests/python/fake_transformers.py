@@ -1,0 +1,182 @@
+"""The part of transformers that its adapter uses, written anew, for where that is not installed.
+
+The fake exchanges tokens as the real one promises to: an implementation's dispatch brings a rank
+the rows for its experts with local ids, and the combination takes the outputs back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+VERSION = "5.23.0"
+PATH = "transformers.distributed.expert_parallel"
+ADAPTER = "ultraep_comm.adapters.transformers"
+
+
+class Mesh:
+    """One dimension of a device mesh; of this rank alone without a group."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return 1 if self._group is None else dist.get_world_size(self._group)
+
+    def get_group(self) -> Any:
+        return self._group
+
+    def get_local_rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+
+class EPImplementation:
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        self.experts_forward = experts.forward
+        self.num_local_experts = experts.num_experts
+        self.ep_mesh = ep_mesh
+        self.tp_mesh = tp_mesh
+
+    def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        raise NotImplementedError
+
+
+class State(NamedTuple):
+    scale: torch.Tensor
+    order: torch.Tensor
+    sizes: tuple[list[int], list[int]]
+    rows: slice
+    num_tokens: int
+
+
+class AllToAllEP(EPImplementation):
+    def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        *given, state = self._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
+        return self._combine_tokens(self.experts_forward(*given), state)
+
+    def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        num_tokens, parts = len(hidden_states), self.tp_mesh.size()
+        if parts > 1 and torch.is_grad_enabled():
+            raise NotImplementedError("the fake shares batches without gradients only")
+        most = -(-num_tokens // parts)
+        rows = slice(self.tp_mesh.get_local_rank() * most, None)
+        rows = slice(rows.start, rows.start + most)
+        x, ids, scale = hidden_states[rows], top_k_index[rows], top_k_weights[rows]
+        experts, ranks = self.num_local_experts, self.ep_mesh.size()
+        order = ids.flatten().argsort(stable=True)
+        sent = torch.bincount(ids.flatten(), minlength=experts * ranks).view(ranks, experts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.ep_mesh.get_group())
+        sizes = (sent.sum(1).tolist(), received.sum(1).tolist())
+        arrived = Exchange.apply(x[order // ids.shape[1]], self.ep_mesh.get_group(), *sizes)
+        local = torch.arange(experts).repeat(ranks).repeat_interleave(received.flatten())[:, None]
+        ones = torch.ones(local.shape, dtype=x.dtype)
+        return arrived, local, ones, State(scale, order, sizes, rows, num_tokens)
+
+    def _combine_tokens(self, expert_output: Any, state: Any) -> Any:
+        back = Exchange.apply(expert_output, self.ep_mesh.get_group(), *state.sizes[::-1])
+        each = back[state.order.argsort()].view(*state.scale.shape, back.shape[1])
+        output = (each * state.scale[..., None]).sum(1)
+        if self.tp_mesh.size() == 1:
+            return output
+        whole = output.new_zeros(state.num_tokens, output.shape[1])
+        whole[state.rows] = output
+        dist.all_reduce(whole, group=self.tp_mesh.get_group())
+        return whole
+
+
+class EPImplementationInterface:
+    known: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register(cls, key: str, value: Any) -> None:
+        cls.known[key] = value
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks and, backward, their gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, group: Any, sends: Any, receives: Any) -> Any:
+        ctx.back = group, receives, sends
+        arrived = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return Exchange.apply(grad, *ctx.back), None, None, None
+
+
+class Experts(torch.nn.Module):
+    """A rank's experts: two matrices and a bias each."""
+
+    def __init__(self, **weights: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in weights.items():
+            self.register_parameter(name, torch.nn.Parameter(value))
+        self.register_parameter("no_bias", None)
+        self.num_experts = len(next(iter(weights.values())))
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        output = torch.zeros_like(hidden_states)
+        for e in range(self.num_experts):
+            token, k = (top_k_index == e).nonzero(as_tuple=True)
+            if len(token):
+                y = torch.tanh(hidden_states[token] @ self.w1[e].T + self.bias[e]) @ self.w2[e].T
+                output = output.index_add(0, token, y * top_k_weights[token, k][:, None])
+        return output
+
+
+FAKES = (EPImplementation, AllToAllEP, EPImplementationInterface)
+
+
+@contextmanager
+def adapter(version: str = VERSION, **others: Any) -> Iterator[Any]:
+    """Import the adapter on top of the fake, in which ``others`` replace its classes."""
+    modules = {
+        name: ModuleType(name) for name in ("transformers", "transformers.distributed", PATH)
+    }
+    for fake in FAKES:
+        setattr(modules[PATH], fake.__name__, others.get(fake.__name__, fake))
+    # Not mock.patch.dict: what else is imported in here stays.
+    kept = {name: sys.modules.pop(name, None) for name in (*modules, ADAPTER)}
+    sys.modules.update(modules)
+    try:
+        with mock.patch.object(importlib.metadata, "version", return_value=version):
+            yield importlib.import_module(ADAPTER)
+    finally:
+        for name, module in kept.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def differences() -> list[str]:
+    """Return how the fake's signatures differ from those of the installed transformers.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    real = importlib.import_module(PATH)
+    found = []
+    for fake in FAKES:
+        for name, function in vars(fake).items():
+            if not callable(getattr(fake, name)) or isinstance(function, type):
+                continue
+            theirs = getattr(getattr(real, fake.__name__, None), name, None)
+            ours = list(inspect.signature(getattr(fake, name)).parameters)
+            have = None if theirs is None else list(inspect.signature(theirs).parameters)
+            if ours != have:
+                found.append(f"{fake.__name__}.{name} takes {have}; the fake has {ours}")
+    return found

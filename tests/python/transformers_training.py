@@ -1,0 +1,284 @@
+"""Tiny models of transformers, trained by its own expert parallelism and with replicas.
+
+torchrun --nproc-per-node 4 tests/python/transformers_training.py RESULTS.json [CASE...]
+
+Rank 0 writes, for each case, the losses of both ways, the largest differences, and the imbalance
+before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as tf
+from new_tensors import NewTensors
+from transformers.distributed import DistributedConfig
+
+from ultraep_comm.adapters import transformers as adapter
+
+RANKS, EXPERTS, HOT = 4, 8, 1
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+}
+CONFIGS = {
+    "qwen3": partial(tf.Qwen3MoeConfig, moe_intermediate_size=32, num_experts=EXPERTS, head_dim=8),
+    "gptoss": partial(
+        tf.GptOssConfig,
+        intermediate_size=32,
+        num_local_experts=EXPERTS,
+        head_dim=8,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "mixtral": partial(tf.MixtralConfig, intermediate_size=32, num_local_experts=EXPERTS),
+    "dsv3": partial(
+        tf.DeepseekV3Config,
+        moe_intermediate_size=32,
+        n_routed_experts=EXPERTS,
+        n_group=2,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        head_dim=8,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    fsdp: int = 4
+    tp: int = 1
+    ep: int = 4
+    experts: str = "grouped_mm"
+    dtype: torch.dtype = torch.float32
+    optimizer: str = "sgd"
+    checkpointing: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    batch: tuple[int, int] = (4, 16)
+    learning_rate: float = 0.1
+
+
+CASES = {
+    "qwen3": Case("qwen3"),
+    "gptoss": Case("gptoss", experts="eager"),
+    "mixtral, two copies of an expert": Case("mixtral", ep=2, experts="batched_mm"),
+    "dsv3": Case("dsv3"),
+    "shared batches": Case("qwen3", fsdp=2, tp=2),
+    "recomputed": Case("qwen3", checkpointing={"use_reentrant": False}),
+    "recomputed, reentrant": Case("gptoss", checkpointing={"use_reentrant": True}),
+    "adamw": Case("qwen3", optimizer="adamw", experts="eager", learning_rate=1e-3),
+    "bf16": Case("qwen3", dtype=torch.bfloat16),
+    "no replicas for few tokens": Case("qwen3", options={"min_tokens": 10_000}),
+    # Two tokens in a group of four: half of the ranks have none.
+    "ranks without tokens": Case("qwen3", fsdp=1, tp=4, batch=(1, 2), learning_rate=0.01),
+}
+
+
+def save_models(folder: Path) -> None:
+    """Write a model of each kind, whose routers prefer one expert."""
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        sizes = {} if name in ("gptoss", "mixtral") else {"intermediate_size": 64}
+        model = tf.AutoModelForCausalLM.from_config(config(**COMMON | sizes))
+        for key, value in model.named_parameters():
+            if "experts" in key or "router" in key or "mlp.gate." in key:
+                value.data.normal_(0, 0.2)
+            if "embed_tokens" in key:
+                value.data.normal_()[:, :4] += 0.7
+            if key.endswith(("mlp.gate.weight", "router.weight")):
+                value.data[HOT, :4] += 1
+        model.save_pretrained(folder / name)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().float().clone()
+
+
+@dataclass
+class Run:
+    """What a run leaves: tensors are whole, in fp32."""
+
+    losses: list[float]
+    grads: list[dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    imbalance: list[tuple[int, float, float, int]]
+    seconds: float
+
+
+def load(folder: Path, case: Case, way: str) -> Any:
+    return tf.AutoModelForCausalLM.from_pretrained(
+        folder / case.model,
+        dtype=case.dtype,
+        experts_implementation=case.experts,
+        distributed_config=DistributedConfig(
+            fsdp_size=case.fsdp,
+            tp_size=case.tp,
+            ep_size=case.ep,
+            ep_implementation=way,
+        ),
+    )
+
+
+def train(folder: Path, case: Case, way: str) -> Run:
+    model = load(folder, case, way)
+    model.train()
+    if case.checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=case.checkpointing)
+    seed = torch.Generator().manual_seed(7 + dist.get_rank() // case.tp)
+    ids = torch.randint(3, 128, case.batch, generator=seed)
+    if case.optimizer == "sgd":
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=case.learning_rate, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate)
+    losses, grads, imbalance = [], [], []
+    started = time.perf_counter()
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads.append({n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+        for layer, one in enumerate(adapter.layers(model).values()):
+            assert one.plan is not None
+            assert one.group is not None
+            one.group.assert_idle()
+            plan = one.plan
+            imbalance.append((layer, plan.imbalance_before, plan.imbalance, plan.num_replicas))
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - started
+    names = {p: n for n, p in model.named_parameters()}
+    moments = {
+        f"{names[p]}.{key}": full(value)
+        for p, values in optimizer.state.items()
+        for key, value in values.items()
+        if torch.is_tensor(value) and value.dim()
+    }
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    return Run(losses, grads, state, moments, full(logits), imbalance, seconds)
+
+
+def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any tensor, relative to its largest value.
+
+    Values that are less than a thousandth of all tensors' largest count as that: gradients that
+    are zero but for rounding.
+    """
+    assert list(found) == list(wanted)
+    largest = {name: float(one.abs().max()) for name, one in wanted.items() if one.numel()}
+    least = max(largest.values()) / 1000
+    worst = 0.0
+    for name, scale in largest.items():
+        assert found[name].shape == wanted[name].shape
+        difference = float((found[name] - wanted[name]).abs().max())
+        worst = max(worst, difference / max(scale, least))
+    return worst
+
+
+def compare(folder: Path, case: Case) -> dict[str, Any]:
+    adapter.configure(slots_per_rank=2, timeout=60.0, engine="host", **case.options)
+    runs = [train(folder, case, way) for way in ("all_to_all", adapter.NAME)]
+    plain, ours = runs
+    result = {
+        "losses": [run.losses for run in runs],
+        "gradients": [apart(a, b) for a, b in zip(ours.grads, plain.grads, strict=True)],
+        "state": apart(ours.state, plain.state),
+        "optimizer": apart(ours.optimizer, plain.optimizer),
+        "logits": apart({"": ours.logits}, {"": plain.logits}),
+        "imbalance": ours.imbalance,
+        "seconds": [run.seconds for run in runs],
+    }
+    if case.dtype != torch.float32:  # how far both are from fp32
+        exact = train(folder, replace(case, dtype=torch.float32), "all_to_all")
+        result["from_fp32"] = [apart(run.grads[0], exact.grads[0]) for run in runs]
+    return result
+
+
+@contextmanager
+def watched() -> Iterator[NewTensors]:
+    """Watch what the layers of a model create in their forward pass."""
+    found, call = NewTensors(), adapter.UltraEP.__call__
+
+    def watch(self: Any, *tensors: torch.Tensor) -> Any:
+        with found:
+            return call(self, *tensors)
+
+    adapter.UltraEP.__call__ = watch
+    try:
+        yield found
+    finally:
+        adapter.UltraEP.__call__ = call
+
+
+def largest_new_tensor(folder: Path) -> dict[str, Any]:
+    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
+    case = Case("qwen3", batch=(1, 4))
+    model = load(folder, case, adapter.NAME)
+    ids = torch.arange(4)[None] + 3
+    model(input_ids=ids, labels=ids).loss.backward()  # creates the group
+    with watched() as found:
+        model(input_ids=ids, labels=ids).loss.backward()
+    mains = min(p.to_local().numel() for n, p in model.named_parameters() if "experts" in n)
+    layer = next(iter(adapter.layers(model).values()))
+    return {"largest": found.largest, "mains": mains, "replicas": layer.plan.num_replicas}
+
+
+def main(path: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    tf.logging.set_verbosity_error()
+    tf.utils.logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        save_models(Path(folder[0]))
+    dist.barrier()
+    results = {}
+    for name in names or [*CASES, "new tensors"]:
+        if name in CASES:
+            results[name] = compare(Path(folder[0]), CASES[name])
+        else:
+            results[name] = largest_new_tensor(Path(folder[0]))
+        if dist.get_rank() == 0:
+            print(name, json.dumps(results[name]), flush=True)
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

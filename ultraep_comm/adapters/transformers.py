@@ -1,0 +1,249 @@
+"""Hugging Face transformers: replicas for all models with expert parallelism. Import it once::
+
+    import ultraep_comm.adapters.transformers  # registers the implementation "ultraep"
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ultraep")
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
+
+Tokens travel as with the implementation "all_to_all", to instances instead of experts, and the
+model's own experts compute them, by whichever ``experts_implementation`` it was loaded with. Main
+weights are never copied, and parameters, checkpoints and optimizers do not see replicas.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.distributed.expert_parallel import (
+    AllToAllEP,
+    EPImplementation,
+    EPImplementationInterface,
+)
+
+import ultraep_comm as uec
+from ultraep_comm.adapters.seams import check_experts, check_signature, check_version, is_alone
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.nn import Replication
+from ultraep_comm.system import undocumented
+
+Tensor = torch.Tensor
+Weights = dict[str, Tensor]
+
+NAME = "ultraep"
+_INSTEAD = 'use ep_implementation="all_to_all" for this model'
+_CALL = ("self", "hidden_states", "top_k_index", "top_k_weights")
+# What is called or overridden here, and the parameters with which it was tried.
+SEAM: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "EPImplementation.__init__": ("self", "experts", "ep_mesh", "tp_mesh"),
+        "EPImplementation.__call__": _CALL,
+        "AllToAllEP.__call__": _CALL,
+        "AllToAllEP._dispatch_tokens": _CALL,
+        "AllToAllEP._combine_tokens": ("self", "expert_output", "state"),
+        "EPImplementationInterface.register": ("key", "value"),
+    }
+)
+_OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
+_OF_GROUP = (
+    *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
+    *("domains", "allow_cross_domain"),
+)
+_settings: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
+_replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
+atexit.register(_replications.clear)  # caches may keep models until after Python's own end
+
+
+def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None:
+    """Set how models that are loaded from now on replicate; the same on every rank.
+
+    Args:
+        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
+            for their gradients in fp32, once for all layers of one shape.
+        live: microbatches whose passes overlap; each takes slots of its own.
+        options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
+            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
+            :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
+            ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
+            its default there.
+
+    Raises:
+        InvalidArgumentError: another option.
+    """
+    global _settings  # noqa: PLW0603 - transformers makes implementations from three arguments
+    if unknown := options.keys() - {*_OF_LAYER, *_OF_GROUP}:
+        raise InvalidArgumentError(
+            f"configure() has no option {sorted(unknown)}; expected some of slots_per_rank, live,"
+            f" {', '.join((*_OF_LAYER, *_OF_GROUP))}"
+        )
+    _settings = {"slots_per_rank": slots_per_rank, "live": live, **options}
+
+
+def layers(model: nn.Module) -> dict[str, UltraEP]:
+    """Return the implementations of a model's layers by the name of their experts' module."""
+    found = {name: vars(module).get(NAME) for name, module in model.named_modules()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class UltraEP(AllToAllEP):
+    """An all-to-all of tokens among instances: mains, and replicas made for each microbatch.
+
+    transformers makes one for each layer. Every call is collective over the expert-parallel ranks,
+    with or without tokens. Without gradients it only fills the slots.
+
+    Attributes:
+        plan: of the last microbatch; None: there was none.
+        group: shared by layers whose experts have the same shape; None before the first
+            microbatch, and where there is one expert-parallel rank, which needs no replicas.
+    """
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        """Check the experts of a layer; the first microbatch opens the group.
+
+        Raises:
+            UnsupportedError: something in the experts would not travel with a replica.
+        """
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._experts = experts
+        self._settings = _settings
+        self._num_mains: int = self.num_local_experts
+        self.plan: uec.Plan | None = None
+        self._is_alone = is_alone(ep_mesh.get_group(), f"transformers, {type(experts).__name__}")
+        if not self._is_alone:
+            check_experts(experts, self._num_mains, _INSTEAD)
+        setattr(experts, NAME, self)
+
+    @property
+    def group(self) -> uec.Group | None:
+        """Return the group."""
+        calls = _replications.get(self)
+        return None if calls is None else calls.group
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token.
+
+        Args:
+            hidden_states: ``[T, H]``; the same on ranks of a tensor-parallel group, which then
+                take a part each.
+            top_k_index: int64 ``[T, k]``, logical ids.
+            top_k_weights: ``[T, k]``.
+
+        Returns:
+            ``[T, H]``.
+        """
+        if self._is_alone:
+            output: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
+            return output
+        weights = _parameters(self._experts)
+        own = self._own_rows(len(top_k_index))
+        run = self._layer(weights).begin(weights, top_k_index[own])
+        self.plan, physical_ids = run.plan, run.topk_ids
+        assert physical_ids is not None
+        if len(physical_ids) != len(top_k_index):
+            # The dispatch takes its part of all tokens; nobody reads the ids of the others.
+            physical_ids = torch.zeros_like(top_k_index).index_copy_(
+                0, torch.arange(own.start, own.stop, device=top_k_index.device), physical_ids
+            )
+        hidden_states = run.before_dispatch(hidden_states)
+        rows, ids, scale, state = self._dispatch_tokens(hidden_states, physical_ids, top_k_weights)
+        rows, mains, slots = run.before_experts(rows)
+        rows = run.after_experts(self._run_instances(rows, ids, scale, mains, slots))
+        return run.after_combine(self._combine_tokens(rows, state))
+
+    def _own_rows(self, num_tokens: int) -> slice:
+        """Return which tokens the dispatch takes here of those that a TP group shares."""
+        most = -(-num_tokens // self.tp_mesh.size())
+        start = min(self.tp_mesh.get_local_rank() * most, num_tokens)
+        return slice(start, min(start + most, num_tokens))
+
+    def _layer(self, weights: Weights) -> Replication:
+        """Return the layer's calls; collective at first, and when other weights are trained."""
+        grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
+        calls = _replications.get(self)
+        if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
+            return calls
+        check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
+        given = self._settings
+        group, layer = uec.group_for(
+            self.ep_mesh.get_group(),
+            like=weights,
+            slots_per_rank=given["slots_per_rank"],
+            grads=grads or None,
+            banks=given["live"],
+            **{name: value for name, value in given.items() if name in _OF_GROUP},
+        )
+        # The dispatch sees a model of this many experts on every rank.
+        self.num_local_experts = group.topology.instances_per_rank
+        options = {name: value for name, value in given.items() if name in _OF_LAYER}
+        calls = Replication(group, layer=layer, live=given["live"], **options)
+        _replications[self] = calls
+        return calls
+
+    def _run_instances(
+        self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights
+    ) -> Tensor:
+        """Run the model's own experts on mains, then on slots, which are other tensors.
+
+        Args:
+            rows: ``[R, H]``.
+            ids: ``[R, 1]``, indices of instances: mains, then slots.
+            scale: ``[R, 1]``, factors of the outputs.
+            mains: ``{name: [M, *shape]}``.
+            slots: ``{name: [S, *shape]}``.
+        """
+        if not len(rows):
+            return rows  # gradients go on through the exchange all the same
+        num_home = int((ids < self._num_mains).sum())  # the exchange has synchronised already
+        if num_home == len(rows):
+            return self._run(mains, rows, ids, scale)
+        order = ids[:, 0].argsort(stable=True)
+        rows, ids, scale = (t.index_select(0, order) for t in (rows, ids, scale))
+        home, away = slice(num_home), slice(num_home, None)
+        outputs = [self._run(slots, rows[away], ids[away] - self._num_mains, scale[away])]
+        if num_home:
+            outputs.insert(0, self._run(mains, rows[home], ids[home], scale[home]))
+        return torch.cat(outputs).index_select(0, order.argsort())
+
+    def _run(self, weights: Weights, rows: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
+        with _holding(self._experts, weights):
+            output: Tensor = self.experts_forward(rows, ids, scale)
+        return output
+
+
+def _parameters(experts: nn.Module) -> Weights:
+    own: dict[str, nn.Parameter | None] = undocumented(experts, "_parameters")
+    return {name: weight for name, weight in own.items() if weight is not None}
+
+
+@contextlib.contextmanager
+def _holding(experts: Any, weights: Weights) -> Iterator[None]:
+    """Let an experts' module have other weights, of as many experts as these are."""
+    own, number = undocumented(experts, "_parameters"), experts.num_experts
+    given = {name: own[name] for name in weights}
+    own.update(weights)
+    experts.num_experts = len(next(iter(weights.values())))
+    try:
+        yield
+    finally:
+        own.update(given)
+        experts.num_experts = number
+
+
+def _register() -> None:
+    check_version("transformers", "5.23", "5.23")
+    seam = (EPImplementation, AllToAllEP, EPImplementationInterface)
+    owners = {owner.__name__: owner for owner in seam}
+    for name, parameters in SEAM.items():
+        owner, _, function = name.partition(".")
+        check_signature(getattr(owners[owner], function), parameters)
+    EPImplementationInterface.register(NAME, UltraEP)
+
+
+_register()

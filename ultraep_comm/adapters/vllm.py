@@ -1,0 +1,247 @@
+"""vLLM: its expert parallelism load balancer (EPLB) moves weights by this library.
+
+Installing the library declares :func:`register` as a general plugin of vLLM. It does nothing unless
+the environment variable ULTRAEP_VLLM is set, so that this module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ultraep_comm import env
+from ultraep_comm.errors import InvalidPlanError, UltraEPError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+_LOGGER = logging.getLogger("ultraep_comm")
+_EPLB = "vllm.distributed.eplb"
+_BASE = f"{_EPLB}.eplb_communicator:EplbCommunicator"
+_CREATE = "create_eplb_communicator"
+_PARAMETERS = "group_coordinator backend expert_weights expert_buffer"
+
+# What is called, replaced or overridden, and the parameters that it was written for.
+SEAM: Mapping[str, str] = MappingProxyType(
+    {
+        f"{_EPLB}.eplb_communicator:{_CREATE}": _PARAMETERS,
+        f"{_EPLB}.eplb_state:{_CREATE}": _PARAMETERS,
+        f"{_EPLB}.eplb_utils:device_stream": "stream",
+        f"{_BASE}.add_send": "self tensors dst_rank expert_id",
+        f"{_BASE}.add_recv": "self tensors src_rank expert_id",
+        f"{_BASE}.execute": "self",
+        f"{_BASE}.set_transfer_context": "self old_indices layer_idx",
+        f"{_BASE}.set_stream": "self stream",
+    }
+)
+
+
+def register() -> None:
+    """Do what ULTRAEP_VLLM says, in a process of vLLM: nothing, or ``eplb``.
+
+    With ``eplb`` a communicator is made collectively, and raises on every rank UnsupportedError for
+    elastic expert parallelism or tensors without one row per expert, InvalidArgumentError for rows
+    that are not dense, and what ``new_group`` raises.
+
+    Raises:
+        InvalidArgumentError: the variable has another value.
+        UnsupportedError: ``batch``, which is not there yet; or this release of vLLM has other
+            signatures.
+    """
+    mode = env.vllm()
+    if mode is None:
+        return
+    if mode == "batch":
+        raise UnsupportedError(
+            "ULTRAEP_VLLM=batch: there are no replicas for each batch in vLLM yet. Set"
+            " ULTRAEP_VLLM=eplb, by which vLLM's own EPLB moves experts through this library"
+        )
+    from ultraep_comm.adapters import seams
+
+    seams.check_version("vllm", "0.33", "0.33")
+    communicators: Any = importlib.import_module(f"{_EPLB}.eplb_communicator")
+    original = getattr(communicators, _CREATE)
+    if original.__module__ == __name__:  # plugins may be loaded more than once
+        return
+    for path, parameters in SEAM.items():
+        module, _, names = path.partition(":")
+        found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
+        seams.check_signature(found, parameters.split())  # type: ignore[arg-type]
+    elastic = importlib.import_module("vllm.distributed.stateless_coordinator")
+    utils = importlib.import_module(f"{_EPLB}.eplb_utils")
+    parts = {"on_stream": staticmethod(utils.device_stream)}
+    communicator: Any = type("UltraEPCommunicator", (Mover, communicators.EplbCommunicator), parts)
+
+    def create(
+        group_coordinator: Any,
+        backend: str,
+        expert_weights: Sequence[Sequence[torch.Tensor]],
+        expert_buffer: list[torch.Tensor],
+    ) -> Any:
+        if isinstance(group_coordinator, elastic.StatelessGroupCoordinator):
+            raise UnsupportedError(
+                "ULTRAEP_VLLM=eplb: elastic expert parallelism changes the ranks of a group;"
+                " unset ULTRAEP_VLLM, or enable_elastic_ep"
+            )
+        if not expert_weights or seams.is_alone(group_coordinator.cpu_group, "vLLM's EPLB"):
+            return original(group_coordinator, backend, expert_weights, expert_buffer)
+        return communicator(group_coordinator, expert_weights, expert_buffer)
+
+    setattr(communicators, _CREATE, create)
+    setattr(importlib.import_module(f"{_EPLB}.eplb_state"), _CREATE, create)
+
+
+class Mover:
+    """Moves a layer's experts, as an ``EplbCommunicator`` of vLLM.
+
+    Physical rows are the group's experts: row ``i`` has its home on rank ``i // L``, and its L
+    slots are vLLM's receive buffer. Every rank calls ``execute`` for every layer, from the main
+    thread or EPLB's own.
+
+    Attributes:
+        group: shared by all models with experts of the same shapes.
+        moved: experts that all ranks together have received.
+    """
+
+    needs_profile_buffer_reservation = False  # the slots are there
+    on_stream: Any  # vLLM's context
+
+    def __init__(
+        self,
+        coordinator: Any,
+        expert_weights: Sequence[Sequence[torch.Tensor]],
+        expert_buffer: list[torch.Tensor],
+    ) -> None:
+        """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
+        import ultraep_comm as uec
+        from ultraep_comm.adapters import seams
+
+        self._cpu_group = cpu_group = coordinator.cpu_group
+        problems = seams.gather_json(cpu_group, _find_problem(expert_weights, expert_buffer))
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise UnsupportedError(
+                    f"ULTRAEP_VLLM=eplb: expert-parallel rank {rank} {problem}; unset ULTRAEP_VLLM,"
+                    " and vLLM moves them itself"
+                )
+        first = expert_weights[0]
+        self._names = [f"tensor {i}" for i in range(len(first))]
+        self._weights, self._buffer = expert_weights, expert_buffer
+        self._rows = rows = first[0].shape[0]
+        on_cpu = first[0].device.type == "cpu"
+        self.group = uec.group_for(
+            cpu_group if on_cpu else coordinator.device_group,
+            like=dict(zip(self._names, first, strict=True)),
+            slots_per_rank=rows,
+            num_experts=cpu_group.size() * rows,
+            allow_cross_domain=True,
+            device="cpu" if on_cpu else first[0].device,
+        ).group
+        expert_buffer[:] = [self.group.slots[name] for name in self._names]
+        self.moved, self._layer, self._stream = 0, -1, None
+        self._old: list[list[int]] = []
+        self._forget()
+        _LOGGER.info("vLLM's EPLB moves experts by ultraep_comm: %d rows a rank", rows)
+
+    def set_stream(self, stream: Any) -> None:
+        """Use a stream for what follows; None: the current one."""
+        self._stream = stream
+
+    def _forget(self) -> None:
+        self._sources = [-1] * self._rows  # of this rank's slots: physical rows
+        self._sends: set[tuple[int, int]] = set()  # own row, destination
+        self._problem = ""
+
+    def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None:
+        """Name the layer, and the experts in its physical rows: integers ``[G * L]``, -1: none."""
+        count = self._cpu_group.size()
+        self._old = [list(map(int, row)) for row in old_indices.reshape(count, self._rows)]
+        self._layer = layer_idx
+
+    def add_send(self, tensors: list[torch.Tensor], dst_rank: int, expert_id: int) -> None:
+        """Note that ``dst_rank`` needs a row of the layer's weights."""
+        self._sends.add((self._find_row(self._weights[self._layer], tensors, expert_id), dst_rank))
+
+    def add_recv(self, tensors: list[torch.Tensor], src_rank: int, expert_id: int) -> None:
+        """Note that a slot is to have the expert that ``src_rank`` has."""
+        slot = self._find_row(self._buffer, tensors, expert_id)
+        if expert_id not in self._old[src_rank]:
+            self._problem = f"expects expert {expert_id} of rank {src_rank}, which has none"
+        elif slot >= 0:
+            self._sources[slot] = src_rank * self._rows + self._old[src_rank].index(expert_id)
+
+    def _find_row(
+        self, whole: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], expert_id: int
+    ) -> int:
+        """Return which row of ``whole`` the tensors are; -1 with a problem: none."""
+        step = whole[0].stride(0) * whole[0].element_size()
+        row = (tensors[0].data_ptr() - whole[0].data_ptr()) // step
+        places = [t.data_ptr() for t in tensors]
+        if 0 <= row < self._rows and places == [t[row].data_ptr() for t in whole]:
+            return row
+        self._problem = f"has expert {expert_id} in memory that was not given at set-up"
+        return -1
+
+    def execute(self) -> None:
+        """Move what was noted. Collective; later work of the stream has the weights.
+
+        Raises:
+            InvalidPlanError: ranks noted what does not match.
+            TransferError: the transfer failed.
+        """
+        import torch
+
+        import ultraep_comm as uec
+        from ultraep_comm.adapters import seams
+
+        group, rows, sends = self.group, self._rows, self._sends
+        noted = (self._sources, self._problem)
+        self._forget()
+        every = seams.gather_json(self._cpu_group, noted)
+        try:
+            for rank, (_, problem) in enumerate(every):
+                if problem:
+                    raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {rank} {problem}")
+            sources = torch.tensor([own for own, _ in every], dtype=torch.int32, device="cpu")
+            mine = (sources >= 0) & (sources // rows == group.rank)
+            needed = {(int(sources[r, s]) % rows, r) for r, s in mine.nonzero().tolist()}
+            if needed != sends:
+                raise InvalidPlanError(
+                    f"EPLB of layer {self._layer}: rank {group.rank} sends {sorted(sends)},"
+                    f" (row, rank), and its peers need {sorted(needed)}; ranks have different maps"
+                )
+            plan = uec.Plan.from_slots(
+                sources,
+                num_experts=group.num_ranks * rows,
+                domains=group.topology.domain,
+                allow_cross_domain=True,
+            )
+        except UltraEPError as error:
+            group.session.reject(error)
+            raise
+        if plan.num_replicas:
+            weights = dict(zip(self._names, self._weights[self._layer], strict=True))
+            with self.on_stream(self._stream):
+                uec.replicate_experts(weights, plan, group=group)
+            self.moved += plan.num_replicas
+
+
+def _find_problem(weights: Sequence[Sequence[torch.Tensor]], buffer: Any) -> str:
+    """Return what prevents slots in place of the receive buffer; nothing: an empty text."""
+    if not isinstance(buffer, list) or len(buffer) != len(weights[0]):
+        return f"has {type(buffer).__name__} as receive buffer, not a list of {len(weights[0])}"
+    for number, layer in enumerate(weights):
+        for i, tensor in enumerate(layer):
+            what = f"has a tensor {i} of layer {number} with shape {tuple(tensor.shape)}"
+            if tensor.dim() == 0 or tensor.shape[0] != weights[0][0].shape[0]:
+                return f"{what}, without one row for each expert"
+            if tensor.shape[0] > 1 and tensor.stride(0) < tensor[0].numel():
+                return f"{what}, whose rows share memory"
+        kinds = [[(t.shape, t.stride(), t.dtype, t.device) for t in w] for w in (layer, weights[0])]
+        if kinds[0] != kinds[1]:
+            return f"has layer {number} with tensors {kinds[0]}, and layer 0 with {kinds[1]}"
+    return ""
