@@ -37,13 +37,14 @@ SAMPLE = re.findall(
 
     chosen_by_each arrival_not_shared finish_waits_for_each row_published_twice fit_of_each
     packed_taker_of_each fetch_fault_unseen part_one_too_small replicas_in_one_place
-    source_not_counted_yet crosses_for_each_replica
+    source_not_counted_yet crosses_for_each_replica instances_without_mains
     sums_in_one_place gradients_of_32_bits
 
     rounds_gate_is_open rounds_hub_left_out rounds_relayed_last ledger_one_tag_for_all
     ledger_received_for_another ledger_keeps_of_another ledger_digests_not_chained
 
     failed_before_workers_end readers_not_awaited sums_in_another_order sleep_without_last_look
+    bank_of_another
     stages_captured_wait_for_outside launcher_waits_outside_the_capture
 
     device_publish_without_proxy_fence device_stage_reused_while_read device_epoch_not_advanced
