@@ -393,7 +393,7 @@ def serve(rank: int, world: int, store: str, pipe: Any) -> None:
     """Answer the names of cases and functions with (result or None, error or None)."""
     settle()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    import megatron_cpu
+    from ultraep_comm.bench.commands.layer import megatron_cpu
 
     megatron_cpu.install()
     while (name := pipe.recv()) is not None:

@@ -250,11 +250,11 @@ def _own_gradient(main: Tensor, grad: Tensor | None) -> Tensor:
 # ---- the hooks ----------------------------------------------------------------------------------
 
 
-class _Hook(torch.autograd.Function):
+class Hook(torch.autograd.Function):
     """Identity; ``at_backward`` maps the gradients of its outputs to those of its inputs."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any, at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.at_backward = at_backward
@@ -265,12 +265,14 @@ class _Hook(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # noqa: D102
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.at_backward(grads)
 
 
 def _hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor) -> Any:
-    return _Hook.apply(at_backward, num_outputs, *tensors)  # type: ignore[no-untyped-call]
+    return Hook.apply(at_backward, num_outputs, *tensors)  # type: ignore[no-untyped-call]
 
 
 def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = None) -> Tensor:
@@ -403,7 +405,7 @@ def _check_graph(x: Tensor, pass_: ExpertPass, mains: Mains) -> None:
             " its backward pass would not start the reduction; call x.requires_grad_() first"
         )
     for name, main in mains.items():
-        hook = undocumented(_Hook, "_backward_cls")
+        hook = undocumented(Hook, "_backward_cls")
         if not all(isinstance(t.grad_fn, hook) for t in _spread({name: main})):
             raise InvalidArgumentError(
                 f"rank {rank}: main weights {name!r} of layer {pass_.handle.layer} do not come from"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from benched import TIMES, bench, check_csv, check_times, settings_of
 from tiers import sampled
 
-from ultraep_comm.bench.commands.layer import run as layer
-from ultraep_comm.bench.commands.layer.run import balanced_ids, draw_ids, make_record
+from ultraep_comm.bench.commands.layer import native as layer
+from ultraep_comm.bench.commands.layer.data import balanced_ids, draw_ids
+from ultraep_comm.bench.commands.layer.native import PHASES
+from ultraep_comm.bench.commands.layer.run import make_record
 from ultraep_comm.bench.measure import Measured, Times
 
 FEW = [
@@ -38,7 +41,7 @@ RECORD_KEYS = {
     *("op", "routing", "ranks", "experts", "slots", "tokens_per_s", *TIMES),
     *("share_of_balanced", "over_bound", "compute_us", "compute_share_of_balanced", "imbalance"),
     *("replicas", "phases_us", "phases_share", "wrong_values", "gate"),
-    *("workload", "step_ms", "assignments_per_s"),
+    *("framework", "workload", "step_ms", "assignments_per_s", "speedup"),
 }
 
 
@@ -65,7 +68,7 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
         step = record["step_ms"]
         assert 0 < step["min"] <= step["mean"] <= record["time_us"]["max"] / 1e3
         assert step["min"] <= step["p95"] <= record["time_us"]["max"] / 1e3
-        assert record["workload"] is None
+        assert (record["framework"], record["workload"]) == (None, None)
     assert records["replicated"]["replicas"] >= 1
     assert records["replicated"]["imbalance"] < records["plain"]["imbalance"]
     assert all(us > 0 for us in records["replicated"]["phases_us"].values())
@@ -153,30 +156,35 @@ def test_what_goes_wrong_is_found(tmp_path: Path, fault: str) -> None:
 
 def test_ids_are_skewed_or_even() -> None:
     settings = settings_of(*FEW, "--ranks", "4", "--imbalance", "3", "--tokens", "4096")
-    drawn = np.concatenate([draw_ids(settings, 0, rank).numpy().ravel() for rank in range(4)])
+    (routing,) = settings.routings
+    drawn = np.concatenate([draw_ids(settings, routing, 0, r).numpy().ravel() for r in range(4)])
     by_rank = np.bincount(drawn // 2, minlength=4)
     assert by_rank.max() / by_rank.mean() == pytest.approx(3, rel=0.05)
-    assert (draw_ids(settings, 0, 1) != draw_ids(settings, 1, 1)).any()
+    assert (draw_ids(settings, routing, 0, 1) != draw_ids(settings, routing, 1, 1)).any()
     even = np.concatenate([balanced_ids(settings, rank).numpy() for rank in range(4)])
     assert np.bincount(even.ravel()).tolist() == [4 * 4096 * 2 // 8] * 8
     assert (even[:, 0] != even[:, 1]).all()
 
 
-def test_a_public_workload(tmp_path: Path) -> None:
-    """Its steps are the iterations', alike on all ranks, and its owners' imbalance is measured."""
-    done = bench(tmp_path, *FEW, "--workload", "W1", "--check", "--json", "o.json")
+def test_public_workloads(tmp_path: Path) -> None:
+    """Their steps are the iterations', alike on all ranks; the owners' imbalance is measured."""
+    done = bench(tmp_path, *FEW, "--workload", "W1,W5", "--check", "--json", "o.json")
     assert done.returncode == 0, done.stderr
-    assert "W1_hot_expert_set of seed 1234, imbalance" in done.stdout
-    records = records_of(done)
-    assert all(record["workload"] == "W1" for record in records.values())
-    settings = settings_of(*FEW, "--workload", "W1")
-    drawn = [draw_ids(settings, step, 0) for step in (1, 2)]  # behind one warm-up
-    assert torch.equal(drawn[0], draw_ids(settings, 1, 1))
-    owners = [np.bincount(ids.numpy().ravel() // 4, minlength=2) for ids in drawn]
-    expected = np.median([counts.max() / counts.mean() for counts in owners])
-    assert records["plain"]["imbalance"] == pytest.approx(expected)
-    assert records["replicated"]["imbalance"] < 1.02
-    assert settings.imbalance == pytest.approx(expected, rel=0.1)
+    settings = settings_of(*FEW, "--workload", "W1,W5")
+    records = done.document()["records"]
+    assert [record["workload"] for record in records] == ["W1"] * 3 + ["W5"] * 3
+    for routing, (plain, replicated, _) in zip(
+        settings.routings, (records[:3], records[3:]), strict=True
+    ):
+        name = {"W1": "W1_hot_expert_set", "W5": "W5_zero_expert_rank"}[routing.workload]
+        assert f"# routing: {name} of seed 1234, imbalance {routing.imbalance:.3f}\n" in done.stdout
+        drawn = [draw_ids(settings, routing, step, 0) for step in (1, 2)]  # behind one warm-up
+        assert torch.equal(drawn[0], draw_ids(settings, routing, 1, 1))
+        owners = [np.bincount(ids.numpy().ravel() // 4, minlength=2) for ids in drawn]
+        expected = np.median([counts.max() / counts.mean() for counts in owners])
+        assert plain["imbalance"] == pytest.approx(expected)
+        assert replicated["imbalance"] < 1.02
+        assert routing.imbalance == pytest.approx(expected, rel=0.1)
 
 
 def test_a_workload_has_its_own_imbalance(tmp_path: Path) -> None:
@@ -185,8 +193,37 @@ def test_a_workload_has_its_own_imbalance(tmp_path: Path) -> None:
         2,
         "error: --imbalance is 2, but --workload W1 has its own; give one of the two\n",
     )
+    done = bench(tmp_path, *FEW, "--workload", "W1,W9")
+    assert "error: --workload has 'W9'; expected any of W0, W1" in done.stderr
     done = bench(tmp_path, *FEW, "--workload", "W5", "--topk", "5")
     assert "--experts is 8, but workload W5 draws --topk 5 different experts of 4" in done.stderr
+
+
+MISSING = {"transformers": "transformers accelerate", "megatron": "megatron-core"}
+
+
+@pytest.mark.parametrize("framework", MISSING)
+def test_a_framework_that_is_missing(
+    tmp_path: Path, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = bench(tmp_path, *FEW, "--framework", framework)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: --framework is {framework}, which is not installed: pip install"
+        f" -c constraints.txt {MISSING[framework]}\n",
+    )
+
+
+@pytest.mark.parametrize("wrong", [("--experts", "7"), ("--slots", "0"), ("--ranks", "1")])
+def test_what_a_frameworks_layer_cannot_be(
+    tmp_path: Path, wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    done = bench(tmp_path, *FEW, "--framework", "megatron", *wrong)
+    assert done.returncode == 2
+    assert " ".join(wrong) in done.stderr.replace("on 1 ranks", "--ranks 1")
+    assert "expected equally many experts on each of at least two ranks" in done.stderr
 
 
 def test_shares_are_of_the_same_iteration() -> None:
@@ -199,8 +236,11 @@ def test_shares_are_of_the_same_iteration() -> None:
         found = Times(iterations=times, ranks=times)
         return Measured(mode="replicated", chosen="", times=found, wrong=0), ranks
 
-    slow_second = row(20, 200, 20)
-    record = make_record(settings, *slow_second, row(10, 100, 10))
+    slow_second, plain = row(20, 200, 20), row(40, 100, 80)
+    record = make_record(
+        settings, settings.routings[0], PHASES, slow_second, plain, row(10, 100, 10)
+    )
+    assert record["speedup"] == 2
     assert record["share_of_balanced"] == record["compute_share_of_balanced"] == 0.5
     assert record["over_bound"] == 2
     assert record["phases_us"] == {"plan": 1, "replicate": 2, "reroute": 3, "reduce": 4}

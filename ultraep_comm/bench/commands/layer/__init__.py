@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from ultraep_comm.bench.options import (
     check_ranks,
     check_shared,
     default_imbalance,
+    parse_families,
     take,
 )
 from ultraep_comm.errors import InvalidArgumentError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_RANKS = 2
+_OF_FRAMEWORKS = "W1"  # their tokens have to go to different experts
 _WORKLOAD_STEPS = 12  # whose mean is the workload's: a turn of W6 and of W7
 _SHARES_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
 _MINIMA = {
@@ -38,34 +41,60 @@ _MINIMA = {
 }
 
 
+_FRAMEWORKS = {  # what is imported, and what brings it
+    "transformers": ("transformers", "-c constraints.txt transformers accelerate"),
+    "megatron": ("megatron.core", "-c constraints.txt megatron-core"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+        workload: of `options.WORKLOADS`, whose next step an iteration is; "": ids are drawn by
+            shares, which else are those of the workload's first steps.
+        shares: float64 ``[E]``, the probability of each expert.
+        imbalance: of the ranks under these shares.
+    """
+
+    workload: str
+    shares: NDArray[np.float64]
+    imbalance: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings(Settings):
     """Checked arguments of ``layer``.
 
     Attributes:
-        shares: float64 ``[E]``, the probability of each expert.
-        imbalance: of the ranks under these shares.
+        framework: whose layer is measured; "": the benchmark's own.
+        routings: one after the other.
+        experts: E.
         slots: S.
         tokens: of each rank.
         topk: experts of a token.
         hidden, inner: H and I.
-        workload: of `options.WORKLOADS`, whose next step an iteration is; "": ids are drawn by
-            shares, which else are those of the workload's first steps.
     """
 
-    shares: NDArray[np.float64]
-    imbalance: float
+    framework: str
+    routings: tuple[Routing, ...]
+    experts: int
     slots: int
     tokens: int
     topk: int
     hidden: int
     inner: int
-    workload: str = ""
 
     @property
-    def num_experts(self) -> int:
-        """Return E."""
-        return len(self.shares)
+    def workload(self) -> str:
+        """Return the names of the workloads; "" for none."""
+        return ",".join(routing.workload for routing in self.routings)
+
+    @property
+    def imbalance(self) -> float:
+        """Return the imbalance, mean over the routings."""
+        return sum(routing.imbalance for routing in self.routings) / len(self.routings)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -76,6 +105,12 @@ class LayerSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``layer``."""
     add = parser.add_argument_group("the layer").add_argument
+    add(
+        "--framework",
+        choices=tuple(_FRAMEWORKS),
+        default="",
+        help="its own layer, without and with its adapter (default: the benchmark's layer)",
+    )
     add("--ranks", type=int, help=f"ranks, at most one per core (default {DEFAULT_RANKS})")
     add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"experts (default {DEFAULT_EXPERTS})")
     add("--slots", type=int, default=2, help="slots of a rank (default 2)")
@@ -90,11 +125,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--workload",
-        choices=tuple(WORKLOADS),
         default="",
-        help=f"routing of a public workload instead; --experts {WORKLOAD_EXPERTS} --topk"
-        f" {WORKLOAD_TOPK} --tokens {WORKLOAD_TOKENS} --hidden 512 --inner 1024 -w 5 is its"
-        " published shape",
+        metavar="NAME,...",
+        help=f"routing of public workloads instead, of {', '.join(WORKLOADS)} (with --framework:"
+        f" default {_OF_FRAMEWORKS}); --experts {WORKLOAD_EXPERTS} --topk {WORKLOAD_TOPK} --tokens"
+        f" {WORKLOAD_TOKENS} --hidden 512 --inner 1024 -w 5 is their published shape",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "routing, weights and tokens")
     add = parser.add_argument_group("results and limits").add_argument
@@ -115,20 +150,39 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
         raise InvalidArgumentError(
             f"--experts is {options.experts}; expected at least one for each of {num_ranks} ranks"
         )
-    imbalance, load = _make_load(options, num_ranks)
+    if options.framework:
+        _check_framework(options, num_ranks)
     return LayerSettings(
         **found,
-        shares=load / load.sum(),
-        imbalance=imbalance,
-        **take(options, "slots", "tokens", "topk", "hidden", "inner", "workload"),
+        routings=_make_routings(options, num_ranks),
+        **take(options, "framework", "experts", "slots", "tokens", "topk", "hidden", "inner"),
     )
 
 
-def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[float, NDArray[np.int64]]:
-    """Return the imbalance and the load ``[E]`` of the routing.
+def _check_framework(options: argparse.Namespace, num_ranks: int) -> None:
+    """Raise InvalidArgumentError if there is no framework, or its layer cannot have this size."""
+    module, packages = _FRAMEWORKS[options.framework]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise InvalidArgumentError(
+            f"--framework is {options.framework}, which is not installed: pip install {packages}"
+        )
+    if options.experts % num_ranks or not options.slots or num_ranks < 2:
+        raise InvalidArgumentError(
+            f"--framework {options.framework} was given --experts {options.experts} on {num_ranks}"
+            f" ranks with --slots {options.slots}; expected equally many experts on each of at"
+            " least two ranks, and at least one slot"
+        )
+
+
+def _make_routings(options: argparse.Namespace, num_ranks: int) -> tuple[Routing, ...]:
+    """Return the routings.
 
     Raises:
-        InvalidArgumentError: both ways to give it are used, or it is impossible.
+        InvalidArgumentError: both ways to give one are used, or it is impossible.
     """
     import numpy as np
 
@@ -136,28 +190,33 @@ def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[float, NDAr
     from ultraep_comm.bench.workloads import check_pools
 
     shape = {"num_ranks": num_ranks, "num_experts": options.experts}
-    if options.workload:
-        if options.imbalance is not None:
-            raise InvalidArgumentError(
-                f"--imbalance is {options.imbalance:g}, but --workload {options.workload} has its"
-                " own; give one of the two"
-            )
-        given = f"--experts is {options.experts}"
-        check_pools([options.workload], options.experts, options.topk, given)
+    given = options.workload or (_OF_FRAMEWORKS if options.framework else "")
+    if not given:
+        imbalance = default_imbalance(num_ranks) if options.imbalance is None else options.imbalance
+        load = generate_load(
+            **shape, imbalance=imbalance, num_tokens=_SHARES_TOKENS, seed=options.seed
+        ).sum(axis=0)
+        return (Routing(workload="", shares=load / load.sum(), imbalance=imbalance),)
+    workloads = parse_families(given, tuple(WORKLOADS), "--workload")
+    if options.imbalance is not None:
+        raise InvalidArgumentError(
+            f"--imbalance is {options.imbalance:g}, but --workload {given} has its own; give one of"
+            " the two"
+        )
+    check_pools(workloads, options.experts, options.topk, f"--experts is {options.experts}")
+    routings = []
+    for workload in workloads:
         loads = make_loads(
-            options.workload,
+            workload,
             **shape,
             num_tokens=num_ranks * options.tokens,
             topk=options.topk,
             seeds=_WORKLOAD_STEPS,
         )
         mean = sum(rank_imbalance(load, num_ranks) for load in loads) / len(loads)
-        return mean, np.sum(loads, axis=0)
-    imbalance = default_imbalance(num_ranks) if options.imbalance is None else options.imbalance
-    load = generate_load(
-        **shape, imbalance=imbalance, num_tokens=_SHARES_TOKENS, seed=options.seed
-    ).sum(axis=0)
-    return imbalance, load
+        total = np.sum(loads, axis=0)
+        routings.append(Routing(workload=workload, shares=total / total.sum(), imbalance=mean))
+    return tuple(routings)
 
 
 COMMAND = Command(

@@ -36,15 +36,16 @@ class _OnTheCpu(TorchFunctionMode):
 def install() -> None:
     """Call it once, after ``init_process_group`` and before megatron-core is imported."""
     warnings.filterwarnings("ignore")  # that TransformerEngine and Apex are missing
-    cuda, stream = torch.cuda, _Stand()
-    cuda.Stream = cuda.Event = _Stand  # type: ignore[misc, assignment]
-    cuda.current_stream = cuda.default_stream = lambda *_: stream  # type: ignore[assignment]
-    cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
-    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    _OnTheCpu().__enter__()
+    cuda: Any = torch.cuda
+    stream = _Stand()
+    cuda.Stream = cuda.Event = _Stand
+    cuda.current_stream = cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_: None
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.manual_seed = torch.manual_seed
+    _OnTheCpu().__enter__()  # type: ignore[no-untyped-call]
 
     from megatron.core import jit
 
@@ -52,8 +53,11 @@ def install() -> None:
     import megatron.core.tensor_parallel.random as states
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    states._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    for name, replaced in {
+        "_get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "_set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+    }.items():
+        setattr(states, name, replaced)
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads it without TransformerEngine too
         moe_utils.te_general_gemm = None
     move = token_dispatcher.maybe_move_tensor_to_cpu
