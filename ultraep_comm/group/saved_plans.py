@@ -236,11 +236,10 @@ class PlanStore:
             microbatch = self._saved[layer]
         microbatch = self._number(microbatch, "microbatch", MICROBATCHES)
         shared = (self._local.home, self._local.domains)
-        plan = replace(plan, moves=None)  # what a later call moves is another matter
         fields = {
             name: tensor
             for name, tensor in plan.tensors().items()
-            if not any(tensor is constant for constant in shared)
+            if name != "moves" and not any(tensor is constant for constant in shared)
         }
         entry, captured = None, False
         copies: dict[str, Any] = {}
@@ -252,7 +251,7 @@ class PlanStore:
             copies.update({name: entry.fields[name] for name in fields})
         saved = Saved(
             store=self,
-            plan=replace(plan, **copies),
+            plan=replace(plan, moves=None, **copies),  # what a later call moves is another matter
             entry=entry,
             captured=captured,
             layer=layer,
