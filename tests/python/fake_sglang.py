@@ -106,7 +106,7 @@ class ExpertLocationMetadata:
         model_config: Any, physical_to_logical_map: Any, moe_ep_rank: int | None = None
     ) -> Any:
         maps = torch.as_tensor(physical_to_logical_map)
-        return ExpertLocationMetadata(maps, get_parallel().moe_ep_size, model_config.experts)
+        return ExpertLocationMetadata(maps, get_moe_ep_group().world_size, model_config.experts)
 
 
 def compute_initial_expert_location_metadata(model_config: Any, moe_ep_rank: int) -> Any:
@@ -175,9 +175,9 @@ class FusedMoE(torch.nn.Module):
         x, (weights, ids) = dispatch_output.hidden_states, dispatch_output.topk_output
         y, STATE.computed = torch.zeros_like(x), 0
         for row in range(self.num_local_experts):
-            at, k = (ids == get_parallel().moe_ep_rank * self.num_local_experts + row).nonzero(
-                as_tuple=True
-            )
+            at, k = (
+                ids == get_moe_ep_group().rank_in_group * self.num_local_experts + row
+            ).nonzero(as_tuple=True)
             STATE.computed += len(at)
             hidden = torch.tanh(x[at] @ self.w13_weight[row].T) @ self.w2_weight[row].T
             y.index_add_(0, at, hidden * (self.scale[row] * weights[at, k])[:, None])
@@ -192,8 +192,8 @@ def get_exec() -> Any:
     return STATE.config
 
 
-def get_parallel() -> Any:
-    return STATE.parallel
+def get_moe_ep_group() -> Any:
+    return STATE.ranks
 
 
 STATE = SimpleNamespace()
@@ -214,7 +214,8 @@ MODULES: dict[str, tuple[Any, ...]] = {
     f"{SRT}.layers.moe.topk": (_post_process_topk_ids,),
     f"{SRT}.layers.moe.fused_moe_triton.layer": (FusedMoE,),
     f"{SRT}.layers.moe.utils": (is_moe_input_scattered_across_dp_ranks,),
-    f"{SRT}.runtime_context": (get_exec, get_parallel),
+    f"{SRT}.runtime_context": (get_exec,),
+    f"{SRT}.distributed.parallel_state": (get_moe_ep_group,),
 }
 OWN = ("__init__", "forward", "load", "apply_hooks")  # methods of the fakes that no adapter meets
 
@@ -229,10 +230,8 @@ class FakeSglang:
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         graph = {p: SimpleNamespace(backend="disabled") for p in ("decode", "prefill")}
         STATE.prepared = STATE.computed = 0
-        STATE.parallel = SimpleNamespace(
-            moe_ep_size=size,
-            moe_ep_rank=rank,
-            moe_ep_group=SimpleNamespace(cpu_group=group, device_group=group),
+        STATE.ranks = SimpleNamespace(
+            world_size=size, rank_in_group=rank, cpu_group=group, device_group=group
         )
         STATE.config = SimpleNamespace(
             moe=SimpleNamespace(
@@ -297,7 +296,6 @@ SETTINGS = {
 
 def _missing_settings() -> list[str]:
     fields = importlib.import_module(f"{SRT}.arg_groups.fields.exec_")
-    context = importlib.import_module(f"{SRT}.runtime_context")
     layer = importlib.import_module(f"{SRT}.layers.moe.fused_moe_triton.layer").FusedMoE
     found = [
         f"{kind} has no {name}"
@@ -307,7 +305,4 @@ def _missing_settings() -> list[str]:
     ]
     source = inspect.getsource(layer.__init__)
     names = ("layer_id", "uses_expert_location", "num_local_experts", "num_fused_shared_experts")
-    found += [f"FusedMoE has no {name}" for name in names if f"self.{name} = " not in source]
-    if not hasattr(context.ParallelContext, "moe_ep_group"):
-        found.append("ParallelContext has no moe_ep_group")
-    return found
+    return found + [f"FusedMoE has no {n}" for n in names if f"self.{n} = " not in source]

@@ -23,13 +23,15 @@ _UPDATE = f"{_UPDATER}:update_expert_weights_single_layer"
 _BUFFERS = f"{_UPDATER}:create_temp_buffers"
 _ELASTIC = "sglang.srt.elastic_ep.elastic_ep:ElasticEPStateManager.instance"
 LOCATION = "sglang.srt.eplb.expert_location"
+LOCATIONS = f"{LOCATION}:get_global_expert_location_metadata"
 LAY_OUT = f"{LOCATION}:compute_initial_expert_location_metadata"
 SET_UP = "sglang.srt.model_executor.model_runner_components.moe_ep_setup:prepare_moe_topk"
 ROUTED = "sglang.srt.layers.moe.topk:_post_process_topk_ids"
 MAP_IDS = "sglang.srt.eplb.expert_location_dispatch:topk_ids_logical_to_physical"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE"
 SCATTERED = "sglang.srt.layers.moe.utils:is_moe_input_scattered_across_dp_ranks"
-CONTEXT = "sglang.srt.runtime_context"
+RANKS = "sglang.srt.distributed.parallel_state:get_moe_ep_group"
+SETTINGS = "sglang.srt.runtime_context:get_exec"
 
 # What is called or replaced, for each mode, and the parameters that it was written for.
 SEAM: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -45,15 +47,15 @@ SEAM: Mapping[str, Mapping[str, str]] = MappingProxyType(
             LAY_OUT: "model_config moe_ep_rank",
             f"{LOCATION}:ExpertLocationMetadata.init_by_mapping": "model_config"
             " physical_to_logical_map moe_ep_rank",
-            f"{LOCATION}:get_global_expert_location_metadata": "",
+            LOCATIONS: "",
             SET_UP: "model model_config",
             ROUTED: "topk_ids topk_weights topk_config router_logits layer_id num_token_non_padded"
             " expert_location_dispatch_info",
             MAP_IDS: "topk_ids info log2phy_prob",
             f"{EXPERTS}.run_moe_core": "self dispatch_output",
             SCATTERED: "",
-            f"{CONTEXT}:get_exec": "",
-            f"{CONTEXT}:get_parallel": "",
+            SETTINGS: "",
+            RANKS: "",
         },
     }
 )

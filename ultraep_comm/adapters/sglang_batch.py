@@ -34,7 +34,7 @@ class Batches:
     def lay_out(self, original: Callable[..., Any], model_config: Any, moe_ep_rank: int) -> Any:
         """Return locations by which a rank's rows are its experts, then slots."""
         found = original(model_config, moe_ep_rank)
-        is_trivial = _get("get_exec").moe.init_expert_location == "trivial"
+        is_trivial = seams.find(sglang.SETTINGS)().moe.init_expert_location == "trivial"
         if found is None or not is_trivial or found.num_logical_experts % found.ep_size:
             return found
         experts, mains = found.num_logical_experts, found.num_logical_experts // found.ep_size
@@ -54,13 +54,13 @@ class Batches:
         original(model=model, model_config=model_config)
         kind = seams.find(sglang.EXPERTS)
         layers = [m for m in model.modules() if isinstance(m, kind) and m.uses_expert_location]
-        ranks = _get("get_parallel").moe_ep_group
+        ranks = seams.find(sglang.RANKS)()
         if not layers or seams.is_alone(ranks.cpu_group, "SGLang's MoE layers"):
             return
         seams.agree(ranks.cpu_group, [_describe(m, ranks.cpu_group.size()) for m in layers])
         for layer in layers:
             own = {name: p.data for name, p in layer.named_parameters(recurse=False)}
-            experts = _locations().num_logical_experts
+            experts = seams.find(sglang.LOCATIONS)().num_logical_experts
             mains = experts // ranks.cpu_group.size()
             on_cpu = next(iter(own.values())).is_cpu
             group = uec.group_for(
@@ -131,17 +131,13 @@ class Batches:
         return original(layer, dispatch_output)
 
 
-def _get(name: str) -> Any:
-    return seams.find(f"{sglang.CONTEXT}:{name}")()
-
-
-def _locations() -> Any:
-    return seams.find(f"{sglang.LOCATION}:get_global_expert_location_metadata")()
-
-
 def _describe(layer: Any, num_ranks: int) -> tuple[str, Any]:
     """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
-    config, locations, rows = _get("get_exec"), _locations(), layer.num_local_experts
+    config, locations, rows = (
+        seams.find(sglang.SETTINGS)(),
+        seams.find(sglang.LOCATIONS)(),
+        layer.num_local_experts,
+    )
     graphs = config.graph.cuda_graph_config
     if locations is None:
         return "SGLang knows no expert locations of this model", None
