@@ -138,7 +138,14 @@ def _post_process_topk_ids(
     padded_rows_masked: bool = False,
 ) -> Any:
     module = sys.modules[f"{SRT}.eplb.expert_location_dispatch"]
-    ids = module.topk_ids_logical_to_physical(topk_ids, expert_location_dispatch_info)
+    function = module.topk_ids_logical_to_physical
+
+    def map_ids(ids: Any, info: Any) -> Any:
+        return function(ids, info)
+
+    if padded_rows_masked:  # on GPUs SGLang compiles what is around the call
+        map_ids = torch.compile(map_ids, dynamic=True, backend="eager")
+    ids = map_ids(topk_ids, expert_location_dispatch_info)
     if num_token_non_padded is not None:
         ids[num_token_non_padded:] = -1
     return ids, topk_weights, ids

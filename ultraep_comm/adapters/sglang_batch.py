@@ -16,19 +16,45 @@ from ultraep_comm.errors import UnsupportedError
 _LOGGER = logging.getLogger("ultraep_comm")
 
 
+class LayerBalancer(Balancer):
+    """Puts a layer's replicas behind its own experts, in the layer's own tensors.
+
+    Attributes:
+        copied: rows that have been copied there from the group's slots, which layers share.
+    """
+
+    copied, _is_begun = 0, False
+
+    def begin_batch(self, layer: Any, topk_ids: torch.Tensor, num_tokens: Any) -> torch.Tensor:
+        """Return physical ids; the transfer is under way. Collective."""
+        # Since weights were loaded again the layer's parameters may be others.
+        self.weights = {
+            n: getattr(layer, n).data[: self.group.num_mains] for n in self.group.segments
+        }
+        ids = self.begin(topk_ids, num_tokens=num_tokens, source=0)
+        self._is_begun = True
+        return ids
+
+    def end_batch(self, layer: Any) -> bool:
+        """Wait, and copy the slots; False: there was nothing to wait for."""
+        if not self._is_begun:
+            return False
+        self._is_begun = False
+        self.wait()
+        for name, slots in self.group.slots.items():
+            getattr(layer, name).data[self.group.num_mains :].copy_(slots)
+        self.copied += self.group.topology.slots_per_rank
+        return True
+
+
 class Batches:
     """Gives SGLang's MoE layers replicas for each batch, in their redundant rows.
 
-    Each layer's ``ultraep`` is its :class:`Balancer` then: ``plan`` is that of the last batch.
-
-    Attributes:
-        copied: rows that this rank has copied from slots to the ends of layers' weights.
+    Each layer's ``ultraep`` is its :class:`LayerBalancer` then: ``plan`` is of the last batch.
     """
 
     def __init__(self) -> None:
-        self.copied = 0
         self._layers: dict[int, Any] = {}
-        self._begun: set[int] = set()
         self._routing: tuple[int, Any] | None = None  # layer, and how many tokens are no padding
 
     def lay_out(self, original: Callable[..., Any], model_config: Any, moe_ep_rank: int) -> Any:
@@ -69,7 +95,7 @@ class Batches:
                 slots_per_rank=layer.num_local_experts - mains,
                 num_experts=experts,
             ).group
-            layer.ultraep = Balancer(group, {})
+            layer.ultraep = LayerBalancer(group, {})
             self._layers[layer.layer_id] = layer
         _LOGGER.info("SGLang: %d MoE layers have replicas for each batch", len(layers))
 
@@ -101,29 +127,18 @@ class Batches:
             return original(topk_ids, info, log2phy_prob)
         if self._routing is None:
             raise UnsupportedError(
-                "ULTRAEP_SGLANG=batch: a router other than SGLang's TopK maps experts, which do not"
+                "ULTRAEP_SGLANG=batch: a router other than SGLang's TopK maps experts, and does not"
                 " say of which layer they are; unset ULTRAEP_SGLANG"
             )
         number, num_tokens = self._routing
         layer = self._layers[number]
-        balancer: Balancer = layer.ultraep
-        mains = balancer.group.num_mains
-        names = balancer.group.segments  # parameters may be others since weights were loaded again
-        balancer.weights = {name: getattr(layer, name).data[:mains] for name in names}
-        ids = balancer.begin(topk_ids, num_tokens=num_tokens, source=0)
-        self._begun.add(number)
-        return ids
+        return layer.ultraep.begin_batch(layer, topk_ids, num_tokens)
 
     def run(self, original: Callable[..., Any], layer: Any, dispatch_output: Any) -> Any:
-        """Wait for the replicas, and copy them behind the layer's own experts."""
+        """Have the replicas in place before the experts' kernel."""
         balancer = getattr(layer, "ultraep", None)
-        if balancer is not None and layer.layer_id in self._begun:
-            self._begun.discard(layer.layer_id)
-            balancer.wait()
-            for name, slots in balancer.group.slots.items():
-                getattr(layer, name).data[balancer.group.num_mains :].copy_(slots)
-            self.copied += balancer.group.topology.slots_per_rank
-        elif balancer is not None and len(dispatch_output.hidden_states):
+        is_ready = balancer is None or balancer.end_batch(layer)
+        if not is_ready and len(dispatch_output.hidden_states):  # an empty batch has no router
             raise UnsupportedError(
                 f"ULTRAEP_SGLANG=batch: layer {layer.layer_id} routes inside of its kernel; choose"
                 " another --moe-runner-backend, such as triton"
@@ -133,11 +148,7 @@ class Batches:
 
 def _describe(layer: Any, num_ranks: int) -> tuple[str, Any]:
     """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
-    config, locations, rows = (
-        seams.find(sglang.SETTINGS)(),
-        seams.find(sglang.LOCATIONS)(),
-        layer.num_local_experts,
-    )
+    config, locations = seams.find(sglang.SETTINGS)(), seams.find(sglang.LOCATIONS)()
     graphs = config.graph.cuda_graph_config
     if locations is None:
         return "SGLang knows no expert locations of this model", None
@@ -178,7 +189,7 @@ def _describe(layer: Any, num_ranks: int) -> tuple[str, Any]:
         if is_so:
             return why, None
     try:
-        seams.check_experts(layer, rows, "unset ULTRAEP_SGLANG")
+        seams.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
     except UnsupportedError as error:
         return str(error), None
     return "", [(n, tuple(p.shape), str(p.dtype)) for n, p in layer.named_parameters()]

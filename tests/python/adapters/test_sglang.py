@@ -214,6 +214,7 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
                         layer_id=layer.layer_id,
                         num_token_non_padded=torch.tensor(real) if batch == 1 else None,
                         expert_location_dispatch_info=object(),
+                        padded_rows_masked=batch == 2,
                     )
                     plan = layer.ultraep.plan
                     assert int(plan.load.sum()) == real * TOPK
@@ -242,6 +243,7 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
             for name, value in weights.items():
                 own = getattr(layer, name)[: EXPERTS // group.size()]
                 assert torch.equal(own, value[mains])
+        assert [layer.ultraep.copied for layer in model] == [3 * SLOTS] * LAYERS
     return [max(found), imbalances, computed]
 
 
