@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ultraep_comm as uec
+
 RANKS = 4
 SIZES = ((2, 8), (5, 16), (20, 32), (64, 72), (256, 288))  # logical and physical experts
 LAYERS = 10  # of each update
@@ -78,7 +80,6 @@ def start(rank: int, store: str, mode: str) -> None:
         ep_size=RANKS,
         ep_num_redundant_experts=SLOTS * RANKS,
         ep_dispatch_algorithm="dynamic",
-        disable_custom_all_reduce=True,
         cuda_graph_config=graphs.CudaGraphConfig(graphs.PhaseConfig(), graphs.PhaseConfig()),
     )
     context.publish(arguments, role="test", ranks=context.SpawnRanks(world_rank=rank))
@@ -89,6 +90,7 @@ def start(rank: int, store: str, mode: str) -> None:
         backend="gloo",
         distributed_init_method=f"file://{store}",
     )
+    state.set_custom_all_reduce(False)
     state.initialize_model_parallel(backend="gloo")
     importlib.import_module("sglang.srt.plugins").load_plugins()
 
@@ -132,7 +134,15 @@ def locations(maps: list[torch.Tensor]) -> Any:
 
 
 def run_eplb(rank: int, updates: int) -> list[Any]:
-    """Return, for each size, layers updated, experts moved, and rows that are wrong."""
+    """Return, for each size, layers updated, experts that came by the library, and wrong rows."""
+    replicate, received = uec.replicate_experts, 0
+
+    def counted(weights: Any, plan: uec.Plan, **given: Any) -> None:
+        nonlocal received
+        received += int((plan.slot_expert[rank] >= 0).sum())
+        replicate(weights, plan, **given)
+
+    uec.replicate_experts = counted
     location = importlib.import_module("sglang.srt.eplb.expert_location")
     module = importlib.import_module("sglang.srt.eplb.expert_location_updater")
     own_update = module.update_expert_weights_single_layer.__wrapped__
@@ -145,7 +155,7 @@ def run_eplb(rank: int, updates: int) -> list[Any]:
         mine = slice(rank * local, (rank + 1) * local)
         maps = [random_map(generator, experts, count) for _ in range(LAYERS)]
         layers = {i: make_layer(m[mine]) for i, m in enumerate(maps)}
-        moved = wrong = 0
+        received = wrong = expected_moves = 0
         for _ in range(updates):
             new = [random_map(generator, experts, count) for _ in maps]
             expected = {i: [t.clone() for t in layer] for i, layer in layers.items()}
@@ -159,7 +169,7 @@ def run_eplb(rank: int, updates: int) -> list[Any]:
                     num_gpu_per_node=RANKS,
                     rank=rank,
                 )
-                moved += len(set(new[i][mine].tolist()) - set(maps[i][mine].tolist()))
+                expected_moves += len(set(new[i][mine].tolist()) - set(maps[i][mine].tolist()))
             location.set_global_expert_location_metadata(locations(maps), allow_overwrite=True)
             missing = updater.update(layers, locations(new), list(layers), nnodes=1, rank=rank)
             assert missing == {}
@@ -169,7 +179,8 @@ def run_eplb(rank: int, updates: int) -> list[Any]:
                     wrong += sum(not torch.equal(a, b) for a, b in zip(*bytes_of, strict=True))
                 wrong += int((copies[0] != new[i][mine]).sum())
             maps = new
-        result.append((updates * LAYERS, moved, wrong))
+        assert received == expected_moves
+        result.append((updates * LAYERS, received, wrong))
     return result
 
 

@@ -154,13 +154,16 @@ def _post_process_topk_ids(
 class FusedMoE(torch.nn.Module):
     """L rows of experts with two matrices and a scale each, of float32."""
 
-    def __init__(self, layer_id: int, rows: int, hidden: int = 8, inner: int = 5) -> None:
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, layer_id: int
+    ) -> None:
         super().__init__()
+        rows = num_experts // get_moe_ep_group().world_size
         self.layer_id, self.num_local_experts = layer_id, rows
         self.uses_expert_location, self.num_fused_shared_experts = True, 0
         for name, shape in (
-            ("w13_weight", (inner, hidden)),
-            ("w2_weight", (hidden, inner)),
+            ("w13_weight", (intermediate_size, hidden_size)),
+            ("w2_weight", (hidden_size, intermediate_size)),
             ("scale", ()),
         ):
             weight = torch.full((rows, *shape), torch.nan)

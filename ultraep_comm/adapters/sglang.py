@@ -18,20 +18,17 @@ from ultraep_comm import env
 from ultraep_comm.errors import PlanMismatchError
 
 _LOGGER = logging.getLogger("ultraep_comm")
-_UPDATER = "sglang.srt.eplb.expert_location_updater"
-_UPDATE = f"{_UPDATER}:update_expert_weights_single_layer"
-_BUFFERS = f"{_UPDATER}:create_temp_buffers"
+_EPLB = "sglang.srt.eplb"
+_MOE = "sglang.srt.layers.moe"
+_UPDATE = f"{_EPLB}.expert_location_updater:update_expert_weights_single_layer"
+_BUFFERS = f"{_EPLB}.expert_location_updater:create_temp_buffers"
 _ELASTIC = "sglang.srt.elastic_ep.elastic_ep:ElasticEPStateManager.instance"
-LOCATION = "sglang.srt.eplb.expert_location"
-LOCATIONS = f"{LOCATION}:get_global_expert_location_metadata"
-LAY_OUT = f"{LOCATION}:compute_initial_expert_location_metadata"
-SET_UP = "sglang.srt.model_executor.model_runner_components.moe_ep_setup:prepare_moe_topk"
-ROUTED = "sglang.srt.layers.moe.topk:_post_process_topk_ids"
-MAP_IDS = "sglang.srt.eplb.expert_location_dispatch:topk_ids_logical_to_physical"
-EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE"
-SCATTERED = "sglang.srt.layers.moe.utils:is_moe_input_scattered_across_dp_ranks"
-RANKS = "sglang.srt.distributed.parallel_state:get_moe_ep_group"
-SETTINGS = "sglang.srt.runtime_context:get_exec"
+_LOCATION = f"{_EPLB}.expert_location"
+_LAY_OUT = f"{_LOCATION}:compute_initial_expert_location_metadata"
+_SET_UP = "sglang.srt.model_executor.model_runner_components.moe_ep_setup:prepare_moe_topk"
+_ROUTED = f"{_MOE}.topk:_post_process_topk_ids"
+_MAP_IDS = f"{_EPLB}.expert_location_dispatch:topk_ids_logical_to_physical"
+_EXPERTS = f"{_MOE}.fused_moe_triton.layer:FusedMoE"
 
 # What is called or replaced, for each mode, and the parameters that it was written for.
 SEAM: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -44,18 +41,19 @@ SEAM: Mapping[str, Mapping[str, str]] = MappingProxyType(
             _ELASTIC: "",
         },
         "batch": {
-            LAY_OUT: "model_config moe_ep_rank",
-            f"{LOCATION}:ExpertLocationMetadata.init_by_mapping": "model_config"
+            _LAY_OUT: "model_config moe_ep_rank",
+            f"{_LOCATION}:ExpertLocationMetadata.init_by_mapping": "model_config"
             " physical_to_logical_map moe_ep_rank",
-            LOCATIONS: "",
-            SET_UP: "model model_config",
-            ROUTED: "topk_ids topk_weights topk_config router_logits layer_id num_token_non_padded"
+            f"{_LOCATION}:get_global_expert_location_metadata": "",
+            _SET_UP: "model model_config",
+            _ROUTED: "topk_ids topk_weights topk_config router_logits layer_id num_token_non_padded"
             " expert_location_dispatch_info",
-            MAP_IDS: "topk_ids info log2phy_prob",
-            f"{EXPERTS}.run_moe_core": "self dispatch_output",
-            SCATTERED: "",
-            SETTINGS: "",
-            RANKS: "",
+            _MAP_IDS: "topk_ids info log2phy_prob",
+            _EXPERTS: "num_experts hidden_size intermediate_size layer_id",
+            f"{_EXPERTS}.run_moe_core": "self dispatch_output",
+            f"{_MOE}.utils:is_moe_input_scattered_across_dp_ranks": "",
+            "sglang.srt.distributed.parallel_state:get_moe_ep_group": "",
+            "sglang.srt.runtime_context:get_exec": "",
         },
     }
 )
@@ -74,8 +72,9 @@ def register() -> None:
     from ultraep_comm.adapters import seams
 
     seams.check_version("sglang", "0.5.23", "0.5.23")
-    for path, parameters in SEAM[mode].items():
-        seams.check_signature(seams.find(path), parameters.split())
+    found = {path: seams.find(path) for path in SEAM[mode]}
+    for path, function in found.items():
+        seams.check_signature(function, SEAM[mode][path].split())
     hooks: Any = seams.find("sglang.srt.plugins.hook_registry:HookRegistry")
     kinds: Any = seams.find("sglang.srt.plugins.hook_registry:HookType")
 
@@ -83,18 +82,18 @@ def register() -> None:
         hooks.register(path.replace(":", "."), hook, kinds.AROUND)
 
     if mode == "eplb":
-        updater = Updater(seams.find(_UPDATE))
+        updater = Updater(found[_UPDATE], found[_ELASTIC])
         hooks.register(_UPDATE.replace(":", "."), updater.update, kinds.REPLACE)
         around(_BUFFERS, updater.make_buffers)
         return
     from ultraep_comm.adapters.sglang_batch import Batches
 
-    batches = Batches()
-    around(LAY_OUT, batches.lay_out)
-    around(SET_UP, batches.set_up)
-    around(ROUTED, batches.note)
-    around(MAP_IDS, batches.map_ids)
-    around(f"{EXPERTS}.run_moe_core", batches.run)
+    batches = Batches({path.rpartition(":")[2]: each for path, each in found.items()})
+    around(_LAY_OUT, batches.lay_out)
+    around(_SET_UP, batches.set_up)
+    around(_ROUTED, batches.note)
+    around(_MAP_IDS, batches.map_ids)
+    around(f"{_EXPERTS}.run_moe_core", batches.run)
 
 
 class Updater:
@@ -104,8 +103,9 @@ class Updater:
         moved: experts that all ranks together have received.
     """
 
-    def __init__(self, original: Callable[..., Any]) -> None:
+    def __init__(self, original: Callable[..., Any], get_elastic: Callable[[], Any]) -> None:
         self._original, self._signature = original, inspect.signature(original)
+        self._get_elastic = get_elastic
         self.moved = 0
 
     def make_buffers(self, original: Callable[..., Any], sample_tensors: Any) -> Any:
@@ -144,7 +144,7 @@ class Updater:
         tensors, count = call.routed_experts_weights, call.num_local_physical_experts
         old, new = call.old_physical_to_logical_map, call.new_physical_to_logical_map
         digest = hashlib.sha256(json.dumps([old, new]).encode()).hexdigest()
-        every = seams.gather_json(world, (digest, _find_problem(call)))
+        every = seams.gather_json(world, (digest, self._find_problem(call)))
         rank = world.rank()
         rows.raise_problems([problem for _, problem in every], "ULTRAEP_SGLANG", "SGLang")
         for other, (found, _) in enumerate(every):
@@ -179,23 +179,22 @@ class Updater:
         lines = [f"row {first + r}: from row {sources[first + s]}" for r, s in changed]
         return lines if call.debug else None
 
+    def _find_problem(self, call: Any) -> str:
+        """Return why an update cannot be made; nothing: an empty text."""
+        import torch.distributed as dist
 
-def _find_problem(call: Any) -> str:
-    """Return why an update cannot be made; nothing: an empty text."""
-    import torch.distributed as dist
+        from ultraep_comm.adapters import rows
 
-    from ultraep_comm.adapters import rows, seams
-
-    if seams.find(_ELASTIC)() is not None:
-        return "has elastic expert parallelism, whose ranks change"
-    if call.rank != dist.get_rank():
-        return f"is rank {dist.get_rank()} of WORLD, and {call.rank} of SGLang's EPLB"
-    count, tensors = call.num_local_physical_experts, call.routed_experts_weights
-    expected = dist.get_world_size() * count
-    for found in (call.old_physical_to_logical_map, call.new_physical_to_logical_map):
-        if len(found) != expected:
-            return f"has a map of {len(found)} rows; expected {expected}"
-    if not tensors or any(t.dim() == 0 or len(t) != count for t in tensors):
-        shapes = [tuple(t.shape) for t in tensors]
-        return f"has tensors of shapes {shapes}, not with {count} rows each"
-    return rows.find_problem([tensors])
+        if self._get_elastic() is not None:
+            return "has elastic expert parallelism, whose ranks change"
+        if call.rank != dist.get_rank():
+            return f"is rank {dist.get_rank()} of WORLD, and {call.rank} of SGLang's EPLB"
+        count, tensors = call.num_local_physical_experts, call.routed_experts_weights
+        expected = dist.get_world_size() * count
+        for found in (call.old_physical_to_logical_map, call.new_physical_to_logical_map):
+            if len(found) != expected:
+                return f"has a map of {len(found)} rows; expected {expected}"
+        if not tensors or any(t.dim() == 0 or len(t) != count for t in tensors):
+            shapes = [tuple(t.shape) for t in tensors]
+            return f"has tensors of shapes {shapes}, not with {count} rows each"
+        return rows.find_problem([tensors])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import seams, sglang
+from ultraep_comm.adapters import seams
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.errors import UnsupportedError
 
@@ -53,14 +53,16 @@ class Batches:
     Each layer's ``ultraep`` is its :class:`LayerBalancer` then: ``plan`` is of the last batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sglang: Mapping[str, Any]) -> None:
+        """Keep what is called of SGLang, by name."""
+        self._sglang = sglang
         self._layers: dict[int, Any] = {}
         self._routing: tuple[int, Any] | None = None  # layer, and how many tokens are no padding
 
     def lay_out(self, original: Callable[..., Any], model_config: Any, moe_ep_rank: int) -> Any:
         """Return locations by which a rank's rows are its experts, then slots."""
         found = original(model_config, moe_ep_rank)
-        is_trivial = seams.find(sglang.SETTINGS)().moe.init_expert_location == "trivial"
+        is_trivial = self._sglang["get_exec"]().moe.init_expert_location == "trivial"
         if found is None or not is_trivial or found.num_logical_experts % found.ep_size:
             return found
         experts, mains = found.num_logical_experts, found.num_logical_experts // found.ep_size
@@ -78,15 +80,15 @@ class Batches:
             UnsupportedError: a setting, or a layer of any rank, does not go with replicas.
         """
         original(model=model, model_config=model_config)
-        kind = seams.find(sglang.EXPERTS)
+        kind = self._sglang["FusedMoE"]
         layers = [m for m in model.modules() if isinstance(m, kind) and m.uses_expert_location]
-        ranks = seams.find(sglang.RANKS)()
+        ranks = self._sglang["get_moe_ep_group"]()
         if not layers or seams.is_alone(ranks.cpu_group, "SGLang's MoE layers"):
             return
-        seams.agree(ranks.cpu_group, [_describe(m, ranks.cpu_group.size()) for m in layers])
+        seams.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
         for layer in layers:
             own = {name: p.data for name, p in layer.named_parameters(recurse=False)}
-            experts = seams.find(sglang.LOCATIONS)().num_logical_experts
+            experts = self._sglang["get_global_expert_location_metadata"]().num_logical_experts
             mains = experts // ranks.cpu_group.size()
             on_cpu = next(iter(own.values())).is_cpu
             group = uec.group_for(
@@ -145,51 +147,51 @@ class Batches:
             )
         return original(layer, dispatch_output)
 
-
-def _describe(layer: Any, num_ranks: int) -> tuple[str, Any]:
-    """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
-    config, locations = seams.find(sglang.SETTINGS)(), seams.find(sglang.LOCATIONS)()
-    graphs = config.graph.cuda_graph_config
-    if locations is None:
-        return "SGLang knows no expert locations of this model", None
-    mains = torch.arange(locations.num_logical_experts, device="cpu")
-    found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1)
-    is_even = len(mains) % num_ranks == 0 and len(mains) // num_ranks < found.shape[1]
-    for is_so, why in (
-        (
-            seams.find(sglang.SCATTERED)(),
-            "its ranks route different tokens; set --moe-a2a-backend none, without fp4 all-gather",
-        ),
-        (config.moe.enable_eplb, "EPLB would move experts; unset --enable-eplb"),
-        (
-            config.moe.ep_dispatch_algorithm != "dynamic",
-            f"--ep-dispatch-algorithm {config.moe.ep_dispatch_algorithm}; set it to dynamic",
-        ),
-        (
-            config.overlap.enable_two_batch_overlap,
-            "two batches would share its slots; unset --enable-two-batch-overlap",
-        ),
-        (
-            {graphs.decode.backend, graphs.prefill.backend} != {"disabled"},
-            "never run in CUDA graphs; set --disable-decode-cuda-graph and"
-            " --disable-prefill-cuda-graph",
-        ),
-        (
-            layer.num_fused_shared_experts,
-            "shared experts follow its own; set --disable-shared-experts-fusion",
-        ),
-        (
-            not is_even
-            or not torch.equal(found[:, : len(mains) // num_ranks].flatten().cpu(), mains),
-            f"a rank's rows are not its experts, then slots, for {len(mains)} experts on"
-            f" {num_ranks} ranks; set --ep-num-redundant-experts to a multiple of the ranks, and"
-            " leave --init-expert-location",
-        ),
-    ):
-        if is_so:
-            return why, None
-    try:
-        seams.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
-    except UnsupportedError as error:
-        return str(error), None
-    return "", [(n, tuple(p.shape), str(p.dtype)) for n, p in layer.named_parameters()]
+    def _describe(self, layer: Any, num_ranks: int) -> tuple[str, Any]:
+        """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
+        config = self._sglang["get_exec"]()
+        locations = self._sglang["get_global_expert_location_metadata"]()
+        graphs = config.graph.cuda_graph_config
+        if locations is None:
+            return "SGLang knows no expert locations of this model", None
+        mains = torch.arange(locations.num_logical_experts, device="cpu")
+        found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1)
+        is_even = len(mains) % num_ranks == 0 and len(mains) // num_ranks < found.shape[1]
+        for is_so, why in (
+            (
+                self._sglang["is_moe_input_scattered_across_dp_ranks"](),
+                "its ranks route different tokens; set --moe-a2a-backend none",
+            ),
+            (config.moe.enable_eplb, "EPLB would move experts; unset --enable-eplb"),
+            (
+                config.moe.ep_dispatch_algorithm != "dynamic",
+                f"--ep-dispatch-algorithm {config.moe.ep_dispatch_algorithm}; set it to dynamic",
+            ),
+            (
+                config.overlap.enable_two_batch_overlap,
+                "two batches would share its slots; unset --enable-two-batch-overlap",
+            ),
+            (
+                {graphs.decode.backend, graphs.prefill.backend} != {"disabled"},
+                "never run in CUDA graphs; set --disable-decode-cuda-graph and"
+                " --disable-prefill-cuda-graph",
+            ),
+            (
+                layer.num_fused_shared_experts,
+                "shared experts follow its own; set --disable-shared-experts-fusion",
+            ),
+            (
+                not is_even
+                or not torch.equal(found[:, : len(mains) // num_ranks].flatten().cpu(), mains),
+                f"a rank's rows are not its share of {len(mains)} experts, then slots; set"
+                f" --ep-num-redundant-experts to a multiple of {num_ranks}, and leave"
+                " --init-expert-location as it is",
+            ),
+        ):
+            if is_so:
+                return why, None
+        try:
+            seams.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
+        except UnsupportedError as error:
+            return str(error), None
+        return "", [(n, tuple(p.shape), str(p.dtype)) for n, p in layer.named_parameters()]

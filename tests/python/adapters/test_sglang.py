@@ -154,14 +154,13 @@ EXPERTS, SLOTS, TOKENS, TOPK, LAYERS = 8, 2, 40, 3, 2
 
 def make_model(rank: int, group: Any) -> tuple[Any, list[dict[str, torch.Tensor]]]:
     generator = torch.Generator().manual_seed(5)
-    sizes = FusedMoE(0, EXPERTS).named_parameters()
-    shapes = {name: parameter.shape for name, parameter in sizes}
+    shapes = {"w13_weight": (5, 8), "w2_weight": (8, 5), "scale": ()}
     whole = [
-        {n: torch.randn(shape, generator=generator) / 2 for n, shape in shapes.items()}
+        {n: torch.randn(EXPERTS, *shape, generator=generator) / 2 for n, shape in shapes.items()}
         for _ in range(LAYERS)
     ]
     model = torch.nn.ModuleList(
-        [FusedMoE(i, EXPERTS // group.size() + SLOTS) for i in range(LAYERS)]
+        [FusedMoE(EXPERTS + SLOTS * group.size(), 8, 5, i) for i in range(LAYERS)]
     )
     for layer, weights in zip(model, whole, strict=True):
         layer.load(weights, rank)
@@ -271,9 +270,7 @@ def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> 
         if kind == "location":
             settings.moe.init_expert_location = "file.json"
         config = locate(sglang, rank)
-        model = torch.nn.ModuleList(
-            [FusedMoE(0, EXPERTS // group.size() + redundant // group.size())]
-        )
+        model = torch.nn.ModuleList([FusedMoE(EXPERTS + redundant, 8, 5, 0)])
         if where in (rank, -1):
             if kind == "all-to-all":
                 settings.moe.moe_a2a_backend = "deepep"
@@ -309,7 +306,7 @@ def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> 
         ("shared", 1, "set --disable-shared-experts-fusion"),
         ("model", -1, "SGLang knows no expert locations of this model"),
         ("location", -1, "leave --init-expert-location"),
-        ("no slots", -1, "set --ep-num-redundant-experts to a multiple of the ranks"),
+        ("no slots", -1, "set --ep-num-redundant-experts to a multiple of 2"),
         ("bias", 1, "tensor w2_bias"),
         ("buffer", 1, "buffer table"),
     ],
@@ -331,7 +328,7 @@ def misuse(rank: int, group: dist.ProcessGroup) -> list[Any]:
         start(sglang)
         config = locate(sglang, rank)
         model, _ = make_model(rank, group)
-        draft = FusedMoE(0, EXPERTS // group.size() + SLOTS)
+        draft = FusedMoE(EXPERTS + SLOTS * group.size(), 8, 5, 0)
         draft.uses_expert_location = False
         prepare(sglang, torch.nn.ModuleList([draft]), config)
         prepare(sglang, model, config)
@@ -391,7 +388,7 @@ def leave_alone(rank: int, group: dist.ProcessGroup) -> list[Any]:
     with FakeSglang("batch", group, 2) as sglang:
         start(sglang)
         config = locate(sglang, rank)
-        model = torch.nn.ModuleList([FusedMoE(0, EXPERTS + 2)])
+        model = torch.nn.ModuleList([FusedMoE(EXPERTS + 2, 8, 5, 0)])
         prepare(sglang, model, config)
         own = fake_sglang.STATE.locations.physical_to_logical_map_cpu[0].tolist()
     return [own, hasattr(model[0], "ultraep")]
