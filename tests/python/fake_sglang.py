@@ -123,6 +123,11 @@ def prepare_moe_topk(*, model: Any, model_config: Any) -> None:
     STATE.prepared += 1
 
 
+def count_graphs(graph: Any, _: Any) -> Any:
+    STATE.graphs += 1
+    return graph.forward
+
+
 def topk_ids_logical_to_physical(topk_ids: Any, info: Any, log2phy_prob: Any = None) -> Any:
     return topk_ids
 
@@ -144,7 +149,7 @@ def _post_process_topk_ids(
         return function(ids, info)
 
     if padded_rows_masked:  # on GPUs SGLang compiles what is around the call
-        map_ids = torch.compile(map_ids, dynamic=True, backend="eager")
+        map_ids = torch.compile(map_ids, dynamic=True, backend=count_graphs)
     ids = map_ids(topk_ids, expert_location_dispatch_info)
     if num_token_non_padded is not None:
         ids[num_token_non_padded:] = -1
@@ -239,7 +244,7 @@ class FakeSglang:
         self._mode, self._changed = mode, changed
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         graph = {p: SimpleNamespace(backend="disabled") for p in ("decode", "prefill")}
-        STATE.prepared = STATE.computed = 0
+        STATE.prepared = STATE.computed = STATE.graphs = 0
         STATE.ranks = SimpleNamespace(
             world_size=size, rank_in_group=rank, cpu_group=group, device_group=group
         )

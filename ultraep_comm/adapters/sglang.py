@@ -97,16 +97,11 @@ def register() -> None:
 
 
 class Updater:
-    """Moves a layer's experts in place of ``update_expert_weights_single_layer``.
-
-    Attributes:
-        moved: experts that all ranks together have received.
-    """
+    """Moves a layer's experts in place of ``update_expert_weights_single_layer``."""
 
     def __init__(self, original: Callable[..., Any], get_elastic: Callable[[], Any]) -> None:
         self._original, self._signature = original, inspect.signature(original)
         self._get_elastic = get_elastic
-        self.moved = 0
 
     def make_buffers(self, original: Callable[..., Any], sample_tensors: Any) -> Any:
         """Return no buffers where a group's slots take their place."""
@@ -166,7 +161,6 @@ class Updater:
                 slots[slot].copy_(tensor[source % count])
         if plan.num_replicas:
             uec.replicate_experts(rows.by_name(tensors), plan, group=group)
-            self.moved += plan.num_replicas
         changed = [(i, s) for i, s in enumerate(fills[rank * count :][:count]) if s >= 0]
         for row, slot in changed:
             for tensor, slots in pairs:

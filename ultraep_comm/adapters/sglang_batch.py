@@ -104,19 +104,16 @@ class Batches:
     def note(
         self,
         original: Callable[..., Any],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_config: Any,
-        router_logits: torch.Tensor,
+        *,
         layer_id: int,
         num_token_non_padded: torch.Tensor | None = None,
         **given: Any,
     ) -> Any:
         """Note whose ids :meth:`map_ids` is about to get, which SGLang does not tell it."""
         self._routing = layer_id, num_token_non_padded
-        own = (topk_ids, topk_weights, topk_config, router_logits, layer_id, num_token_non_padded)
+        given.update(layer_id=layer_id, num_token_non_padded=num_token_non_padded)
         try:
-            return original(*own, **given)
+            return original(**given)
         finally:
             self._routing = None
 

@@ -145,6 +145,9 @@ def test_a_rank_gets_an_expert_once_and_from_near() -> None:
     sources, fills = rows.plan_update(old, new, 3, [0, 0, 1, 1])
     assert sources == [1, 0, -1, 0, -1, 4, -1, -1, -1, 6, 3, -1]
     assert fills == [0, 1, -1, 0, 0, 2, -1, -1, -1, 0, 1, 0]
+    # Of two ranks with an expert each gives it once.
+    sources, _ = rows.plan_update([0, 1, 0, 2, 3, 4, 5, 6], [0, 1, 0, 2, 0, 4, 0, 6], 2, [0] * 4)
+    assert sources == [-1, -1, -1, -1, 0, -1, 2, -1]
 
 
 # ---- replicas for each batch ---------------------------------------------------------------
@@ -180,6 +183,21 @@ def prepare(sglang: Any, model: Any, config: Any) -> None:
     module.prepare_moe_topk(model=model, model_config=config)
 
 
+def route(
+    sglang: Any, ids: Any, weights: Any, layer: int, count: Any = None, compiled: bool = False
+) -> Any:
+    return sglang("layers.moe.topk")._post_process_topk_ids(
+        topk_ids=ids,
+        topk_weights=weights,
+        topk_config=None,
+        router_logits=None,
+        layer_id=layer,
+        num_token_non_padded=count,
+        expert_location_dispatch_info=object(),
+        padded_rows_masked=compiled,
+    )[0]
+
+
 def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
     """Return errors of outputs, plans' imbalances before and after, and rows computed."""
     generator = torch.Generator().manual_seed(6)  # all ranks have the same tokens
@@ -205,16 +223,8 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
                 ids[real:] = 0  # padding, which SGLang masks after the mapping
                 scale = torch.rand(tokens, TOPK, generator=generator)
                 if tokens:  # SGLang's models skip the router of an empty batch
-                    physical, _, _ = sglang("layers.moe.topk")._post_process_topk_ids(
-                        topk_ids=ids.clone(),
-                        topk_weights=scale,
-                        topk_config=None,
-                        router_logits=None,
-                        layer_id=layer.layer_id,
-                        num_token_non_padded=torch.tensor(real) if batch == 1 else None,
-                        expert_location_dispatch_info=object(),
-                        padded_rows_masked=batch == 2,
-                    )
+                    count = torch.tensor(real) if batch == 1 else None
+                    physical = route(sglang, ids.clone(), scale, layer.layer_id, count, batch == 2)
                     plan = layer.ultraep.plan
                     assert int(plan.load.sum()) == real * TOPK
                     imbalances.append((plan.imbalance_before, plan.imbalance))
@@ -242,6 +252,7 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
             for name, value in weights.items():
                 own = getattr(layer, name)[: EXPERTS // group.size()]
                 assert torch.equal(own, value[mains])
+        assert fake_sglang.STATE.graphs == 0  # SGLang's compiler has seen nothing of it
         assert [layer.ultraep.copied for layer in model] == [3 * SLOTS] * LAYERS
     return [max(found), imbalances, computed]
 
@@ -332,6 +343,8 @@ def misuse(rank: int, group: dist.ProcessGroup) -> list[Any]:
         draft.uses_expert_location = False
         prepare(sglang, torch.nn.ModuleList([draft]), config)
         prepare(sglang, model, config)
+        physical = route(sglang, ids, scale, 1)
+        model[1](x, scale, physical, group)
         map_ids = sglang("eplb.expert_location_dispatch").topk_ids_logical_to_physical
         found = [raised(lambda: model[0](x, scale, ids, group)), raised(lambda: map_ids(ids, 1))]
         assert map_ids(ids, None) is ids
