@@ -212,6 +212,18 @@ def compute(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tenso
     return (torch.nn.functional.silu(gate) * up) @ w2.T
 
 
+def load(layer: Any, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Load random weights by SGLang's loader, and return those of all experts."""
+    w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator) / 6
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator) / 6
+    for e in range(EXPERTS):
+        gate, up = w13[e].chunk(2)
+        layer.weight_loader(layer.w13_weight, gate, "w13_weight", "w1", e)
+        layer.weight_loader(layer.w13_weight, up, "w13_weight", "w3", e)
+        layer.weight_loader(layer.w2_weight, w2[e], "w2_weight", "w2", e)
+    return w13, w2
+
+
 def make_model(rank: int) -> tuple[torch.nn.ModuleList, list[Any], list[Any]]:
     """Return a model of two layers as SGLang loads it, its routers, and all weights."""
     location = importlib.import_module("sglang.srt.eplb.expert_location")
@@ -235,17 +247,10 @@ def make_model(rank: int) -> tuple[torch.nn.ModuleList, list[Any], list[Any]]:
             top_k=TOPK,
             params_dtype=torch.float32,
         )
-        w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator) / 6
-        w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator) / 6
-        for e in range(EXPERTS):
-            gate, up = w13[e].chunk(2)
-            layer.weight_loader(layer.w13_weight, gate, "w13_weight", "w1", e)
-            layer.weight_loader(layer.w13_weight, up, "w13_weight", "w3", e)
-            layer.weight_loader(layer.w2_weight, w2[e], "w2_weight", "w2", e)
+        weights.append(load(layer, generator))
         layer.quant_method.apply = Kernel.apply
         model.append(layer)
         routers.append(router(top_k=TOPK, layer_id=number, renormalize=True))
-        weights.append((w13, w2))
     setup = importlib.import_module(
         "sglang.srt.model_executor.model_runner_components.moe_ep_setup"
     )
@@ -260,6 +265,8 @@ def run_batch(rank: int, batches: int) -> list[Any]:
     generator = torch.Generator().manual_seed(4)
     worst, before, after, replicas, fullest = 0.0, [], [], 0, []
     for batch in range(batches):
+        if batch == batches // 2:
+            weights = [load(layer, generator) for layer in model]
         for layer, router, (w13, w2) in zip(model, routers, weights, strict=True):
             x = torch.randn(TOKENS, HIDDEN, generator=generator)
             logits = torch.randn(TOKENS, EXPERTS, generator=generator) - 0.35 * torch.arange(
