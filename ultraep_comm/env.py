@@ -18,6 +18,8 @@ NVSHMEM reads its own; `disable_multicast` gives one of them a default.
 | ULTRAEP_RECORD_CALLS | none                  | calls that such a recording holds, 1024       |
 | ULTRAEP_VLLM         | none                  | "eplb": vLLM's EPLB moves experts by the      |
 |                      |                       | library; "batch" is not there yet             |
+| ULTRAEP_SGLANG       | none                  | "eplb": SGLang's EPLB moves experts by the    |
+|                      |                       | library; "batch": replicas for each batch     |
 """
 
 from __future__ import annotations
@@ -94,10 +96,19 @@ def record_calls() -> int | None:
 
 def vllm() -> str | None:
     """Return what the plugin of vLLM is to do, "eplb" or "batch", or None."""
-    text = os.environ.get("ULTRAEP_VLLM")
+    return _mode("ULTRAEP_VLLM")
+
+
+def sglang() -> str | None:
+    """Return what the plugin of SGLang is to do, "eplb" or "batch", or None."""
+    return _mode("ULTRAEP_SGLANG")
+
+
+def _mode(name: str) -> str | None:
+    text = os.environ.get(name)
     if text not in (None, "", "eplb", "batch"):
         raise InvalidArgumentError(
-            f"environment variable ULTRAEP_VLLM={text!r}; expected 'eplb', 'batch', or nothing"
+            f"environment variable {name}={text!r}; expected 'eplb', 'batch', or nothing"
         )
     return text or None
 

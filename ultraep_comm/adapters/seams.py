@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.meeting import Meeting, record_device
 from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -141,16 +141,17 @@ def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str
 
 
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """All-gather what JSON can say, over a process group that sends tensors of the CPU."""
+    """All-gather what JSON can say."""
     text = json.dumps(value).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(process_group.size())]
-    own = torch.tensor([len(text)], device="cpu")
+    device = record_device(process_group)
+    own = torch.tensor([len(text)], device=device)
+    sizes = [torch.empty_like(own) for _ in range(process_group.size())]
     dist.all_gather(sizes, own, group=process_group)
     most = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=process_group)
-    return [json.loads(bytes(row.numpy())) for row in rows]
+    return [json.loads(bytes(row.cpu().numpy())) for row in rows]
 
 
 def agree(process_group: dist.ProcessGroup, layers: Sequence[tuple[str, Any]]) -> None:

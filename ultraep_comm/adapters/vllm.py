@@ -117,35 +117,20 @@ class Mover:
         expert_buffer: list[torch.Tensor],
     ) -> None:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
-        import ultraep_comm as uec
-        from ultraep_comm.adapters import seams
+        from ultraep_comm.adapters import rows, seams
 
         self._cpu_group = cpu_group = coordinator.cpu_group
-        problems = seams.gather_json(cpu_group, _find_problem(expert_weights, expert_buffer))
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise UnsupportedError(
-                    f"ULTRAEP_VLLM=eplb: expert-parallel rank {rank} {problem}; unset ULTRAEP_VLLM,"
-                    " and vLLM moves them itself"
-                )
+        problem = _find_problem(expert_weights, expert_buffer)
+        rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", "vLLM")
         first = expert_weights[0]
-        self._names = [f"tensor {i}" for i in range(len(first))]
-        self._weights, self._buffer = expert_weights, expert_buffer
-        self._rows = rows = first[0].shape[0]
         on_cpu = first[0].device.type == "cpu"
-        self.group = uec.group_for(
-            cpu_group if on_cpu else coordinator.device_group,
-            like=dict(zip(self._names, first, strict=True)),
-            slots_per_rank=rows,
-            num_experts=cpu_group.size() * rows,
-            allow_cross_domain=True,
-            device="cpu" if on_cpu else first[0].device,
-        ).group
-        expert_buffer[:] = [self.group.slots[name] for name in self._names]
+        self._weights, self._buffer, self._rows = expert_weights, expert_buffer, len(first[0])
+        self.group = rows.group_of_rows(cpu_group if on_cpu else coordinator.device_group, first)
+        expert_buffer[:] = [self.group.slots[name] for name in rows.by_name(first)]
         self.moved, self._layer, self._stream = 0, -1, None
         self._old: list[list[int]] = []
         self._forget()
-        _LOGGER.info("vLLM's EPLB moves experts by ultraep_comm: %d rows a rank", rows)
+        _LOGGER.info("vLLM's EPLB moves experts by ultraep_comm: %d rows a rank", self._rows)
 
     def set_stream(self, stream: Any) -> None:
         """Use a stream for what follows; None: the current one."""
@@ -196,9 +181,9 @@ class Mover:
         import torch
 
         import ultraep_comm as uec
-        from ultraep_comm.adapters import seams
+        from ultraep_comm.adapters import rows, seams
 
-        group, rows, sends = self.group, self._rows, self._sends
+        group, count, sends = self.group, self._rows, self._sends
         noted = (self._sources, self._problem)
         self._forget()
         every = seams.gather_json(self._cpu_group, noted)
@@ -207,24 +192,19 @@ class Mover:
                 if problem:
                     raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {rank} {problem}")
             sources = torch.tensor([own for own, _ in every], dtype=torch.int32, device="cpu")
-            mine = (sources >= 0) & (sources // rows == group.rank)
-            needed = {(int(sources[r, s]) % rows, r) for r, s in mine.nonzero().tolist()}
+            mine = (sources >= 0) & (sources // count == group.rank)
+            needed = {(int(sources[r, s]) % count, r) for r, s in mine.nonzero().tolist()}
             if needed != sends:
                 raise InvalidPlanError(
                     f"EPLB of layer {self._layer}: rank {group.rank} sends {sorted(sends)},"
                     f" (row, rank), and its peers need {sorted(needed)}; ranks have different maps"
                 )
-            plan = uec.Plan.from_slots(
-                sources,
-                num_experts=group.num_ranks * rows,
-                domains=group.topology.domain,
-                allow_cross_domain=True,
-            )
+            plan = rows.plan_of(sources, group)
         except UltraEPError as error:
             group.session.reject(error)
             raise
         if plan.num_replicas:
-            weights = dict(zip(self._names, self._weights[self._layer], strict=True))
+            weights = rows.by_name(self._weights[self._layer])
             with self.on_stream(self._stream):
                 uec.replicate_experts(weights, plan, group=group)
             self.moved += plan.num_replicas
@@ -232,16 +212,8 @@ class Mover:
 
 def _find_problem(weights: Sequence[Sequence[torch.Tensor]], buffer: Any) -> str:
     """Return what prevents slots in place of the receive buffer; nothing: an empty text."""
+    from ultraep_comm.adapters import rows
+
     if not isinstance(buffer, list) or len(buffer) != len(weights[0]):
         return f"has {type(buffer).__name__} as receive buffer, not a list of {len(weights[0])}"
-    for number, layer in enumerate(weights):
-        for i, tensor in enumerate(layer):
-            what = f"has a tensor {i} of layer {number} with shape {tuple(tensor.shape)}"
-            if tensor.dim() == 0 or tensor.shape[0] != weights[0][0].shape[0]:
-                return f"{what}, without one row for each expert"
-            if tensor.shape[0] > 1 and tensor.stride(0) < tensor[0].numel():
-                return f"{what}, whose rows share memory"
-        kinds = [[(t.shape, t.stride(), t.dtype, t.device) for t in w] for w in (layer, weights[0])]
-        if kinds[0] != kinds[1]:
-            return f"has layer {number} with tensors {kinds[0]}, and layer 0 with {kinds[1]}"
-    return ""
+    return rows.find_problem(weights)

@@ -330,7 +330,7 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def _record_device(group: dist.ProcessGroup) -> torch.device:
+def record_device(group: dist.ProcessGroup) -> torch.device:
     """Return where tensors have to be that a process group sends: the CPU, if it can."""
     cpu = torch.device("cpu")
     try:
@@ -360,7 +360,7 @@ class Meeting:
         self.group = group
         self.rank = group.rank()
         self.num_ranks = group.size()
-        self._device = _record_device(group)
+        self._device = record_device(group)
         self._process = this_process()
         self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
