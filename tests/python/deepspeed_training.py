@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed asks for it
 import deepspeed
 import transformers as tf
 from deepspeed.utils import (
+    groups,
     safe_get_full_fp32_param,
     safe_get_full_grad,
 )
@@ -42,7 +44,9 @@ class Case:
     microbatches: int = 1
     checkpointing: dict[str, Any] | None = None
     exact: bool = True
-    settings: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    autoep: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,10 +61,15 @@ CASES = {
     "EP4, ZeRO-2, recomputed": Case(stage=2, checkpointing=RECOMPUTED),
     "EP2 x DP2, ZeRO-1, recomputed, reentrant": Case(ep=2, checkpointing={"use_reentrant": True}),
     "EP2 x DP2, ZeRO-2, overlapped": Case(
-        ep=2, stage=2, settings={"overlap_comm": True, "reduce_bucket_size": 2000}
+        ep=2, stage=2, zero={"overlap_comm": True, "reduce_bucket_size": 2000}
     ),
+    "EP4, ZeRO-1, expert by expert": Case(autoep={"use_grouped_mm": False}),
+    "EP4, ZeRO-1, scores before experts": Case(autoep={"score_apply": "pre"}),
     "EP4, ZeRO-1, bf16": Case(exact=False),
     "EP2 x DP2, ZeRO-2, bf16, 2 microbatches": Case(ep=2, stage=2, microbatches=2, exact=False),
+    "EP2 x DP2, ZeRO-2, experts' ranks apart": Case(
+        ep=2, stage=2, config={"use_data_before_expert_parallelism": True}
+    ),
     "EP4, no ZeRO": Case(stage=0),
     "EP4, ZeRO-1, no replicas for few tokens": Case(options={"min_tokens": 10_000}),
     "EP1, ZeRO-1": Case(ep=1),
@@ -69,6 +78,9 @@ CASES = {
 
 def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
     """Return the engine and its layers with replicas. The model's routers prefer one expert."""
+    for of in ("EXPERT_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"):
+        for known in (f"_{of}", f"_{of}_RANKS"):
+            getattr(groups, known).clear()  # as in a process of its own
     torch.manual_seed(0)
     config = tf.Qwen3MoeConfig(
         vocab_size=128,
@@ -100,7 +112,7 @@ def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
         config={
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_accumulation_steps": case.microbatches,
-            "zero_optimization": {"stage": case.stage, **case.settings},
+            "zero_optimization": {"stage": case.stage, **case.zero},
             "zero_allow_untested_optimizer": True,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
             "bf16": {"enabled": not case.exact},
@@ -108,7 +120,9 @@ def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
                 "enabled": True,
                 "autoep_size": case.ep,
                 "preset_model": "qwen3_moe",
+                **case.autoep,
             },
+            **case.config,
         },
     )
     options = {"slots_per_rank": 2, "engine": "host", "timeout": 60.0, **case.options}
@@ -169,7 +183,7 @@ def train(case: Case, replicated: bool, given: list[torch.Tensor] | None = None)
             losses.append(mean.item() / dist.get_world_size())
         for hook in hooks:
             hook.remove()
-        found_parameters = whole(parameters, safe_get_full_fp32_param)
+        found_parameters = whole(parameters, master)
         moments = of_optimizer(engine.optimizer)
         state = {name: full(value) for name, value in engine.module_state_dict().items()}
         engine.eval()
@@ -182,12 +196,15 @@ def train(case: Case, replicated: bool, given: list[torch.Tensor] | None = None)
 
 def whole(parameters: dict[str, Any], read: Any) -> dict[str, torch.Tensor]:
     """Return what DeepSpeed has of each parameter, from all of the ranks that share it."""
-    found = {name: read(value) for name, value in parameters.items()}
-    assert all(value is not None for value in found.values())
-    return {name: full(value) for name, value in found.items()}
+    return {name: full(read(value)) for name, value in parameters.items()}
 
 
-def gradient(parameter: Any) -> Any:
+def master(parameter: Any) -> torch.Tensor:
+    found = safe_get_full_fp32_param(parameter)
+    return parameter if found is None else found  # without ZeRO
+
+
+def gradient(parameter: Any) -> torch.Tensor:
     found = safe_get_full_grad(parameter)
     return parameter.grad if found is None else found
 
@@ -244,7 +261,11 @@ def step(engine: Any, number: int) -> float:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Save with replicas, load without and with; return what differs from no saving."""
+    """Return what is saved with and without replicas, and how training goes on.
+
+    From the state itself, both ways; from that of the run with replicas, loaded without and with
+    them; and from another one.
+    """
     case = Case(ep=2, stage=2)
     folder = Path(tempfile.gettempdir()) / f"deepspeed_{os.environ['TORCHELASTIC_RUN_ID']}"
     files, losses = [], []
@@ -257,12 +278,15 @@ def checkpoints() -> dict[str, Any]:
         files.append([[str(p.relative_to(folder / way)), p.stat().st_size] for p in found])
         losses.append([step(engine, 1), step(engine, 2)])
         end(engine, layers)
-    for replicated in (False, True):
+    for replicated, loads in ((False, True), (True, True), (True, False)):
         engine, layers = make(case, replicated)
         step(engine, 5)  # somewhere else
-        engine.load_checkpoint(str(folder / "ours"), tag="first")
+        if loads:
+            engine.load_checkpoint(str(folder / "ours"), tag="first")
         losses.append([step(engine, 1), step(engine, 2)])
         end(engine, layers)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
     return {"files": files, "continued": losses}
 
 
