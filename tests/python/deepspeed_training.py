@@ -8,6 +8,7 @@ before and after. DeepSpeed itself is unchanged, but for an operation that it wo
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ from deepspeed.utils import (
 )
 
 from ultraep_comm.adapters.deepspeed import replicate
+from ultraep_comm.errors import UnsupportedError
 
 STEPS, BATCH, LENGTH, LAYERS, EXPERTS, HOT = 3, 4, 16, 2, 8, 1
 
@@ -280,7 +282,8 @@ def checkpoints() -> dict[str, Any]:
         end(engine, layers)
     for replicated, loads in ((False, True), (True, True), (True, False)):
         engine, layers = make(case, replicated)
-        step(engine, 5)  # somewhere else
+        for number in range(5, 8):
+            step(engine, number)  # somewhere else
         if loads:
             engine.load_checkpoint(str(folder / "ours"), tag="first")
         losses.append([step(engine, 1), step(engine, 2)])
@@ -310,7 +313,46 @@ def largest_new_tensor() -> dict[str, Any]:
     return {"largest": found.largest, "by": found.by, "mains": mains, "replicas": replicas}
 
 
-OTHERS = {"checkpoints": checkpoints, "new tensors": largest_new_tensor}
+def refusals() -> dict[str, str]:
+    """Return what every rank is told of an engine, or of layers, that cannot have replicas."""
+    found = {}
+
+    def note(name: str, engine: Any) -> None:
+        try:
+            replicate(engine)
+        except UnsupportedError as error:
+            found[name] = str(error)
+        raised = torch.tensor(name in found, dtype=torch.int64)
+        dist.all_reduce(raised)
+        assert int(raised) == dist.get_world_size()
+
+    engine, _ = make(Case(stage=3), False)
+    note("ZeRO-3", engine)
+    engine.destroy()
+    engine, _ = make(Case(), False)
+    layer = next(m for m in engine.module.modules() if hasattr(m, "_finalize_output"))
+    if dist.get_rank() == 2:
+        layer.experts.register_buffer("scale", torch.ones(()))
+    note("buffer", engine)
+    if dist.get_rank() == 2:
+        del layer.experts.scale
+    layers = replicate(engine, engine="host")
+    note("twice", engine)
+    end(engine, layers)
+    return found
+
+
+def versions() -> dict[str, str]:
+    names = ("deepspeed", "transformers", "torch", "ultraep_comm")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+OTHERS = {
+    "checkpoints": checkpoints,
+    "new tensors": largest_new_tensor,
+    "refusals": refusals,
+    "versions": versions,
+}
 
 
 def main(path: str, names: list[str]) -> None:

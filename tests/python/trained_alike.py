@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from doc_blocks import trained as table  # noqa: F401 - for the programs to print
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,20 +67,3 @@ def rerouted(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> int:
     count = torch.as_tensor(moved).clone()
     dist.all_reduce(count)
     return int(count)
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """Return the results of cases as a table in Markdown."""
-    head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
-    head += ["rerouted", "imbalance before", "after", "replicas"]
-    rows = [head, ["---"] * len(head)]
-    for name, found in results.items():
-        if "losses" not in found:
-            continue
-        losses = [", ".join(f"{loss:.7f}" for loss in run) for run in found["losses"]]
-        worst = [f"{max(found[of]):.1e}" for of in ("gradients", "expert_gradients")]
-        _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
-        spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
-        counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
-        rows.append([name, *losses, *worst, str(found["rerouted"]), *spans, counts])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

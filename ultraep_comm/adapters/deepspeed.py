@@ -128,7 +128,7 @@ def _find_layers(engine: Any, kind: Any) -> list[Any]:
         )
     stage = engine.zero_optimization_stage()
     problems = {
-        f"ZeRO stage {stage} has only parts of the experts; expected stage 1 or 2": stage > 2,
+        f"ZeRO stage {stage} has only parts of the experts; expected at most 2": stage > 2,
         "a pipeline has several microbatches under way": isinstance(engine, seams.find(_PIPELINE)),
         "tensor parallelism: its ranks plan apart": engine.mp_world_size > 1,
         "sequence parallelism has never run": engine.sequence_parallel_size > 1,
