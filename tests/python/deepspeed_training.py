@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE in DeepSpeed's AutoEP, trained as it is and with replicas, on CPUs over gloo.
+"""Tiny models in DeepSpeed's AutoEP, trained as it is and with replicas, on CPUs over gloo.
 
 torchrun --standalone --nproc-per-node 4 tests/python/deepspeed_training.py RESULTS.json [CASE...]
 
@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,42 @@ from ultraep_comm.errors import UnsupportedError
 STEPS, BATCH, LENGTH, LAYERS, EXPERTS, HOT = 3, 4, 16, 2, 8, 1
 
 
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+CONFIGS = {  # by AutoEP's preset
+    "qwen3_moe": partial(
+        tf.Qwen3MoeConfig, moe_intermediate_size=48, num_experts=EXPERTS, norm_topk_prob=True
+    ),
+    "mixtral": partial(tf.MixtralConfig, num_local_experts=EXPERTS),
+    "deepseek_v3": partial(
+        tf.DeepseekV3Config,
+        moe_intermediate_size=48,
+        n_routed_experts=EXPERTS,
+        n_group=2,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=0,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Case:
+    model: str = "qwen3_moe"
     ep: int = 4
     stage: int = 1
     microbatches: int = 1
@@ -67,6 +102,8 @@ CASES = {
     ),
     "EP4, ZeRO-1, expert by expert": Case(autoep={"use_grouped_mm": False}),
     "EP4, ZeRO-1, scores before experts": Case(autoep={"score_apply": "pre"}),
+    "mixtral, EP4, ZeRO-2": Case("mixtral", stage=2),
+    "deepseek_v3, EP2 x DP2, ZeRO-1": Case("deepseek_v3", ep=2),
     "EP4, ZeRO-1, bf16": Case(exact=False),
     "EP2 x DP2, ZeRO-2, bf16, 2 microbatches": Case(ep=2, stage=2, microbatches=2, exact=False),
     "EP2 x DP2, ZeRO-2, experts' ranks apart": Case(
@@ -84,20 +121,7 @@ def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
         for known in (f"_{of}", f"_{of}_RANKS"):
             getattr(groups, known).clear()  # as in a process of its own
     torch.manual_seed(0)
-    config = tf.Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        max_position_embeddings=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
+    config = CONFIGS[case.model](**COMMON)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, value in model.named_parameters():
         if "experts" in name or "mlp.gate." in name:
@@ -121,7 +145,7 @@ def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
             "expert_parallel": {
                 "enabled": True,
                 "autoep_size": case.ep,
-                "preset_model": "qwen3_moe",
+                "preset_model": case.model,
                 **case.autoep,
             },
             **case.config,

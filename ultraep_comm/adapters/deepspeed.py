@@ -1,4 +1,4 @@
-"""Replicas for every microbatch in the AutoEP layers of DeepSpeed 0.19, with ZeRO-1 or ZeRO-2.
+"""Replicas for every microbatch in the AutoEP layers of DeepSpeed 0.19.8, up to ZeRO-2.
 
 A layer's own forward pass runs on a view of it whose experts are instances: behind its router the
 routing is planned and mapped, its own exchange takes tokens to instances, and its own grouped
