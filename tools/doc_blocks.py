@@ -246,6 +246,23 @@ def charged_reductions(document: Document) -> str:
     return _markdown(["expert", *(f"{mode}, {machine}" for mode, machine in ways)], rows)
 
 
+def trained(document: Document) -> str:
+    """Training without and with replicas, as the programs in tests/python compare it."""
+    head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
+    head += ["rerouted", "imbalance before", "after", "replicas"]
+    rows = []
+    for name, found in document.items():
+        if "losses" not in found:
+            continue
+        losses = [", ".join(f"{loss:.7f}" for loss in run) for run in found["losses"]]
+        worst = [f"{max(found[of]):.1e}" for of in ("gradients", "expert_gradients")]
+        _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
+        spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
+        counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
+        rows.append([name, *losses, *worst, str(found["rerouted"]), *spans, counts])
+    return _markdown(head, rows)
+
+
 BLOCKS: dict[str, Callable[[Document], str]] = {
     block.__name__: block
     for block in (
@@ -264,6 +281,7 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         critical_path,
         planner,
         sensitivity,
+        trained,
     )
 }
 

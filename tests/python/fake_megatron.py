@@ -8,12 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import fakes
 import torch
 import torch.distributed as dist
 
@@ -219,25 +217,9 @@ MODULES: dict[str, list[type]] = {
 }
 
 
-@contextmanager
-def installed() -> Iterator[None]:
+def installed() -> Any:
     """Let imports of megatron-core find the stand-in."""
-    kept = {name: module for name, module in sys.modules.items() if name.startswith("megatron")}
-    for name in kept:
-        del sys.modules[name]
-    for path, classes in MODULES.items():
-        parts = path.split(".")
-        for i in range(1, len(parts) + 1):
-            name = ".".join(parts[:i])
-            sys.modules.setdefault(name, ModuleType(name)).__path__ = []
-        for each in classes:
-            setattr(sys.modules[path], each.__name__, each)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.startswith("megatron")]:
-            del sys.modules[name]
-        sys.modules.update(kept)
+    return fakes.installed(MODULES)
 
 
 def groups(ep: Any) -> Any:

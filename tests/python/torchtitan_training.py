@@ -13,7 +13,6 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from new_tensors import NewTensors
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
+from trained_alike import apart, choosing, full, rerouted, table
 
 torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan asks for it
 
@@ -126,11 +126,6 @@ def make(case: Case, replicated: bool) -> tuple[Any, Any]:
     return model.train(), titan.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().float().clone()
-
-
 def step(model: Any, context: Any, tokens: torch.Generator) -> float:
     """Return the mean loss; gradients stay with the parameters."""
     ids = torch.randint(0, 2048, (BATCH, LENGTH), generator=tokens)
@@ -168,24 +163,6 @@ def train(case: Case, replicated: bool, follow: Run | None = None) -> Run:
         return train_with(choices, case, replicated, follow)
 
 
-@contextlib.contextmanager
-def choosing(given: list[torch.Tensor] | None) -> Iterator[list[torch.Tensor]]:
-    """Record what routers choose, or let them choose what was recorded."""
-    found, topk = [], torch.topk
-
-    def choose(*args: Any, **options: Any) -> Any:
-        values, ids = topk(*args, **options)
-        found.append(ids)
-        if given is None:
-            return values, ids
-        assert given[len(found) - 1].shape == ids.shape
-        return values, given[len(found) - 1]
-
-    with mock.patch.object(torch, "topk", choose):
-        yield found
-    assert given is None or len(given) == len(found)
-
-
 def train_with(
     choices: list[torch.Tensor], case: Case, replicated: bool, follow: Run | None
 ) -> Run:
@@ -221,36 +198,10 @@ def replicas(model: Any) -> dict[str, Any]:
     return adapter.layers(model)
 
 
-def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of any tensor, relative to its largest value.
-
-    Values that are less than a thousandth of all tensors' largest count as that: gradients that
-    are zero but for rounding.
-    """
-    assert list(found) == list(wanted)
-    largest = {name: float(one.abs().max()) for name, one in wanted.items()}
-    least = max(largest.values()) / 1000
-    worst = 0.0
-    for name, scale in largest.items():
-        assert found[name].shape == wanted[name].shape
-        difference = float((found[name] - wanted[name]).abs().max())
-        worst = max(worst, difference / max(scale, least))
-    return worst
-
-
 def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {n: g for n, g in grads.items() if "inner_experts" in n}
     assert found
     return found
-
-
-def rerouted(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> int:
-    """Return how many tokens of all ranks would have gone to other experts, by rounding."""
-    pairs = zip(found, wanted, strict=True)
-    moved = sum((a.sort().values != b.sort().values).any(-1).sum() for a, b in pairs)
-    count = torch.as_tensor(moved).clone()
-    dist.all_reduce(count)
-    return int(count)
 
 
 def without_rounding() -> Any:
@@ -292,23 +243,6 @@ def largest_new_tensor() -> dict[str, Any]:
         step(model, context, tokens)
         mains = min(p.to_local().numel() for p in layer.inner_experts.parameters())
         return {"largest": found.largest, "mains": mains, "replicas": layer.plan.num_replicas}
-
-
-def table(results: dict[str, Any]) -> str:
-    """Return the results of cases as a table in Markdown."""
-    head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
-    head += ["rerouted", "imbalance before", "after", "replicas"]
-    rows = [head, ["---"] * len(head)]
-    for name, found in results.items():
-        if "losses" not in found:
-            continue
-        losses = [", ".join(f"{loss:.7f}" for loss in run) for run in found["losses"]]
-        worst = [f"{max(found[of]):.1e}" for of in ("gradients", "expert_gradients")]
-        _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
-        spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
-        counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
-        rows.append([name, *losses, *worst, str(found["rerouted"]), *spans, counts])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def main(path: str, names: list[str]) -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 from new_tensors import NewTensors
+from trained_alike import apart, full
 from transformers.distributed import DistributedConfig
 
 from ultraep_comm.adapters import transformers as adapter
@@ -116,11 +117,6 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().float().clone()
-
-
 @dataclass
 class Run:
     """What a run leaves: tensors are whole, in fp32."""
@@ -189,23 +185,6 @@ def train(folder: Path, case: Case, way: str) -> Run:
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     return Run(losses, grads, state, moments, full(logits), imbalance, seconds)
-
-
-def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of any tensor, relative to its largest value.
-
-    Values that are less than a thousandth of all tensors' largest count as that: gradients that
-    are zero but for rounding.
-    """
-    assert list(found) == list(wanted)
-    largest = {name: float(one.abs().max()) for name, one in wanted.items() if one.numel()}
-    least = max(largest.values()) / 1000
-    worst = 0.0
-    for name, scale in largest.items():
-        assert found[name].shape == wanted[name].shape
-        difference = float((found[name] - wanted[name]).abs().max())
-        worst = max(worst, difference / max(scale, least))
-    return worst
 
 
 def compare(folder: Path, case: Case) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.fabrics.meeting import Meeting, record_device
+from ultraep_comm.fabrics.meeting import record_device
+from ultraep_comm.system import undocumented
 from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -154,33 +155,78 @@ def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
     return [json.loads(bytes(row.cpu().numpy())) for row in rows]
 
 
-def agree(process_group: dist.ProcessGroup, layers: Sequence[tuple[str, Any]]) -> None:
+def agree(
+    process_group: dist.ProcessGroup,
+    layers: Sequence[tuple[str, Any]],
+    who: str = "expert-parallel rank",
+) -> None:
     """Raise on every rank what prevents replicas on one. Collective.
 
     Args:
-        process_group: the expert-parallel group.
+        process_group: the expert-parallel group, or a larger one, whose ranks have equal layers.
         layers: this rank's, in the order of the model, as of :func:`describe_experts`.
+        who: what a rank of the process group is.
 
     Raises:
         UnsupportedError: a rank found a problem, or ranks have different layers.
     """
-    text = json.dumps(list(layers)).encode()
-    meeting = Meeting(process_group)
-    sizes = meeting.gather(torch.tensor([len(text)], device="cpu")).flatten().tolist()
-    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
-    found = [json.loads(bytes(row.numpy())) for row in meeting.gather(padded)]
-    meeting.leave()
+    found = gather_json(process_group, list(layers))
     for rank, described in enumerate(found):
         for number, (problem, _) in enumerate(described):
             if problem:
                 raise UnsupportedError(
-                    f"MoE layer {number} of expert-parallel rank {rank} cannot have replicas:"
-                    f" {problem}"
+                    f"MoE layer {number} of {who} {rank} cannot have replicas: {problem}"
                 )
     for rank, described in enumerate(found):
         if described != found[0]:
             raise UnsupportedError(
-                f"expert-parallel rank {rank} has MoE layers with experts"
+                f"{who} {rank} has MoE layers with experts"
                 f" {[shapes for _, shapes in described]}, and rank 0"
                 f" {[shapes for _, shapes in found[0]]}; expected the same on every rank"
             )
+
+
+def run_grouped(
+    experts: Any,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    mains: dict[str, torch.Tensor],
+    slots: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Run a framework's grouped experts on mains, then on slots, which are other tensors.
+
+    Args:
+        experts: a module that takes rows by expert and how many each expert has; its parameters
+            have a row for each expert.
+        rows: ``[R, H]``, by instance; rows may follow that nobody uses.
+        counts: ``[P]``, of each instance: mains, then slots.
+        mains: ``{name: [M, *shape]}``.
+        slots: ``{name: [S, *shape]}``.
+
+    Returns:
+        ``[R, H]``; without the rows that nobody uses if the experts leave them out.
+    """
+    num_mains = len(next(iter(mains.values())))
+    parts = counts[:num_mains], counts[num_mains:]
+    # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
+    num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
+    if not num_away:
+        return _run_with(experts, mains, rows, parts[0])
+    home, away = rows[:num_home], rows[num_home:]
+    return torch.cat(
+        [_run_with(experts, mains, home, parts[0]), _run_with(experts, slots, away, parts[1])]
+    )
+
+
+def _run_with(
+    experts: Any, weights: dict[str, torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
+    """Call a module with other tensors in its parameters' place."""
+    own: dict[str, Any] = undocumented(experts, "_parameters")
+    given = dict(own)
+    own.update(weights)
+    try:
+        output: torch.Tensor = experts(*inputs)
+    finally:
+        own.update(given)
+    return output

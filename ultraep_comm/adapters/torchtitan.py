@@ -25,10 +25,15 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import check_experts, check_signature, check_version, is_alone
+from ultraep_comm.adapters.seams import (
+    check_experts,
+    check_signature,
+    check_version,
+    is_alone,
+    run_grouped,
+)
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn import Replication
-from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
@@ -141,31 +146,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
     def _run_instances(
         self, rows: Tensor, counts: Tensor, mains: Weights, slots: Weights
     ) -> Tensor:
-        """Run the model's own experts on mains, then on slots, which are other tensors.
-
-        Args:
-            rows: ``[R, D]``, by instance; a dispatcher may leave rows at the end that nobody uses.
-            counts: ``[P]``, of each instance: mains, then slots.
-            mains: ``{name: [M, *shape]}``.
-            slots: ``{name: [S, *shape]}``.
-        """
-        parts = counts[: self._num_mains], counts[self._num_mains :]
-        # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
-        num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
-        if not num_away:
-            return self._run(mains, rows, parts[0])
-        home, away = rows[:num_home], rows[num_home:]
-        return torch.cat([self._run(mains, home, parts[0]), self._run(slots, away, parts[1])])
-
-    def _run(self, weights: Weights, rows: Tensor, counts: Tensor) -> Tensor:
-        own: dict[str, Any] = undocumented(self.inner_experts, "_parameters")
-        given = dict(own)
-        own.update(weights)
-        try:
-            output: Tensor = self.inner_experts(rows, counts)
-        finally:
-            own.update(given)
-        return output
+        return run_grouped(self.inner_experts, rows, counts, mains, slots)
 
     def _layer(self, weights: Weights) -> Replication:
         """Return the layer's calls; collective at first, and when other weights are trained."""

@@ -29,9 +29,11 @@ from ultraep_comm.recording import load_recordings
 G, E, H, F, K = 4, 8, 16, 32, 2
 M = E // G
 NAMES = ("w1", "w2", "bias")
+FOUND = importlib.util.find_spec("transformers")
+SEAM = Path((FOUND and FOUND.origin) or "missing").parent / "distributed" / "expert_parallel.py"
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="transformers is not installed: pip install -c constraints.txt -e '.[transformers]'",
+    not SEAM.exists(),  # DeepSpeed needs an earlier release
+    reason="no transformers 5.23: pip install -c constraints.txt -e '.[transformers]'",
 )
 
 

@@ -1,0 +1,400 @@
+"""Tiny models in DeepSpeed's AutoEP, trained as it is and with replicas, on CPUs over gloo.
+
+torchrun --standalone --nproc-per-node 4 tests/python/deepspeed_training.py RESULTS.json [CASE...]
+
+Rank 0 writes, for each case, the losses of both ways, the largest differences, and the imbalance
+before and after. DeepSpeed itself is unchanged, but for an operation that it would compile.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from new_tensors import NewTensors
+from trained_alike import apart, choosing, full, rerouted, table
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed asks for it
+
+import deepspeed
+import transformers as tf
+from deepspeed.utils import (
+    groups,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+)
+
+from ultraep_comm.adapters.deepspeed import replicate
+from ultraep_comm.errors import UnsupportedError
+
+STEPS, BATCH, LENGTH, LAYERS, EXPERTS, HOT = 3, 4, 16, 2, 8, 1
+
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+CONFIGS = {  # by AutoEP's preset
+    "qwen3_moe": partial(
+        tf.Qwen3MoeConfig, moe_intermediate_size=48, num_experts=EXPERTS, norm_topk_prob=True
+    ),
+    "mixtral": partial(tf.MixtralConfig, num_local_experts=EXPERTS),
+    "deepseek_v3": partial(
+        tf.DeepseekV3Config,
+        moe_intermediate_size=48,
+        n_routed_experts=EXPERTS,
+        n_group=2,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=0,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str = "qwen3_moe"
+    ep: int = 4
+    stage: int = 1
+    microbatches: int = 1
+    checkpointing: dict[str, Any] | None = None
+    exact: bool = True
+    zero: dict[str, Any] = field(default_factory=dict)
+    autoep: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+RECOMPUTED = {"use_reentrant": False}
+CASES = {
+    "EP4, ZeRO-1": Case(),
+    "EP4, ZeRO-2": Case(stage=2),
+    "EP2 x DP2, ZeRO-1": Case(ep=2),
+    "EP2 x DP2, ZeRO-2": Case(ep=2, stage=2),
+    "EP4, ZeRO-1, 2 microbatches": Case(microbatches=2),
+    "EP2 x DP2, ZeRO-2, 2 microbatches": Case(ep=2, stage=2, microbatches=2),
+    "EP4, ZeRO-2, recomputed": Case(stage=2, checkpointing=RECOMPUTED),
+    "EP2 x DP2, ZeRO-1, recomputed, reentrant": Case(ep=2, checkpointing={"use_reentrant": True}),
+    "EP2 x DP2, ZeRO-2, overlapped": Case(
+        ep=2, stage=2, zero={"overlap_comm": True, "reduce_bucket_size": 2000}
+    ),
+    "EP4, ZeRO-1, expert by expert": Case(autoep={"use_grouped_mm": False}),
+    "EP4, ZeRO-1, scores before experts": Case(autoep={"score_apply": "pre"}),
+    "mixtral, EP4, ZeRO-2": Case("mixtral", stage=2),
+    "deepseek_v3, EP2 x DP2, ZeRO-1": Case("deepseek_v3", ep=2),
+    "EP4, ZeRO-1, bf16": Case(exact=False),
+    "EP2 x DP2, ZeRO-2, bf16, 2 microbatches": Case(ep=2, stage=2, microbatches=2, exact=False),
+    "EP2 x DP2, ZeRO-2, experts' ranks apart": Case(
+        ep=2, stage=2, config={"use_data_before_expert_parallelism": True}
+    ),
+    "EP4, no ZeRO": Case(stage=0),
+    "EP4, ZeRO-1, no replicas for few tokens": Case(options={"min_tokens": 10_000}),
+    "EP1, ZeRO-1": Case(ep=1),
+}
+
+
+def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
+    """Return the engine and its layers with replicas. The model's routers prefer one expert."""
+    for of in ("EXPERT_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"):
+        for known in (f"_{of}", f"_{of}_RANKS"):
+            getattr(groups, known).clear()  # as in a process of its own
+    torch.manual_seed(0)
+    config = CONFIGS[case.model](**COMMON)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, value in model.named_parameters():
+        if "experts" in name or "mlp.gate." in name:
+            value.data.normal_(0, 0.2)
+        if "embed_tokens" in name:
+            value.data.normal_()[:, :4] += 0.7
+        if name.endswith("mlp.gate.weight"):
+            value.data[HOT, :4] += 1
+    if case.checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=case.checkpointing)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_accumulation_steps": case.microbatches,
+            "zero_optimization": {"stage": case.stage, **case.zero},
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            "bf16": {"enabled": not case.exact},
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": case.ep,
+                "preset_model": case.model,
+                **case.autoep,
+            },
+            **case.config,
+        },
+    )
+    options = {"slots_per_rank": 2, "engine": "host", "timeout": 60.0, **case.options}
+    return engine, replicate(engine, **options) if replicated else []
+
+
+@dataclass
+class Run:
+    """What a run leaves: tensors are whole, in fp32."""
+
+    losses: list[float]
+    grads: list[dict[str, torch.Tensor]]
+    parameters: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    arrivals: set[int]
+    imbalance: list[tuple[int, float, float, int]]
+    choices: list[torch.Tensor]  # of this rank's routers
+
+
+def train(case: Case, replicated: bool, given: list[torch.Tensor] | None = None) -> Run:
+    """Train a model, with the routing that is given, if any."""
+    with choosing(given) as choices:
+        engine, layers = make(case, replicated)
+        parameters = dict(engine.module.named_parameters())
+        arrivals = dict.fromkeys(parameters, 0)
+
+        def count(name: str) -> Any:
+            def hook(_: torch.Tensor) -> None:
+                arrivals[name] += 1
+
+            return hook
+
+        hooks = [p.register_post_accumulate_grad_hook(count(n)) for n, p in parameters.items()]
+        tokens = torch.Generator().manual_seed(7 + dist.get_rank())
+        every = [
+            torch.randint(3, 128, (BATCH, LENGTH), generator=tokens)
+            for _ in range(case.microbatches)
+        ]
+        losses, grads, imbalance = [], [], []
+        for _ in range(STEPS):
+            mean = torch.zeros(())
+            for ids in every:
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                mean += loss.detach().float() / case.microbatches
+                for number, layer in enumerate(layers):
+                    plan = layer.replica_plan
+                    found = plan.imbalance_before, plan.imbalance, plan.num_replicas
+                    imbalance.append((number, *found))
+                    layer.replicas.group.assert_idle()
+                if not engine.is_gradient_accumulation_boundary():
+                    engine.step()
+            grads.append(whole(parameters, gradient))
+            engine.step()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / dist.get_world_size())
+        for hook in hooks:
+            hook.remove()
+        found_parameters = whole(parameters, master)
+        moments = of_optimizer(engine.optimizer)
+        state = {name: full(value) for name, value in engine.module_state_dict().items()}
+        engine.eval()
+        with torch.no_grad():
+            logits = full(engine(input_ids=every[0]).logits)
+        number = set(arrivals.values())
+        end(engine, layers)
+    return Run(losses, grads, found_parameters, moments, state, logits, number, imbalance, choices)
+
+
+def whole(parameters: dict[str, Any], read: Any) -> dict[str, torch.Tensor]:
+    """Return what DeepSpeed has of each parameter, from all of the ranks that share it."""
+    return {name: full(read(value)) for name, value in parameters.items()}
+
+
+def master(parameter: Any) -> torch.Tensor:
+    found = safe_get_full_fp32_param(parameter)
+    return parameter if found is None else found  # without ZeRO
+
+
+def gradient(parameter: Any) -> torch.Tensor:
+    found = safe_get_full_grad(parameter)
+    return parameter.grad if found is None else found
+
+
+def of_optimizer(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's part of an optimizer's state."""
+    states = getattr(optimizer, "optimizer", optimizer).state.values()
+    every = [(i, key, value) for i, state in enumerate(states) for key, value in state.items()]
+    return {f"{i}.{key}": full(value) for i, key, value in every if torch.is_tensor(value)}
+
+
+def end(engine: Any, layers: list[Any]) -> None:
+    for group in {id(layer.replicas.group): layer.replicas.group for layer in layers}.values():
+        group.close()
+    engine.destroy()
+
+
+def compare(case: Case) -> dict[str, Any]:
+    plain, ours = (train(case, replicated) for replicated in (False, True))
+    followed = train(case, True, plain.choices)
+    pairs = list(zip(followed.grads, plain.grads, strict=True))
+    return {
+        "losses": [plain.losses, ours.losses],
+        "gradients": [worst(a, b) for a, b in pairs],
+        "expert_gradients": [worst(of_experts(a), of_experts(b)) for a, b in pairs],
+        "rerouted": rerouted(followed.choices, plain.choices),
+        "parameters": worst(followed.parameters, plain.parameters),
+        "optimizer": worst(followed.optimizer, plain.optimizer),
+        "state": worst(followed.state, plain.state),
+        "logits": worst({"": followed.logits}, {"": plain.logits}),
+        "arrivals": [sorted(run.arrivals) for run in (plain, ours)],
+        "imbalance": ours.imbalance,
+    }
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return how far tensors are apart on any rank."""
+    difference = torch.tensor(apart(found, wanted))
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    return difference.item()
+
+
+def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: g for n, g in grads.items() if ".experts." in n}
+
+
+def step(engine: Any, number: int) -> float:
+    tokens = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    ids = torch.randint(3, 128, (BATCH, LENGTH), generator=tokens)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def checkpoints() -> dict[str, Any]:
+    """Return what is saved with and without replicas, and how training goes on.
+
+    From the state itself, both ways; from that of the run with replicas, loaded without and with
+    them; and from another one.
+    """
+    case = Case(ep=2, stage=2)
+    folder = Path(tempfile.gettempdir()) / f"deepspeed_{os.environ['TORCHELASTIC_RUN_ID']}"
+    files, losses = [], []
+    for way, replicated in (("plain", False), ("ours", True)):
+        engine, layers = make(case, replicated)
+        step(engine, 0)
+        engine.save_checkpoint(str(folder / way), tag="first")
+        dist.barrier()
+        found = sorted(p for p in (folder / way).rglob("*") if p.is_file())
+        files.append([[str(p.relative_to(folder / way)), p.stat().st_size] for p in found])
+        losses.append([step(engine, 1), step(engine, 2)])
+        end(engine, layers)
+    for replicated, loads in ((False, True), (True, True), (True, False)):
+        engine, layers = make(case, replicated)
+        for number in range(5, 8):
+            step(engine, number)  # somewhere else
+        if loads:
+            engine.load_checkpoint(str(folder / "ours"), tag="first")
+        losses.append([step(engine, 1), step(engine, 2)])
+        end(engine, layers)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return {"files": files, "continued": losses}
+
+
+def largest_new_tensor() -> dict[str, Any]:
+    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
+    engine, layers = make(Case(), True)
+    ids = torch.arange(4)[None] + 3
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    found, inner = NewTensors(), layers[0]._forward
+
+    def watch(*args: Any) -> Any:
+        with found:
+            return inner(*args)
+
+    layers[0]._forward = watch
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    mains = min(p.numel() for p in layers[0].experts.parameters())
+    replicas = layers[0].replica_plan.num_replicas
+    del layers[0]._forward
+    end(engine, layers)
+    return {"largest": found.largest, "by": found.by, "mains": mains, "replicas": replicas}
+
+
+def refusals() -> dict[str, str]:
+    """Return what every rank is told of an engine, or of layers, that cannot have replicas."""
+    found = {}
+
+    def note(name: str, engine: Any) -> None:
+        try:
+            replicate(engine)
+        except UnsupportedError as error:
+            found[name] = str(error)
+        raised = torch.tensor(name in found, dtype=torch.int64)
+        dist.all_reduce(raised)
+        assert int(raised) == dist.get_world_size()
+
+    engine, _ = make(Case(stage=3), False)
+    note("ZeRO-3", engine)
+    engine.destroy()
+    engine, _ = make(Case(), False)
+    layer = next(m for m in engine.module.modules() if hasattr(m, "_finalize_output"))
+    if dist.get_rank() == 2:
+        layer.experts.register_buffer("scale", torch.ones(()))
+    note("buffer", engine)
+    if dist.get_rank() == 2:
+        del layer.experts.scale
+    layers = replicate(engine, engine="host")
+    note("twice", engine)
+    end(engine, layers)
+    return found
+
+
+def versions() -> dict[str, str]:
+    names = ("deepspeed", "transformers", "torch", "ultraep_comm")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+OTHERS = {
+    "checkpoints": checkpoints,
+    "new tensors": largest_new_tensor,
+    "refusals": refusals,
+    "versions": versions,
+}
+
+
+def main(path: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    tf.logging.set_verbosity_error()
+    deepspeed.comm.torch.build_shm_op = lambda: None  # minutes of a compiler
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    results: dict[str, Any] = {}
+    for name in names or [*CASES, *OTHERS]:
+        results[name] = compare(CASES[name]) if name in CASES else OTHERS[name]()
+        if dist.get_rank() == 0:
+            print(name, json.dumps(results[name]), flush=True)
+            Path(path).write_text(json.dumps(results))
+    if dist.get_rank() == 0:
+        print(table(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,41 @@
+"""What stand-ins for frameworks share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def installed(members: Mapping[str, Sequence[Any]], **others: Any) -> Iterator[None]:
+    """Let imports of a framework find stand-ins, in which ``others`` replace those of their names.
+
+    Args:
+        members: classes and functions, by the path of their module.
+        others: by name.
+    """
+    root = next(iter(members)).partition(".")[0]
+
+    def of_framework(name: str) -> bool:
+        return name == root or name.startswith(f"{root}.")
+
+    kept = {name: module for name, module in sys.modules.items() if of_framework(name)}
+    for name in kept:
+        del sys.modules[name]
+    for path, each in members.items():
+        parts = path.split(".")
+        for i in range(1, len(parts) + 1):
+            name = ".".join(parts[:i])
+            sys.modules.setdefault(name, ModuleType(name)).__path__ = []
+        for member in each:
+            name = member.__name__
+            setattr(sys.modules[path], name, others.get(name, member))
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if of_framework(name)]:
+            del sys.modules[name]
+        sys.modules.update(kept)

@@ -1,0 +1,69 @@
+"""What programs that train a model with and without replicas compare."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from doc_blocks import trained as table  # noqa: F401 - for the programs to print
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().float().clone()
+
+
+def apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest difference of any tensor, relative to its largest value.
+
+    Values that are less than a thousandth of all tensors' largest count as that: gradients that
+    are zero but for rounding.
+    """
+    assert list(found) == list(wanted)
+    largest = {name: float(one.abs().max()) for name, one in wanted.items() if one.numel()}
+    least = max(largest.values()) / 1000
+    worst = 0.0
+    for name, scale in largest.items():
+        assert found[name].shape == wanted[name].shape
+        difference = float((found[name] - wanted[name]).abs().max())
+        worst = max(worst, difference / max(scale, least))
+    return worst
+
+
+@contextlib.contextmanager
+def choosing(given: list[torch.Tensor] | None) -> Iterator[list[torch.Tensor]]:
+    """Record what routers choose, or let them choose what was recorded.
+
+    Otherwise rounding may send a token to another expert, whose gradient is then another one.
+    """
+    found, topk = [], torch.topk
+
+    def choose(*args: Any, **options: Any) -> Any:
+        values, ids = topk(*args, **options)
+        found.append(ids)
+        if given is None:
+            return values, ids
+        assert given[len(found) - 1].shape == ids.shape
+        return values, given[len(found) - 1]
+
+    with mock.patch.object(torch, "topk", choose):
+        yield found
+    assert given is None or len(given) == len(found)
+
+
+def rerouted(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> int:
+    """Return how many tokens of all ranks would have gone to other experts, by rounding."""
+    pairs = zip(found, wanted, strict=True)
+    moved = sum((a.sort().values != b.sort().values).any(-1).sum() for a, b in pairs)
+    count = torch.as_tensor(moved).clone()
+    dist.all_reduce(count)
+    return int(count)

@@ -1,0 +1,204 @@
+"""Replicas for every microbatch in the AutoEP layers of DeepSpeed 0.19.8, up to ZeRO-2.
+
+A layer's own forward pass runs on a view of it whose experts are instances: behind its router the
+routing is planned and mapped, its own exchange takes tokens to instances, and its own grouped
+experts compute them, on main weights and on slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ultraep_comm as uec
+from ultraep_comm.adapters import seams
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.nn import Replication
+from ultraep_comm.system import undocumented
+
+_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
+_EXPERTS = "deepspeed.moe.ep_experts:GroupedExperts"
+_COUNT = "deepspeed.moe.ep_count:count_tokens_per_expert"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+# What the adapter calls or overrides, and the parameters that it counts on.
+SEAM = {
+    f"{_LAYER}._forward": "self hidden_states",
+    f"{_LAYER}._finalize_output": "self output x hidden_states hdim",
+    "deepspeed.moe.ep_router:TokenChoiceTopKRouter.forward": "self x expert_bias",
+    f"{_EXPERTS}.forward": "self x num_tokens_per_expert",
+    _COUNT: "selected_experts_indices num_experts",
+    f"{_ENGINE}.zero_optimization_stage": "self",
+}
+# What the layer's forward pass reads, and the view has instead.
+_VIEWED = ("router", "experts", "num_experts", "num_local_experts", "tokens_per_expert")
+# Settings of a layer with which it takes another way.
+_KNOWN = {"comm_backend": "comm", "async_split_plan": False, "folding_group_handles": None}
+
+
+def replicate(
+    engine: Any,
+    /,
+    slots_per_rank: int = 2,
+    *,
+    target: float = 1.01,
+    cost: uec.PlanCost | None = None,
+    min_tokens: int = 0,
+    **options: Any,
+) -> list[Any]:
+    """Give every AutoEP layer of an engine replicas for each of its microbatches. Collective.
+
+    Parameters, ``state_dict``, the optimizer and checkpoints stay as they are. From then on every
+    pass of a layer is collective over its expert-parallel group. Experts of one shape share a
+    group's slots.
+
+    Args:
+        engine: as of ``deepspeed.initialize`` with ``expert_parallel``.
+        slots_per_rank: S.
+        target: as for ``Replication``.
+        cost: likewise.
+        min_tokens: likewise.
+        options: as for ``new_group``, its ``engine`` among them. ``grads`` is float32 unless the
+            experts are frozen.
+
+    Returns:
+        The layers that have replicas now: none if expert parallelism has one rank. In each
+        ``replica_plan`` is the plan of the last pass; None at first.
+
+    Raises:
+        InvalidArgumentError: this is no engine, or its model has no AutoEP layers.
+        UnsupportedError: this version of DeepSpeed, the engine, or a layer on any rank does not go
+            with replicas. No layer was changed.
+    """
+    seams.check_version("deepspeed", "0.19.8", "0.19.8")
+    for path, parameters in SEAM.items():
+        seams.check_signature(seams.find(path), parameters.split())
+    kind = seams.find(_LAYER)
+    _check_body(kind)
+    layers = _find_layers(engine, kind)
+    layers = [m for m in layers if not seams.is_alone(m.ep_group, "AutoEP layer")]
+    if not layers:
+        return []
+    seams.agree(engine.data_parallel_group, [_describe(m) for m in layers], "data-parallel rank")
+    for layer in layers:
+        weights = dict(layer.experts.named_parameters())
+        is_trained = any(weight.requires_grad for weight in weights.values())
+        group, index = uec.group_for(
+            layer.ep_group,
+            like={name: weight.detach() for name, weight in weights.items()},
+            slots_per_rank=slots_per_rank,
+            num_experts=layer.num_experts,
+            **({"grads": torch.float32} if is_trained else {}) | options,
+        )
+        calls = Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
+        layer.replicas, layer.replica_plan = calls, None
+        layer.__class__ = _layer_class(layer.__class__)
+    return layers
+
+
+def _check_body(kind: Any) -> None:
+    read = undocumented(kind, "_forward").__code__.co_names
+    if missing := [name for name in (*_VIEWED, "_finalize_output") if name not in read]:
+        raise UnsupportedError(
+            f"{kind.__name__}._forward reads no {missing}; the adapter was written for a release"
+            " that does. Use a version of the framework that was tried: see docs/frameworks.md"
+        )
+
+
+def _find_layers(engine: Any, kind: Any) -> list[Any]:
+    """Return an engine's AutoEP layers.
+
+    Raises:
+        InvalidArgumentError: it has none.
+        UnsupportedError: it trains them in a way for which the adapter was not written.
+    """
+    if not isinstance(engine, seams.find(_ENGINE)):
+        raise InvalidArgumentError(
+            f"replicate was given a {type(engine).__name__}; expected the engine that"
+            " deepspeed.initialize returns"
+        )
+    layers = [m for m in engine.module.modules() if isinstance(m, kind)]
+    if not layers:
+        raise InvalidArgumentError(
+            "the engine's model has no AutoEP layers; expected"
+            ' "expert_parallel": {"enabled": true, "autoep_size": ...} in its configuration'
+        )
+    stage = engine.zero_optimization_stage()
+    problems = {
+        f"ZeRO stage {stage} has only parts of the experts; expected at most 2": stage > 2,
+        "a pipeline has several microbatches under way": isinstance(engine, seams.find(_PIPELINE)),
+        "tensor parallelism: its ranks plan apart": engine.mp_world_size > 1,
+        "sequence parallelism has never run": engine.sequence_parallel_size > 1,
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise UnsupportedError(f"this engine's layers cannot have replicas: {'; '.join(found)}")
+    return layers
+
+
+def _describe(layer: Any) -> tuple[str, Any]:
+    """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
+    if hasattr(layer, "replicas"):
+        return "it has replicas already", None
+    for module, path in ((layer, _LAYER), (layer.experts, _EXPERTS)):
+        if type(module) is not (known := seams.find(path)):
+            return f"it has a {type(module).__name__}; expected {known.__name__}", None
+    for name, known in _KNOWN.items():
+        if (value := getattr(layer, name)) != known:
+            return f"{name}={value!r}, which the adapter has never run; expected {known!r}", None
+    try:
+        seams.check_experts(layer.experts, layer.num_local_experts, "train without replicas")
+    except UnsupportedError as error:
+        return str(error), None
+    return seams.describe_experts([{n: w[0] for n, w in layer.experts.named_parameters()}])
+
+
+class _View:
+    """A layer, of which a pass sees some things otherwise. What it sets is set in the layer."""
+
+    def __init__(self, layer: Any, **own: Any) -> None:
+        vars(self).update(own, _layer=layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._layer, name, value)
+
+
+@functools.cache
+def _layer_class(base: Any) -> Any:
+    class ReplicatedAutoEPMoELayer(base):
+        def _forward(self, hidden_states: Tensor) -> Any:
+            scores, ids, counts = self.router(hidden_states.flatten(0, -2), self.expert_bias)
+            run = self.replicas.begin(dict(self.experts.named_parameters()), ids)
+            self.replica_plan = run.plan
+            with torch.no_grad():
+                self.tokens_per_expert.add_(counts)
+
+            def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
+                rows, mains, slots = run.before_experts(rows)
+                rows = seams.run_grouped(self.experts, rows, counts, mains, slots)
+                output: Tensor = run.after_experts(rows)
+                return output
+
+            def finalize(output: Tensor, *inputs: Any) -> Any:
+                return self._finalize_output(run.after_combine(output), *inputs)
+
+            topology = self.replicas.group.topology
+            number = topology.num_ranks * topology.instances_per_rank
+            counts = seams.find(_COUNT)(run.topk_ids, number)
+            view = _View(
+                self,
+                router=lambda *_: (scores, run.topk_ids, counts),
+                experts=run_experts,
+                num_experts=number,
+                num_local_experts=topology.instances_per_rank,
+                tokens_per_expert=torch.zeros_like(counts),  # the layer's own are of experts
+                _finalize_output=finalize,
+            )
+            return undocumented(base, "_forward")(view, run.before_dispatch(hidden_states))
+
+    return ReplicatedAutoEPMoELayer
