@@ -73,9 +73,7 @@ def replicate(
         UnsupportedError: this version of DeepSpeed, the engine, or a layer on any rank does not go
             with replicas. No layer was changed.
     """
-    seams.check_version("deepspeed", "0.19.8", "0.19.8")
-    for path, parameters in SEAM.items():
-        seams.check_signature(seams.find(path), parameters.split())
+    seams.check_seam("deepspeed", "0.19.8", "0.19.8", SEAM)
     kind = seams.find(_LAYER)
     _check_body(kind)
     layers = _find_layers(engine, kind)

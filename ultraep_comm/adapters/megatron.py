@@ -85,9 +85,7 @@ def replicate(
         UnsupportedError: this version of megatron-core, or a setting of a layer on any rank of its
             expert-parallel group, does not go with replicas. No layer was changed.
     """
-    seams.check_version("megatron-core", "0.16", "0.16")
-    for path, parameters in SEAM.items():
-        seams.check_signature(seams.find(path), parameters.split())
+    seams.check_seam("megatron-core", "0.16", "0.16", SEAM)
     if live != 1:
         raise UnsupportedError(
             f"live={live}; expected 1: Megatron's dispatchers keep the state of one microbatch"

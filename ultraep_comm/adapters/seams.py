@@ -45,7 +45,7 @@ def check_version(package: str, lowest: str, highest: str) -> None:
         warnings.warn(
             f"ultraep_comm's adapter for {package} was tried with versions {lowest} to {highest};"
             f" {installed} is installed",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -69,6 +69,28 @@ def check_signature(function: Callable[..., Any], parameters: Sequence[str]) -> 
             f" {list(parameters)}. Use a version of the framework that was tried: see"
             " docs/frameworks.md"
         )
+
+
+def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str]) -> dict[str, Any]:
+    """Do :func:`check_version`, and :func:`check_signature` for all that an adapter counts on.
+
+    Args:
+        package: as for check_version.
+        lowest: likewise.
+        highest: likewise.
+        seam: parameters, such as "self tokens", by a path for :func:`find`.
+
+    Returns:
+        What was found, by path.
+
+    Raises:
+        UnsupportedError: the framework is not installed, or its functions take other parameters.
+    """
+    check_version(package, lowest, highest)
+    found = {path: find(path) for path in seam}
+    for path, function in found.items():
+        check_signature(function, seam[path].split())
+    return found
 
 
 def is_alone(process_group: dist.ProcessGroup | None, what: str) -> bool:

@@ -71,10 +71,7 @@ def register() -> None:
         return
     from ultraep_comm.adapters import seams
 
-    seams.check_version("sglang", "0.5.23", "0.5.23")
-    found = {path: seams.find(path) for path in SEAM[mode]}
-    for path, function in found.items():
-        seams.check_signature(function, SEAM[mode][path].split())
+    found = seams.check_seam("sglang", "0.5.23", "0.5.23", SEAM[mode])
     hooks: Any = seams.find("sglang.srt.plugins.hook_registry:HookRegistry")
     kinds: Any = seams.find("sglang.srt.plugins.hook_registry:HookType")
 

@@ -10,8 +10,6 @@ checkpoints and optimizers do not see replicas.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -25,14 +23,9 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import (
-    check_experts,
-    check_signature,
-    check_version,
-    is_alone,
-    run_grouped,
-)
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.adapters.options import Options
+from ultraep_comm.adapters.seams import check_experts, check_seam, is_alone, run_grouped
+from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 
 Tensor = torch.Tensor
@@ -57,11 +50,6 @@ SEAM: Mapping[str, str] = MappingProxyType(
         f"{_DISPATCHER}.combine": "self routed_output_RD metadata x_TD",
     }
 )
-_OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
-_OF_GROUP = (
-    *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
-    *("domains", "allow_cross_domain"),
-)
 
 
 class ReplicatedRoutedExperts(RoutedExperts):
@@ -83,7 +71,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._settings = config
+        self._options = Options("replicate", config.slots_per_rank, config.live, config.options)
         self._num_mains = 0
         self._is_alone: bool | None = None
         self._calls: Replication | None = None
@@ -104,7 +92,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         if mesh is not None:
             # Before the dispatcher creates its buffers: it sees a model of this many experts.
             self._num_mains = self.token_dispatcher.num_experts // mesh.size()
-            self.token_dispatcher.num_experts += mesh.size() * self._settings.slots_per_rank
+            self.token_dispatcher.num_experts += mesh.size() * self._options.slots_per_rank
         super().parallelize(parallel_dims)
         if mesh is not None:
             self._check()
@@ -130,7 +118,9 @@ class ReplicatedRoutedExperts(RoutedExperts):
             )
             return output
         weights = dict(self.inner_experts.named_parameters(recurse=False))
-        run = self._layer(weights).begin(weights, topk_expert_ids_BLK.flatten(0, 1))
+        ranks = dispatcher.ep_mesh.get_group()
+        self._calls = self._options.calls_of(self._calls, ranks, weights, self._check_again)
+        run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
         assert ids is not None
         counts = ids.new_zeros(dispatcher.num_experts)
@@ -148,33 +138,16 @@ class ReplicatedRoutedExperts(RoutedExperts):
     ) -> Tensor:
         return run_grouped(self.inner_experts, rows, counts, mains, slots)
 
-    def _layer(self, weights: Weights) -> Replication:
-        """Return the layer's calls; collective at first, and when other weights are trained."""
-        grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
-        calls = self._calls
-        if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
-            return calls
+    def _check(self) -> None:
+        instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
+        check_experts(self.inner_experts, self._num_mains, instead)
+
+    def _check_again(self) -> None:
         self._check()  # they may have been replaced
         if spmd_types.is_type_checking():
             raise UnsupportedError(
                 "plans have no SPMD types; expected debug.spmd_typechecking=False with replicas"
             )
-        given = self._settings
-        group, layer = uec.group_for(
-            self.token_dispatcher.ep_mesh.get_group(),
-            like=weights,
-            slots_per_rank=given.slots_per_rank,
-            grads=grads or None,
-            banks=given.live,
-            **{name: value for name, value in given.options.items() if name in _OF_GROUP},
-        )
-        options = {name: value for name, value in given.options.items() if name in _OF_LAYER}
-        self._calls = Replication(group, layer=layer, live=given.live, **options)
-        return self._calls
-
-    def _check(self) -> None:
-        instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
-        check_experts(self.inner_experts, self._num_mains, instead)
 
 
 def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options: Any) -> Any:
@@ -182,24 +155,15 @@ def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options:
 
     Args:
         config: of ``RoutedExperts``.
-        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
-            for their gradients in fp32, once for all layers of one shape.
-        live: microbatches whose passes overlap; each takes slots of its own.
-        options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
-            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
-            :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
-            ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
-            its default there.
+        slots_per_rank: as for :class:`ultraep_comm.adapters.options.Options`.
+        live: likewise.
+        options: likewise.
 
     Raises:
         InvalidArgumentError: another option.
         UnsupportedError: the configuration is of another class, whose forward pass is not known.
     """
-    if unknown := options.keys() - {*_OF_LAYER, *_OF_GROUP}:
-        raise InvalidArgumentError(
-            f"replicate has no option {sorted(unknown)}; expected some of slots_per_rank, live,"
-            f" {', '.join((*_OF_LAYER, *_OF_GROUP))}"
-        )
+    Options("replicate", slots_per_rank, live, options)
     if type(config) is not RoutedExperts.Config:
         raise UnsupportedError(
             f"experts of {type(config).__qualname__} cannot be replicated; expected"
@@ -218,12 +182,4 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
 
 
-def _check_installed() -> None:
-    check_version("torchtitan", "0.3", "0.3")
-    for path, parameters in SEAM.items():
-        module, _, names = path.partition(":")
-        found: Any = functools.reduce(getattr, names.split("."), importlib.import_module(module))
-        check_signature(found, parameters.split())
-
-
-_check_installed()
+check_seam("torchtitan", "0.3", "0.3", SEAM)

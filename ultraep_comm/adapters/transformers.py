@@ -22,15 +22,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers.distributed.expert_parallel import (
-    AllToAllEP,
-    EPImplementation,
-    EPImplementationInterface,
-)
+from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import check_experts, check_signature, check_version, is_alone
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.adapters.options import Options
+from ultraep_comm.adapters.seams import check_experts, check_seam, is_alone
 from ultraep_comm.nn import Replication
 from ultraep_comm.system import undocumented
 
@@ -39,24 +35,20 @@ Weights = dict[str, Tensor]
 
 NAME = "ultraep"
 _INSTEAD = 'use ep_implementation="all_to_all" for this model'
-_CALL = ("self", "hidden_states", "top_k_index", "top_k_weights")
+_EP = "transformers.distributed.expert_parallel"
+_CALL = "self hidden_states top_k_index top_k_weights"
 # What is called or overridden here, and the parameters with which it was tried.
-SEAM: Mapping[str, tuple[str, ...]] = MappingProxyType(
+SEAM: Mapping[str, str] = MappingProxyType(
     {
-        "EPImplementation.__init__": ("self", "experts", "ep_mesh", "tp_mesh"),
-        "EPImplementation.__call__": _CALL,
-        "AllToAllEP.__call__": _CALL,
-        "AllToAllEP._dispatch_tokens": _CALL,
-        "AllToAllEP._combine_tokens": ("self", "expert_output", "state"),
-        "EPImplementationInterface.register": ("key", "value"),
+        f"{_EP}:EPImplementation.__init__": "self experts ep_mesh tp_mesh",
+        f"{_EP}:EPImplementation.__call__": _CALL,
+        f"{_EP}:AllToAllEP.__call__": _CALL,
+        f"{_EP}:AllToAllEP._dispatch_tokens": _CALL,
+        f"{_EP}:AllToAllEP._combine_tokens": "self expert_output state",
+        f"{_EP}:EPImplementationInterface.register": "key value",
     }
 )
-_OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
-_OF_GROUP = (
-    *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
-    *("domains", "allow_cross_domain"),
-)
-_settings: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
+_options = Options("configure()", 2, 1, {})
 _replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
 atexit.register(_replications.clear)  # caches may keep models until after Python's own end
 
@@ -65,25 +57,15 @@ def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None
     """Set how models that are loaded from now on replicate; the same on every rank.
 
     Args:
-        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
-            for their gradients in fp32, once for all layers of one shape.
-        live: microbatches whose passes overlap; each takes slots of its own.
-        options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
-            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
-            :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
-            ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
-            its default there.
+        slots_per_rank: as for :class:`ultraep_comm.adapters.options.Options`.
+        live: likewise.
+        options: likewise.
 
     Raises:
         InvalidArgumentError: another option.
     """
-    global _settings  # noqa: PLW0603 - transformers makes implementations from three arguments
-    if unknown := options.keys() - {*_OF_LAYER, *_OF_GROUP}:
-        raise InvalidArgumentError(
-            f"configure() has no option {sorted(unknown)}; expected some of slots_per_rank, live,"
-            f" {', '.join((*_OF_LAYER, *_OF_GROUP))}"
-        )
-    _settings = {"slots_per_rank": slots_per_rank, "live": live, **options}
+    global _options  # noqa: PLW0603 - transformers makes implementations from three arguments
+    _options = Options("configure()", slots_per_rank, live, options)
 
 
 def layers(model: nn.Module) -> dict[str, UltraEP]:
@@ -112,7 +94,7 @@ class UltraEP(AllToAllEP):
         """
         super().__init__(experts, ep_mesh, tp_mesh)
         self._experts = experts
-        self._settings = _settings
+        self._options = _options
         self._num_mains: int = self.num_local_experts
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), f"transformers, {type(experts).__name__}")
@@ -165,26 +147,16 @@ class UltraEP(AllToAllEP):
 
     def _layer(self, weights: Weights) -> Replication:
         """Return the layer's calls; collective at first, and when other weights are trained."""
-        grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
-        calls = _replications.get(self)
-        if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
-            return calls
-        check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
-        given = self._settings
-        group, layer = uec.group_for(
-            self.ep_mesh.get_group(),
-            like=weights,
-            slots_per_rank=given["slots_per_rank"],
-            grads=grads or None,
-            banks=given["live"],
-            **{name: value for name, value in given.items() if name in _OF_GROUP},
+        calls = self._options.calls_of(
+            _replications.get(self), self.ep_mesh.get_group(), weights, self._check
         )
         # The dispatch sees a model of this many experts on every rank.
-        self.num_local_experts = group.topology.instances_per_rank
-        options = {name: value for name, value in given.items() if name in _OF_LAYER}
-        calls = Replication(group, layer=layer, live=given["live"], **options)
+        self.num_local_experts = calls.group.topology.instances_per_rank
         _replications[self] = calls
         return calls
+
+    def _check(self) -> None:
+        check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights
@@ -236,14 +208,5 @@ def _holding(experts: Any, weights: Weights) -> Iterator[None]:
         experts.num_experts = number
 
 
-def _register() -> None:
-    check_version("transformers", "5.23", "5.23")
-    seam = (EPImplementation, AllToAllEP, EPImplementationInterface)
-    owners = {owner.__name__: owner for owner in seam}
-    for name, parameters in SEAM.items():
-        owner, _, function = name.partition(".")
-        check_signature(getattr(owners[owner], function), parameters)
-    EPImplementationInterface.register(NAME, UltraEP)
-
-
-_register()
+check_seam("transformers", "5.23", "5.23", SEAM)
+EPImplementationInterface.register(NAME, UltraEP)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
 import json
 import subprocess
@@ -21,7 +19,7 @@ from ranks import RankPool
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
 
-from ultraep_comm.adapters.seams import check_signature
+from ultraep_comm.adapters.seams import check_signature, find
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 G, E, D, F, K, B, L = 4, 8, 16, 32, 2, 2, 6
@@ -240,9 +238,7 @@ def test_the_seam_is_that_of_the_installed_release() -> None:
     with adapter() as api:
         seam = api.SEAM
     for path, parameters in seam.items():
-        module, _, names = path.partition(":")
-        found: Any = functools.reduce(getattr, names.split("."), importlib.import_module(module))
-        check_signature(found, parameters.split())
+        check_signature(find(path), parameters.split())
 
 
 PROGRAM = Path(__file__).resolve().parents[1] / "torchtitan_training.py"
