@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import torch
 from fake_deepspeed import AutoEPMoELayer, DeepSpeedEngine
 from new_tensors import NewTensors
-from ranks import RankPool, raised, run_python
+from ranks import RankPool, raised, run_python, run_training
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
 
@@ -364,18 +362,11 @@ RUN = cases(QUICK, QUICK + FURTHER)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("deepspeed") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(path), *RUN, "checkpoints", "new tensors", "refusals"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    return run_training(
+        PROGRAM,
+        [*RUN, "checkpoints", "new tensors", "refusals"],
+        tmp_path_factory.mktemp("deepspeed"),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 @needs_deepspeed

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 import torch
 from fake_torchtitan import AllToAllTokenDispatcher, GroupedExperts, ParallelDims, adapter
 from new_tensors import NewTensors
-from ranks import RankPool
+from ranks import RankPool, run_training
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
 
@@ -251,18 +248,7 @@ RUN = cases(QUICK, QUICK + FURTHER)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("torchtitan") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(path), *RUN, "new tensors"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return run_training(PROGRAM, [*RUN, "new tensors"], tmp_path_factory.mktemp("torchtitan"))
 
 
 @needs_torchtitan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 import torch
 from fake_transformers import Experts, Mesh, adapter
 from new_tensors import NewTensors
-from ranks import RankPool
+from ranks import RankPool, run_training
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
 
@@ -303,18 +302,7 @@ RUN = cases(QUICK, QUICK + FURTHER)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("transformers") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(path), *RUN],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return run_training(PROGRAM, RUN, tmp_path_factory.mktemp("transformers"))
 
 
 @needs_transformers
