@@ -11,6 +11,7 @@ import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.weights import Mains
+from ultraep_comm.weights.segments import BoundWeights
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,7 @@ class Balancer:
         plan: of the last batch; None: there was none.
     """
 
-    def __init__(self, group: uec.Group, weights: Mapping[str, Mains], **options: Any) -> None:
+    def __init__(self, group: uec.Group, weights: Mapping[str, Mains] | BoundWeights, **options: Any) -> None:
         """Describe a layer.
 
         Args:
