@@ -26,7 +26,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-G, E, K, H, I, S, LAYERS, BATCHES = 4, 16, 4, 64, 32, 2, 3, 4
+G, E, K, H, INNER, S, LAYERS, BATCHES = 4, 16, 4, 64, 32, 2, 3, 4
 TOKENS, FEW = 64, 8  # of a rank's batch, and of the last batch
 PADDING = (0, 16, 0, 0)  # of these, for each batch
 MIN_TOKENS = 160  # routed, on all ranks; K to a token
@@ -42,7 +42,7 @@ def draw(*seed: int) -> torch.Generator:
 def make_weights(layer: int, version: int) -> dict[str, Tensor]:
     """Return a checkpoint of one layer's experts."""
     numbers = draw(layer, version)
-    shapes = dict(zip(NAMES, ((I, H), (I, H), (H, I)), strict=True))
+    shapes = dict(zip(NAMES, ((INNER, H), (INNER, H), (H, INNER)), strict=True))
     return {
         f"{e}.{name}.weight": torch.randn(shapes[name], generator=numbers) / 8
         for e in range(E)
@@ -84,7 +84,7 @@ def make_kernel(experts: Any) -> Any:
         def activation_format() -> Any:
             return mk.FusedMoEActivationFormat.Standard
 
-        def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> Any:  # noqa: N803
+        def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> Any:
             return (0,), (0,), (M, K)
 
         def finalize_weight_and_reduce_impl(self) -> Any:
@@ -106,7 +106,9 @@ def make_kernel(experts: Any) -> Any:
     method = experts.quant_method
     config = method.get_fused_moe_quant_config(experts)
     loop = Loop(experts.moe_config, config)
-    prepare = maybe_make_prepare_finalize(experts.moe_config, config, None, allow_new_interface=True)
+    prepare = maybe_make_prepare_finalize(
+        experts.moe_config, config, None, allow_new_interface=True
+    )
     method.moe_quant_config = config
     method.moe_kernel = mk.FusedMoEKernel(prepare, loop)
     return loop
@@ -125,7 +127,7 @@ def make_model(config: Any) -> tuple[Any, list[Any]]:
             num_experts=E,
             top_k=K,
             hidden_size=H,
-            intermediate_size=I,
+            intermediate_size=INNER,
             prefix=f"layers.{n}.mlp.experts",
             params_dtype=torch.float32,
             custom_routing_function=route,
@@ -153,7 +155,7 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
     from vllm.forward_context import set_forward_context
 
     config, model_config, rank, shares = given
-    versions = {n: 0 for n in range(LAYERS)}
+    versions = dict.fromkeys(range(LAYERS), 0)
     for batch in range(BATCHES):
         count = FEW if batch == BATCHES - 1 else TOKENS
         real = count - PADDING[batch]
@@ -186,7 +188,9 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
                 "replicas": plan.num_replicas,
                 "largest_error": float((output - dense).abs().max()),
                 "tokens_computed": tokens.tolist(),
-                "mains_unchanged": all(bool((after[k][: E // G] == v).all()) for k, v in before.items()),
+                "mains_unchanged": all(
+                    bool((after[k][: E // G] == v).all()) for k, v in before.items()
+                ),
                 "slots_copied": layer.routed_experts.replicas.are_copied,
             }
             state.step()
@@ -236,7 +240,7 @@ def run_rank(rank: int, shares: bool, port: int, folder: str) -> None:
 
 
 def stand_in_for_gatherv() -> None:
-    """Give vLLM's communicator of CPUs what its all-to-all uses, for as many tokens on all ranks."""
+    """Give vLLM's communicator of CPUs what its all-to-all uses, for batches of one size."""
     import torch.distributed as dist
     from vllm.distributed.device_communicators.base_device_communicator import (
         DeviceCommunicatorBase,
@@ -267,7 +271,14 @@ def run() -> dict[str, Any]:
     stand_in_for_gatherv()
     result: dict[str, Any] = {
         "versions": {n: importlib.metadata.version(n) for n in ("vllm", "torch", "ultraep_comm")},
-        "sizes": {"ranks": G, "experts": E, "topk": K, "slots_per_rank": S, "hidden": H, "inner": I},
+        "sizes": {
+            "ranks": G,
+            "experts": E,
+            "topk": K,
+            "slots_per_rank": S,
+            "hidden": H,
+            "inner": INNER,
+        },
         "min_tokens": MIN_TOKENS,
         "runs": {},
     }
@@ -290,7 +301,9 @@ def run() -> dict[str, Any]:
 def is_right(one: dict[str, Any], ranks: int) -> bool:
     """Return whether a batch has its outputs, its main weights, and the balance asked for."""
     is_small = one["tokens"] * K * ranks < MIN_TOKENS
-    balance = one["replicas"] == 0 if is_small else one["imbalance"] < 1.01 < one["imbalance_before"]
+    balance = (
+        one["replicas"] == 0 if is_small else one["imbalance"] < 1.01 < one["imbalance_before"]
+    )
     return bool(balance and one["largest_error"] < 1e-5 and one["mains_unchanged"])
 
 

@@ -37,7 +37,9 @@ class Balancer:
         plan: of the last batch; None: there was none.
     """
 
-    def __init__(self, group: uec.Group, weights: Mapping[str, Mains] | BoundWeights, **options: Any) -> None:
+    def __init__(
+        self, group: uec.Group, weights: Mapping[str, Mains] | BoundWeights, **options: Any
+    ) -> None:
         """Describe a layer.
 
         Args:

@@ -113,8 +113,8 @@ class Replication:
         """Plan, start to fill the slots, and map the routing to instances. Collective.
 
         Args:
-            weights: the main weights; see `local_weights`; or as ``group.bind`` returned them, which
-                captures into CUDA graphs need.
+            weights: the main weights, see `local_weights`; or bound, as captures into CUDA graphs
+                need them: see ``group.bind``.
             topk_ids: int ``[T, k]``, logical ids; -1 is padding.
             routing_map: instead of ids: bool ``[T, E]``.
             probs: of the map, ``[T, E]``; gradients flow back through ``probs`` of the result.
@@ -132,8 +132,8 @@ class Replication:
         """
         group = self.group
         try:
-            bound = weights if isinstance(weights, BoundWeights) else None
-            mains = local_weights(bound.weights if bound else weights, group)
+            given = weights.weights if isinstance(weights, BoundWeights) else weights
+            mains = local_weights(given, group)
         except Exception as error:
             group.session.reject(error)
             raise
@@ -158,7 +158,7 @@ class Replication:
                 shares_bank=shares,
             )
         work = start_transfer(
-            bound or mains,
+            weights if isinstance(weights, BoundWeights) else mains,
             saved,
             group,
             mode=self._mode,

@@ -8,6 +8,7 @@ keep their names and shapes, and own experts their rows; vLLM's EPLB moves nothi
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -122,12 +123,16 @@ class Experts:
     def __init__(
         self, layer_name: str, params_dtype: torch.dtype, moe_config: Any, *args: Any, **more: Any
     ) -> None:
-        moe_config.require_decomposed_backend = True  # vLLM: routes are adjusted after routing
+        parallel = moe_config.moe_parallel_config
+        if not parallel.enable_eplb:
+            warnings.warn(
+                "ULTRAEP_VLLM=batch: nothing is replicated without --enable-eplb", stacklevel=2
+            )
+        elif parallel.ep_size > 1:
+            moe_config.require_decomposed_backend = True  # routes are adjusted after routing
         super().__init__(layer_name, params_dtype, moe_config, *args, **more)  # type: ignore[call-arg]
         self.replicas: Replicas | None = None
         self.vllm_config = seams.find(_CONFIG)()
-        if not moe_config.moe_parallel_config.enable_eplb:
-            _LOGGER.warning("ULTRAEP_VLLM=batch: %s has no replicas without EPLB", layer_name)
 
     @property
     def replica_plan(self) -> uec.Plan | None:

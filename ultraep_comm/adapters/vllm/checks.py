@@ -84,10 +84,11 @@ def describe(layer: Any) -> tuple[str, Any]:
     places = {str(weight.device) for weight in segments.values()}
     if len(places) != 1:
         return f"its experts' weights are on {sorted(places) or 'no device'}; expected one", None
+    scales = [name for name in parameters if "scale" in name and "input" not in name]
     for name, weight in segments.items():
         is_plain = weight.is_floating_point() and weight.element_size() > 1
         start = name.partition("_")[0] + "_"
-        if not is_plain and not any(n.startswith(start) and "scale" in n for n in parameters):
+        if not is_plain and not any(scale.startswith(start) for scale in scales):
             return f"its {name} is of {weight.dtype}, and no parameter {start}...scale exists", None
     are_copied, memory = False, {_memory_of(weight) for weight in segments.values()}
     known = {id(weight) for weight in parameters.values()}
@@ -102,9 +103,7 @@ def describe(layer: Any) -> tuple[str, Any]:
                 " would stay behind"
             ), None
         are_copied = True
-    common = [
-        (name, tuple(w.shape[1:]), w.stride(), str(w.dtype)) for name, w in segments.items()
-    ]
+    common = [(name, tuple(w.shape[1:]), w.stride(), str(w.dtype)) for name, w in segments.items()]
     return "", (common, are_copied, constants)
 
 
