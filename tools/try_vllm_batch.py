@@ -117,6 +117,7 @@ def make_kernel(experts: Any) -> Any:
 def make_model(config: Any) -> tuple[Any, list[Any]]:
     """Return what vLLM's EPLB takes for a model, and the kernels of its layers."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.models.interfaces import MixtureOfExperts
 
     class Model(torch.nn.Module, MixtureOfExperts):  # type: ignore[misc]
@@ -143,6 +144,7 @@ def make_model(config: Any) -> tuple[Any, list[Any]]:
     model.num_logical_experts = model.num_routed_experts = E
     model.num_redundant_experts, model.num_physical_experts = G * S, E + G * S
     model.num_local_physical_experts = (E + G * S) // G
+    record_metadata_for_reloading(model)
     for n, layer in enumerate(layers):
         list(layer.load_weights(make_weights(n, 0).items()))
     return model, [make_kernel(layer.routed_experts) for layer in layers]
@@ -153,16 +155,22 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
     import torch.distributed as dist
     from vllm.distributed.eplb.eplb_state import EplbState
     from vllm.forward_context import set_forward_context
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     config, model_config, rank, shares = given
     versions = dict.fromkeys(range(LAYERS), 0)
     for batch in range(BATCHES):
         count = FEW if batch == BATCHES - 1 else TOKENS
         real = count - PADDING[batch]
-        if batch == 2:  # a reload, into the same parameters
+        if batch == 2:
+            initialize_layerwise_reload(model)
             for n, layer in enumerate(model.moe_layers):
                 versions[n] = 1
                 list(layer.load_weights(make_weights(n, 1).items()))
+            finalize_layerwise_reload(model, model_config)
         for n, layer in enumerate(model.moe_layers):
             numbers = draw(n, batch, 7 if shares else 7 + rank)
             x = torch.randn((count, H), generator=numbers)

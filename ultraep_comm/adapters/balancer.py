@@ -44,7 +44,8 @@ class Balancer:
 
         Args:
             group: shared by layers whose experts have the same shape; see ``uec.group_for``.
-            weights: this rank's main weights, as for :meth:`Replication.begin`.
+            weights: this rank's main weights, as for :meth:`Replication.begin`: bound ones for
+                captures into CUDA graphs.
             options: as for :class:`Replication`: ``target``, ``cost``, ``min_tokens``, ``mode``,
                 ``bank``, ``live`` and others.
         """
