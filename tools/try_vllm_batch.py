@@ -29,8 +29,10 @@ from torch import Tensor
 G, E, K, H, INNER, S, LAYERS, BATCHES = 4, 16, 4, 64, 32, 2, 3, 4
 TOKENS, FEW = 64, 8  # of a rank's batch, and of the last batch
 PADDING = (0, 16, 0, 0)  # of these, for each batch
-MIN_TOKENS = 160  # routed, on all ranks; K to a token
-SHARED, OWN = "tensor parallel", "data parallel, all-to-all"
+MIN_TOKENS = 160  # routed, K for each token, on all ranks
+SHARED, OWN, BLOCKS = "tensor parallel", "data parallel, all-to-all", "tensor parallel, FP8"
+KINDS = (SHARED, OWN, BLOCKS)
+BLOCK = 32  # of FP8, by which a scale holds
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -39,15 +41,28 @@ def draw(*seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(sum(n * 1000**i for i, n in enumerate(seed)))
 
 
-def make_weights(layer: int, version: int) -> dict[str, Tensor]:
+def make_weights(layer: int, version: int, kind: str) -> dict[str, Tensor]:
     """Return a checkpoint of one layer's experts."""
     numbers = draw(layer, version)
     shapes = dict(zip(NAMES, ((INNER, H), (INNER, H), (H, INNER)), strict=True))
-    return {
-        f"{e}.{name}.weight": torch.randn(shapes[name], generator=numbers) / 8
-        for e in range(E)
-        for name in NAMES
-    }
+    made = {}
+    for e in range(E):
+        for name, (rows, columns) in shapes.items():
+            weight = torch.randn((rows, columns), generator=numbers) / 8
+            made[f"{e}.{name}.weight"] = weight
+            if kind == BLOCKS:
+                scale = torch.rand((rows // BLOCK, columns // BLOCK), generator=numbers) + 0.5
+                made[f"{e}.{name}.weight_scale_inv"] = scale
+                made[f"{e}.{name}.weight"] = weight.to(torch.float8_e4m3fn)
+    return made
+
+
+def read(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a weight that may be in FP8, with a scale for each block."""
+    if scale is None:
+        return weight
+    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight.to(torch.float32) * spread
 
 
 def compute(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -66,7 +81,8 @@ def run_dense(x: Tensor, logits: Tensor, weights: dict[str, Tensor]) -> Tensor:
     chosen, output = route(x, logits, K), torch.zeros_like(x)
     for e in range(E):
         rows, place = (chosen[1] == e).nonzero(as_tuple=True)
-        own = [weights[f"{e}.{name}.weight"] for name in NAMES]
+        names = [f"{e}.{name}.weight" for name in NAMES]
+        own = [read(weights[name], weights.get(f"{name}_scale_inv")) for name in names]
         output.index_add_(0, rows, compute(x[rows], *own) * chosen[0][rows, place, None])
     return output
 
@@ -79,6 +95,7 @@ def make_kernel(experts: Any) -> Any:
 
     class Loop(mk.FusedMoEExpertsModular):
         tokens = 0  # this rank computes
+        expects_unquantized_inputs = True
 
         @staticmethod
         def activation_format() -> Any:
@@ -96,8 +113,12 @@ def make_kernel(experts: Any) -> Any:
             self.tokens = int((local >= 0).sum())
             for row in range(len(given["w1"])):
                 rows, place = (local == row).nonzero(as_tuple=True)
-                gate_up, down = given["w1"][row].chunk(2), given["w2"][row]
-                part = compute(hidden_states[rows], *gate_up, down)
+                scales = (self.w1_scale, self.w2_scale)
+                gate_up, down = (
+                    read(weight[row], None if scale is None else scale[row])
+                    for weight, scale in zip((given["w1"], given["w2"]), scales, strict=True)
+                )
+                part = compute(hidden_states[rows], *gate_up.chunk(2), down)
                 output.index_add_(0, rows, part * given["topk_weights"][rows, place, None])
 
     for name in Loop.__abstractmethods__:  # what vLLM's choice of a kernel asks
@@ -114,15 +135,21 @@ def make_kernel(experts: Any) -> Any:
     return loop
 
 
-def make_model(config: Any) -> tuple[Any, list[Any]]:
+def make_model(kind: str) -> tuple[Any, list[Any]]:
     """Return what vLLM's EPLB takes for a model, and the kernels of its layers."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.models.interfaces import MixtureOfExperts
 
     class Model(torch.nn.Module, MixtureOfExperts):  # type: ignore[misc]
         pass
 
+    blocks = Fp8Config(
+        is_checkpoint_fp8_serialized=True,
+        activation_scheme="dynamic",
+        weight_block_size=[BLOCK, BLOCK],
+    )
     layers = [
         FusedMoEFactory(
             num_experts=E,
@@ -131,6 +158,7 @@ def make_model(config: Any) -> tuple[Any, list[Any]]:
             intermediate_size=INNER,
             prefix=f"layers.{n}.mlp.experts",
             params_dtype=torch.float32,
+            quant_config=blocks if kind == BLOCKS else None,
             custom_routing_function=route,
             enable_eplb=True,
             num_redundant_experts=G * S,
@@ -146,7 +174,7 @@ def make_model(config: Any) -> tuple[Any, list[Any]]:
     model.num_local_physical_experts = (E + G * S) // G
     record_metadata_for_reloading(model)
     for n, layer in enumerate(layers):
-        list(layer.load_weights(make_weights(n, 0).items()))
+        list(layer.load_weights(make_weights(n, 0, kind).items()))
     return model, [make_kernel(layer.routed_experts) for layer in layers]
 
 
@@ -160,19 +188,19 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
         initialize_layerwise_reload,
     )
 
-    config, model_config, rank, shares = given
+    config, model_config, rank, kind = given
     versions = dict.fromkeys(range(LAYERS), 0)
     for batch in range(BATCHES):
         count = FEW if batch == BATCHES - 1 else TOKENS
         real = count - PADDING[batch]
-        if batch == 2:
+        if batch == 2 and kind != BLOCKS:  # whose repacking has no kernel here
             initialize_layerwise_reload(model)
             for n, layer in enumerate(model.moe_layers):
                 versions[n] = 1
-                list(layer.load_weights(make_weights(n, 1).items()))
+                list(layer.load_weights(make_weights(n, 1, kind).items()))
             finalize_layerwise_reload(model, model_config)
         for n, layer in enumerate(model.moe_layers):
-            numbers = draw(n, batch, 7 if shares else 7 + rank)
+            numbers = draw(n, batch, 7 + rank if kind == OWN else 7)
             x = torch.randn((count, H), generator=numbers)
             logits = torch.randn((count, E), generator=numbers) - torch.arange(E) * 0.35
             logits[real:] = logits[real:].flip(-1)  # padding would make other experts hot
@@ -180,7 +208,7 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
             before = {k: v[: E // G].clone() for k, v in layer.routed_experts.state_dict().items()}
             with torch.inference_mode(), set_forward_context(None, config, num_tokens=count):
                 output = layer(x.clone(), logits)
-            dense = run_dense(x, logits, make_weights(n, versions[n]))
+            dense = run_dense(x, logits, make_weights(n, versions[n], kind))
             tokens = torch.zeros(G, dtype=torch.int64)
             tokens[rank] = kernels[n].tokens
             dist.all_reduce(tokens)
@@ -195,6 +223,7 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
                 "imbalance": plan.imbalance,
                 "replicas": plan.num_replicas,
                 "largest_error": float((output - dense).abs().max()),
+                "largest_output": float(dense.abs().max()),
                 "tokens_computed": tokens.tolist(),
                 "mains_unchanged": all(
                     bool((after[k][: E // G] == v).all()) for k, v in before.items()
@@ -207,7 +236,7 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
     assert (maps == expected).all(), "vLLM's EPLB has moved experts"
 
 
-def run_rank(rank: int, shares: bool, port: int, folder: str) -> None:
+def run_rank(rank: int, kind: str, port: int, folder: str) -> None:
     """Run one rank, with tensor parallelism or with data parallelism and an all-to-all."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -224,6 +253,7 @@ def run_rank(rank: int, shares: bool, port: int, folder: str) -> None:
     parallel.eplb_config.communicator = "torch_gloo"
     parallel.eplb_config.step_interval = 2  # it would rearrange after every other layer
     parallel.all2all_backend = "allgather_reducescatter"
+    shares = kind != OWN
     if shares:
         parallel.tensor_parallel_size = G
     else:
@@ -238,11 +268,11 @@ def run_rank(rank: int, shares: bool, port: int, folder: str) -> None:
             backend="gloo",
         )
         ensure_model_parallel_initialized(G if shares else 1, 1)
-        model, kernels = make_model(config)
+        model, kernels = make_model(kind)
         model_config: Any = SimpleNamespace(model="layers", compute_hash=lambda: "layers")
         state = EplbState(parallel, torch.device("cpu"))
         state.add_model(model, model_config)
-        found = list(run_batches(model, kernels, state, (config, model_config, rank, shares)))
+        found = list(run_batches(model, kernels, state, (config, model_config, rank, kind)))
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
         torch.distributed.barrier()
 
@@ -290,19 +320,20 @@ def run() -> dict[str, Any]:
         "min_tokens": MIN_TOKENS,
         "runs": {},
     }
-    for shares, name in ((True, SHARED), (False, OWN)):
+    for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             torch.multiprocessing.start_processes(  # forked: vLLM is imported once
-                run_rank, (shares, port, folder), nprocs=G, start_method="fork"
+                run_rank, (kind, port, folder), nprocs=G, start_method="fork"
             )
             found = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(G)]
         for ranks in zip(*found, strict=True):
-            ranks[0]["largest_error"] = max(r["largest_error"] for r in ranks)
+            for name in ("largest_error", "largest_output"):
+                ranks[0][name] = max(r[name] for r in ranks)
             ranks[0]["mains_unchanged"] = all(r["mains_unchanged"] for r in ranks)
-        result["runs"][name] = found[0]
+        result["runs"][kind] = found[0]
     return result
 
 
@@ -332,8 +363,8 @@ def main() -> int:
             )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    ranks = {SHARED: 1, OWN: G}  # whose tokens count
-    return int(not all(is_right(o, ranks[name]) for name in ranks for o in result["runs"][name]))
+    runs = result["runs"].items()
+    return int(not all(is_right(o, G if kind == OWN else 1) for kind, run in runs for o in run))
 
 
 if __name__ == "__main__":

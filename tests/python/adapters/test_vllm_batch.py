@@ -275,6 +275,7 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
                 held = range(rank * M, (rank + 1) * M)
                 for name in NAMES:
                     assert torch.equal(getattr(layer, name)[:M], every[name][held])
+                assert torch.equal(layer.e_score_correction_bias, torch.arange(float(P)))
                 mine = rows[:real].to(torch.int64)
                 computed = torch.bincount(mine.flatten() // P, minlength=G)
                 if gathers:
