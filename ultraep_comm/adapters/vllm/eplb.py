@@ -12,7 +12,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters import rows, seams
 from ultraep_comm.adapters.vllm import EPLB, replace_factory
-from ultraep_comm.errors import InvalidPlanError, UltraEPError, UnsupportedError
+from ultraep_comm.errors import InvalidPlanError, UltraEPError
 
 _LOGGER = logging.getLogger("ultraep_comm")
 _BASE = f"{EPLB}.eplb_communicator:EplbCommunicator"
