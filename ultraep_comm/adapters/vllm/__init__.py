@@ -60,13 +60,11 @@ def replace_factory(mode: str, seam: Mapping[str, str], make: Callable[..., Any]
     """
     from ultraep_comm.adapters import seams
 
-    seams.check_version("vllm", "0.33", "0.33")
     places = [seams.find(f"{EPLB}.{module}") for module in ("eplb_communicator", "eplb_state")]
     original = getattr(places[0], _CREATE)
     if original.__module__ == __name__:  # plugins may be loaded more than once
         return False
-    for path, parameters in (*FACTORY.items(), *seam.items()):
-        seams.check_signature(seams.find(path), parameters.split())
+    seams.check_seam("vllm", "0.33", "0.33", {**FACTORY, **seam})
     elastic = seams.find("vllm.distributed.stateless_coordinator:StatelessGroupCoordinator")
 
     def create(

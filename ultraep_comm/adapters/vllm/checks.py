@@ -9,16 +9,12 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
+from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
 from ultraep_comm.errors import InvalidArgumentError
 
 Tensor = torch.Tensor
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
-OF_LAYER = ("target", "cost", "min_tokens", "mode")
-OF_GROUP = (
-    *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
-    *("domains", "allow_cross_domain"),
-)
 _OF_ROUTER = ("e_score_correction_bias", "hash_indices_table")  # vLLM: of no expert
 
 

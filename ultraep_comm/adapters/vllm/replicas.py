@@ -10,13 +10,8 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.adapters.vllm.checks import (
-    OF_GROUP,
-    OF_LAYER,
-    count_mains,
-    find_router,
-    read_options,
-)
+from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
+from ultraep_comm.adapters.vllm.checks import count_mains, find_router, read_options
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
 
 Tensor = torch.Tensor
