@@ -4,8 +4,7 @@
     python tools/try_vllm.py FOLDER [--json FILE]
 
 FOLDER is the unpacked source distribution of vLLM, for its tests; docs/frameworks.md has the rest.
-First comes :func:`stand_in`: it replaces the accelerator's streams, and loads vLLM's plugins as
-vLLM's workers do. Ranks are then forked, not spawned, which spares them minutes of imports.
+First comes :func:`prepare`. Ranks are forked, not spawned, which spares them minutes of imports.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOVED = "TRY_VLLM_MOVED"  # names a file with a line for every layer of which e
 
 
 def stand_in() -> None:
-    """Prepare a process: called by the sitecustomize.py that :func:`main` writes."""
+    """Replace the accelerator's streams, and load vLLM's plugins as vLLM's workers do."""
     import torch
 
     class Stream:
@@ -43,23 +42,30 @@ def stand_in() -> None:
         "set_device_index": lambda _: None,
     }.items():
         setattr(torch.accelerator, name, fake)
-    torch.multiprocessing.set_start_method = lambda *_, **__: None  # Linux's default, fork, stays
 
     from vllm.plugins import load_general_plugins  # type: ignore[import-not-found,unused-ignore]
 
-    from ultraep_comm.adapters import vllm as adapter
-
     load_general_plugins()
-    execute = adapter.Mover.execute
 
-    def counted(mover: adapter.Mover) -> None:
+
+def prepare() -> None:
+    """Prepare a process of vLLM's tests: called by the sitecustomize.py that :func:`run` writes."""
+    import torch
+
+    torch.multiprocessing.set_start_method = lambda *_, **__: None  # Linux's default, fork, stays
+    stand_in()
+    from ultraep_comm.adapters.vllm.eplb import Mover
+
+    execute = Mover.execute
+
+    def counted(mover: Mover) -> None:
         before = mover.moved
         execute(mover)
         if mover.group.rank == 0 and mover.moved > before:
             with Path(os.environ[_MOVED]).open("a") as file:
                 file.write(f"{mover.moved - before}\n")
 
-    adapter.Mover.execute = counted  # type: ignore[method-assign]
+    Mover.execute = counted  # type: ignore[method-assign]
 
 
 def run(source: Path, folder: Path) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def run(source: Path, folder: Path) -> dict[str, Any]:
         shutil.copy(source / "tests" / "distributed" / name, package)
     # Not in the helper processes of multiprocessing, which are started with -c.
     customize = "import sys\n\nif '-c' not in sys.orig_argv:\n    import try_vllm\n\n"
-    (folder / "sitecustomize.py").write_text(f"{customize}    try_vllm.stand_in()\n")
+    (folder / "sitecustomize.py").write_text(f"{customize}    try_vllm.prepare()\n")
     moved, report = folder / "moved", folder / "report.xml"
     moved.touch()
     environment = {

@@ -17,7 +17,7 @@ NVSHMEM reads its own; `disable_multicast` gives one of them a default.
 |                      |                       | file there when it closes or the process ends |
 | ULTRAEP_RECORD_CALLS | none                  | calls that such a recording holds, 1024       |
 | ULTRAEP_VLLM         | none                  | "eplb": vLLM's EPLB moves experts by the      |
-|                      |                       | library; "batch" is not there yet             |
+|                      |                       | library; "batch": replicas for each batch     |
 | ULTRAEP_SGLANG       | none                  | "eplb": SGLang's EPLB moves experts by the    |
 |                      |                       | library; "batch": replicas for each batch     |
 """

@@ -11,6 +11,7 @@ import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.weights import Mains
+from ultraep_comm.weights.segments import BoundWeights
 
 Tensor = torch.Tensor
 
@@ -36,12 +37,15 @@ class Balancer:
         plan: of the last batch; None: there was none.
     """
 
-    def __init__(self, group: uec.Group, weights: Mapping[str, Mains], **options: Any) -> None:
+    def __init__(
+        self, group: uec.Group, weights: Mapping[str, Mains] | BoundWeights, **options: Any
+    ) -> None:
         """Describe a layer.
 
         Args:
             group: shared by layers whose experts have the same shape; see ``uec.group_for``.
-            weights: this rank's main weights, as for :meth:`Replication.begin`.
+            weights: this rank's main weights, as for :meth:`Replication.begin`: bound ones for
+                captures into CUDA graphs.
             options: as for :class:`Replication`: ``target``, ``cost``, ``min_tokens``, ``mode``,
                 ``bank``, ``live`` and others.
         """

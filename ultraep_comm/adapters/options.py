@@ -12,8 +12,8 @@ import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import Replication
 
-_OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
-_OF_GROUP = (
+OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
+OF_GROUP = (
     *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
     *("domains", "allow_cross_domain"),
 )
@@ -46,14 +46,14 @@ class Options:
         Raises:
             InvalidArgumentError: another option.
         """
-        if unknown := options.keys() - {*_OF_LAYER, *_OF_GROUP}:
+        if unknown := options.keys() - {*OF_LAYER, *OF_GROUP}:
             raise InvalidArgumentError(
                 f"{call} has no option {sorted(unknown)}; expected some of slots_per_rank, live,"
-                f" {', '.join((*_OF_LAYER, *_OF_GROUP))}"
+                f" {', '.join((*OF_LAYER, *OF_GROUP))}"
             )
         self.slots_per_rank, self.live = slots_per_rank, live
-        self._of_group = {n: value for n, value in options.items() if n in _OF_GROUP}
-        self._of_layer = {n: value for n, value in options.items() if n in _OF_LAYER}
+        self._of_group = {n: value for n, value in options.items() if n in OF_GROUP}
+        self._of_layer = {n: value for n, value in options.items() if n in OF_LAYER}
 
     def calls_of(
         self,

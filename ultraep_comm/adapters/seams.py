@@ -134,9 +134,10 @@ def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
 
 
 def find(path: str) -> Any:
-    """Import what ``"package.module:Class.method"`` names."""
+    """Import what ``"package.module:Class.method"`` or ``"package.module"`` names."""
     module, _, names = path.partition(":")
-    return functools.reduce(getattr, names.split("."), importlib.import_module(module))
+    found: Any = importlib.import_module(module)
+    return functools.reduce(getattr, names.split("."), found) if names else found
 
 
 def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, Any]:

@@ -19,7 +19,7 @@ from ultraep_comm.nn.hooks import (
 )
 from ultraep_comm.nn.weights import Mains, local_weights
 from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import Weights
+from ultraep_comm.weights.segments import BoundWeights, Weights
 
 Tensor = torch.Tensor
 
@@ -99,7 +99,7 @@ class Replication:
 
     def begin(
         self,
-        weights: Mapping[str, Mains],
+        weights: Mapping[str, Mains] | BoundWeights,
         topk_ids: Tensor | None = None,
         *,
         routing_map: Tensor | None = None,
@@ -113,7 +113,8 @@ class Replication:
         """Plan, start to fill the slots, and map the routing to instances. Collective.
 
         Args:
-            weights: the main weights; see `local_weights`.
+            weights: the main weights, see `local_weights`; or bound, as captures into CUDA graphs
+                need them: see ``group.bind``.
             topk_ids: int ``[T, k]``, logical ids; -1 is padding.
             routing_map: instead of ids: bool ``[T, E]``.
             probs: of the map, ``[T, E]``; gradients flow back through ``probs`` of the result.
@@ -131,7 +132,8 @@ class Replication:
         """
         group = self.group
         try:
-            mains = local_weights(weights, group)
+            given = weights.weights if isinstance(weights, BoundWeights) else weights
+            mains = local_weights(given, group)
         except Exception as error:
             group.session.reject(error)
             raise
@@ -156,7 +158,7 @@ class Replication:
                 shares_bank=shares,
             )
         work = start_transfer(
-            mains,
+            weights if isinstance(weights, BoundWeights) else mains,
             saved,
             group,
             mode=self._mode,

@@ -46,7 +46,8 @@ def test_outputs_are_those_without_replicas(
 
         def route(rank: int, layer: int = layer, tokens: Any = tokens) -> Any:
             own = weights_of(layer)[rank * M : (rank + 1) * M]
-            balancer = Balancer(groups[rank], {"w": own}, layer=layer)
+            weights = groups[rank].bind({"w": own}) if has_all else {"w": own}
+            balancer = Balancer(groups[rank], weights, layer=layer)
             ids = balancer.begin(tokens[rank][1], source=0 if has_all else None)
             balancer.wait()
             return balancer, ids, torch.cat([own, groups[rank].slots["w"]])

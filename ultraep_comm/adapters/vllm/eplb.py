@@ -1,36 +1,26 @@
-"""vLLM: its expert parallelism load balancer (EPLB) moves weights by this library.
-
-Installing the library declares :func:`register` as a general plugin of vLLM. It does nothing unless
-the environment variable ULTRAEP_VLLM is set, so that this module imports neither torch nor vLLM.
-"""
+"""vLLM's EPLB moves experts by this library: ``ULTRAEP_VLLM=eplb``."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ultraep_comm import env
-from ultraep_comm.errors import InvalidPlanError, UltraEPError, UnsupportedError
+import torch
 
-if TYPE_CHECKING:
-    import torch
+import ultraep_comm as uec
+from ultraep_comm.adapters import rows, seams
+from ultraep_comm.adapters.vllm import EPLB, replace_factory
+from ultraep_comm.errors import InvalidPlanError, UltraEPError
 
 _LOGGER = logging.getLogger("ultraep_comm")
-_EPLB = "vllm.distributed.eplb"
-_BASE = f"{_EPLB}.eplb_communicator:EplbCommunicator"
-_CREATE = "create_eplb_communicator"
-_PARAMETERS = "group_coordinator backend expert_weights expert_buffer"
-
-# What is called, replaced or overridden, and the parameters that it was written for.
+_BASE = f"{EPLB}.eplb_communicator:EplbCommunicator"
+_STREAM = f"{EPLB}.eplb_utils:device_stream"
+# What is called or overridden, and the parameters that it was written for.
 SEAM: Mapping[str, str] = MappingProxyType(
     {
-        f"{_EPLB}.eplb_communicator:{_CREATE}": _PARAMETERS,
-        f"{_EPLB}.eplb_state:{_CREATE}": _PARAMETERS,
-        f"{_EPLB}.eplb_utils:device_stream": "stream",
+        _STREAM: "stream",
         f"{_BASE}.add_send": "self tensors dst_rank expert_id",
         f"{_BASE}.add_recv": "self tensors src_rank expert_id",
         f"{_BASE}.execute": "self",
@@ -41,58 +31,13 @@ SEAM: Mapping[str, str] = MappingProxyType(
 
 
 def register() -> None:
-    """Do what ULTRAEP_VLLM says, in a process of vLLM: nothing, or ``eplb``.
+    """Let vLLM make a :class:`Mover` where it would make a communicator."""
+    replace_factory("eplb", SEAM, _make_mover)
 
-    With ``eplb`` a communicator is made collectively, and raises on every rank UnsupportedError for
-    elastic expert parallelism or tensors without one row per expert, InvalidArgumentError for rows
-    that are not dense, and what ``new_group`` raises.
 
-    Raises:
-        InvalidArgumentError: the variable has another value.
-        UnsupportedError: ``batch``, which is not there yet; or this release of vLLM has other
-            signatures.
-    """
-    mode = env.vllm()
-    if mode is None:
-        return
-    if mode == "batch":
-        raise UnsupportedError(
-            "ULTRAEP_VLLM=batch: there are no replicas for each batch in vLLM yet. Set"
-            " ULTRAEP_VLLM=eplb, by which vLLM's own EPLB moves experts through this library"
-        )
-    from ultraep_comm.adapters import seams
-
-    seams.check_version("vllm", "0.33", "0.33")
-    communicators: Any = importlib.import_module(f"{_EPLB}.eplb_communicator")
-    original = getattr(communicators, _CREATE)
-    if original.__module__ == __name__:  # plugins may be loaded more than once
-        return
-    for path, parameters in SEAM.items():
-        module, _, names = path.partition(":")
-        found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
-        seams.check_signature(found, parameters.split())  # type: ignore[arg-type]
-    elastic = importlib.import_module("vllm.distributed.stateless_coordinator")
-    utils = importlib.import_module(f"{_EPLB}.eplb_utils")
-    parts = {"on_stream": staticmethod(utils.device_stream)}
-    communicator: Any = type("UltraEPCommunicator", (Mover, communicators.EplbCommunicator), parts)
-
-    def create(
-        group_coordinator: Any,
-        backend: str,
-        expert_weights: Sequence[Sequence[torch.Tensor]],
-        expert_buffer: list[torch.Tensor],
-    ) -> Any:
-        if isinstance(group_coordinator, elastic.StatelessGroupCoordinator):
-            raise UnsupportedError(
-                "ULTRAEP_VLLM=eplb: elastic expert parallelism changes the ranks of a group;"
-                " unset ULTRAEP_VLLM, or enable_elastic_ep"
-            )
-        if not expert_weights or seams.is_alone(group_coordinator.cpu_group, "vLLM's EPLB"):
-            return original(group_coordinator, backend, expert_weights, expert_buffer)
-        return communicator(group_coordinator, expert_weights, expert_buffer)
-
-    setattr(communicators, _CREATE, create)
-    setattr(importlib.import_module(f"{_EPLB}.eplb_state"), _CREATE, create)
+def _make_mover(*given: Any) -> Any:
+    parts = {"on_stream": staticmethod(seams.find(_STREAM))}
+    return type("UltraEPCommunicator", (Mover, seams.find(_BASE)), parts)(*given)
 
 
 class Mover:
@@ -117,8 +62,6 @@ class Mover:
         expert_buffer: list[torch.Tensor],
     ) -> None:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
-        from ultraep_comm.adapters import rows, seams
-
         self._cpu_group = cpu_group = coordinator.cpu_group
         problem = _find_problem(expert_weights, expert_buffer)
         rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", "vLLM")
@@ -178,11 +121,6 @@ class Mover:
             InvalidPlanError: ranks noted what does not match.
             TransferError: the transfer failed.
         """
-        import torch
-
-        import ultraep_comm as uec
-        from ultraep_comm.adapters import rows, seams
-
         group, count, sends = self.group, self._rows, self._sends
         noted = (self._sources, self._problem)
         self._forget()
@@ -212,8 +150,6 @@ class Mover:
 
 def _find_problem(weights: Sequence[Sequence[torch.Tensor]], buffer: Any) -> str:
     """Return what prevents slots in place of the receive buffer; nothing: an empty text."""
-    from ultraep_comm.adapters import rows
-
     if not isinstance(buffer, list) or len(buffer) != len(weights[0]):
         return f"has {type(buffer).__name__} as receive buffer, not a list of {len(weights[0])}"
     return rows.find_problem(weights)

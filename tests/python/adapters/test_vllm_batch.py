@@ -1,0 +1,551 @@
+"""Replicas for each batch in vLLM, against layers with the signatures of its release."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, raised
+from test_vllm import FakeElastic, FakeVllm
+
+from ultraep_comm import errors
+from ultraep_comm.adapters import vllm as adapter
+from ultraep_comm.adapters.vllm import batch, checks
+
+G, E, S, H, K, T, LAYERS = 4, 8, 2, 6, 2, 64, 3
+M, P = E // G, E // G + S
+MOE = "vllm.model_executor.layers.fused_moe"
+
+
+# ---- a fake of vLLM ------------------------------------------------------------------------
+
+
+class FakeRouter:
+    def __init__(self) -> None:
+        self.eplb_state = SimpleNamespace(num_unpadded_tokens_tensors=[torch.tensor(T)])
+
+    def _apply_eplb_mapping(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("vLLM's own map")
+
+
+class FakeKernel:
+    """An expert is ``(x @ weight.T) * scale + bias``."""
+
+    def __init__(self, layer: Any) -> None:
+        self.quant_config = SimpleNamespace(
+            **{name: SimpleNamespace(scale=None, bias=None) for name in ("_a1", "_a2", "_w2")},
+            _w1=SimpleNamespace(scale=layer.w13_weight_scale, bias=layer.w13_bias),
+        )
+        self.runs = 0
+
+    def apply(
+        self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any
+    ) -> None:
+        self.runs += 1
+        held = self.quant_config._w1
+        for row in range(P):
+            at, place = (topk_ids == dist.get_rank(GROUP[0]) * P + row).nonzero(as_tuple=True)
+            y = hidden_states[at] @ w1[row].to(torch.float32).T * held.scale[row] + held.bias[row]
+            output.index_add_(0, at, y * topk_weights[at, place, None])
+        del w2
+
+
+GROUP: list[Any] = [None]
+
+
+class FakeMethod:
+    is_monolithic = False
+
+    def __init__(self) -> None:
+        self.moe_quant_config: Any = None
+        self.moe_kernel: Any = None
+
+    def apply(self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any) -> Any:
+        """Dispatch, run and combine, as vLLM's modular kernels do."""
+        group, gathers = GROUP[0], layer.moe_config.moe_parallel_config.use_all2all_kernels
+        given = [x, topk_weights, topk_ids]
+        for i, tensor in enumerate(given):
+            if gathers:
+                parts = [torch.empty_like(tensor) for _ in range(G)]
+                dist.all_gather(parts, tensor.contiguous(), group=group)
+                given[i] = torch.cat(parts)
+        output = torch.zeros_like(given[0])
+        layer.seen = given[2]
+        if bool((given[2] // P == dist.get_rank(group)).any()):
+            self.moe_kernel.fused_experts.apply(
+                output, given[0], layer.w13_weight, None, given[1], given[2]
+            )
+        dist.all_reduce(output, group=group)
+        own = dist.get_rank(group) * len(x)
+        return output[own : own + len(x)] if gathers else output
+
+
+def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[str, Any]]:
+    """Return the contents of the modules that the adapter uses."""
+    registry: dict[str, type] = {}
+
+    class PluggableLayer(torch.nn.Module):
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            return super().__new__(registry.get(cls.__name__, cls))
+
+        @classmethod
+        def register_oot(cls, _decorated_layer_cls: Any = None, name: str = "") -> Any:
+            def register(layer: type) -> type:
+                assert name not in registry, f"Duplicate layer name: {name}"
+                registry[name] = layer
+                return layer
+
+            return register
+
+    class RoutedExperts(PluggableLayer):
+        def __init__(self, layer_name: str, params_dtype: Any, moe_config: Any) -> None:
+            super().__init__()
+            self.layer_name, self.moe_config = layer_name, moe_config
+            self.local_num_experts = moe_config.num_local_experts
+            self.expert_map_manager = SimpleNamespace(
+                num_fused_shared_experts=0, placement_strategy="linear"
+            )
+            self.quant_method = FakeMethod()
+            for name, tensor in {
+                "w13_weight": torch.zeros(P, H, H, dtype=params_dtype),
+                "w13_weight_scale": torch.zeros(P, 1),
+                "w13_bias": torch.zeros(P, H),
+                "e_score_correction_bias": torch.arange(float(P)),  # has as many by accident
+                "w13_input_scale": torch.tensor(0.5),
+            }.items():
+                self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+        def _ensure_moe_quant_config_init(self) -> None:
+            self.quant_method.moe_quant_config = (
+                self.quant_method.moe_kernel.fused_experts.quant_config
+            )
+
+        def get_expert_weights(self) -> Any:
+            return ["vLLM's"]
+
+        def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any) -> Any:
+            return self.quant_method.apply(self, x, topk_weights, topk_ids)
+
+    class EplbState:
+        @staticmethod
+        def build_initial_global_physical_to_logical_map(
+            num_routed_experts: int, num_redundant_experts: int
+        ) -> list[int]:
+            return list(range(num_routed_experts + num_redundant_experts))
+
+        def rearrange(self, is_profile: bool = False, rank_mapping: Any = None) -> None:
+            raise AssertionError("experts move")
+
+    def get_current_vllm_config() -> Any:
+        return config
+
+    def get_ep_group() -> Any:
+        return SimpleNamespace(world_size=ranks or G)
+
+    parts = {"BaseRouter": FakeRouter, "FusedMoEExpertsModular": FakeKernel} | changed
+    return {
+        f"{MOE}.routed_experts": {"RoutedExperts": RoutedExperts},
+        f"{MOE}.router.base_router": {"BaseRouter": parts["BaseRouter"]},
+        f"{MOE}.modular_kernel": {"FusedMoEExpertsModular": parts["FusedMoEExpertsModular"]},
+        "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
+        "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
+        "vllm.distributed.parallel_state": {"get_ep_group": get_ep_group},
+        "vllm.distributed.eplb.eplb_state": {"EplbState": EplbState},
+    }
+
+
+def make_config(**options: Any) -> Any:
+    return SimpleNamespace(
+        additional_config={"ultraep": options},
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+    )
+
+
+def make_layer(config: Any, rank: int = 0, *, gathers: bool = False, number: int = 0) -> Any:
+    """Return a layer as vLLM's factory makes it, with its runner."""
+    moe_config = SimpleNamespace(
+        num_local_experts=P,
+        num_logical_experts=E,
+        is_lora_enabled=False,
+        require_decomposed_backend=False,
+        moe_parallel_config=SimpleNamespace(
+            enable_eplb=True,
+            ep_size=G,
+            ep_rank=rank,
+            sp_size=1,
+            pcp_size=1,
+            all2all_backend="allgather_reducescatter",
+            use_all2all_kernels=gathers,
+            use_passthrough_all2all=False,
+            use_moonep_kernels=False,
+        ),
+    )
+    made = sys.modules[f"{MOE}.routed_experts"].RoutedExperts
+    layer = made(f"layers.{number}", torch.bfloat16, moe_config)
+    layer.quant_method.moe_kernel = SimpleNamespace(fused_experts=FakeKernel(layer))
+    config.compilation_config.static_forward_context[layer.layer_name] = SimpleNamespace(
+        router=FakeRouter()
+    )
+    return layer
+
+
+def add_model(layers: list[Any], group: Any) -> Any:
+    """Do what vLLM's EplbState.add_model does."""
+    state = sys.modules["vllm.distributed.eplb.eplb_state"]
+    return state.create_eplb_communicator(
+        SimpleNamespace(cpu_group=group, device_group=group),
+        "torch_gloo",
+        [layer.get_expert_weights() for layer in layers],
+        [],
+    )
+
+
+# ---- batches -------------------------------------------------------------------------------
+
+NAMES = ("w13_weight", "w13_weight_scale", "w13_bias")
+
+
+def whole(number: int, version: int) -> dict[str, torch.Tensor]:
+    """Return the weights of all of a layer's experts."""
+    numbers = torch.Generator().manual_seed(100 * number + version)
+    return {
+        "w13_weight": torch.randn((E, H, H), generator=numbers).to(torch.bfloat16),
+        "w13_weight_scale": torch.rand((E, 1), generator=numbers),
+        "w13_bias": torch.randn((E, H), generator=numbers),
+    }
+
+
+def load(layer: Any, rank: int, number: int, version: int) -> dict[str, torch.Tensor]:
+    """Write a checkpoint into a layer's parameters as vLLM does, slots included."""
+    every = whole(number, version)
+    rows = sys.modules["vllm.distributed.eplb.eplb_state"].EplbState
+    held = rows.build_initial_global_physical_to_logical_map(E, G * S)[rank * P : (rank + 1) * P]
+    for name, tensor in every.items():
+        getattr(layer, name).data.copy_(tensor[held])
+    return every
+
+
+def draw(seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, weights and ids, most of them of experts 0 and 1, which are on one rank."""
+    numbers = torch.Generator().manual_seed(50 * seed + rank)
+    hot = torch.rand((T, E), generator=numbers) + torch.arange(E).lt(2) * 0.6
+    weights, ids = hot.topk(K)
+    return torch.randn((T, H), generator=numbers), weights, ids.to(torch.int32)
+
+
+def run_dense(every: dict[str, torch.Tensor], x: Any, weights: Any, ids: Any) -> torch.Tensor:
+    output = torch.zeros_like(x)
+    for k in range(K):
+        own = {name: tensor[ids[:, k].long()] for name, tensor in every.items()}
+        y = torch.einsum("th,toh->to", x, own["w13_weight"].to(torch.float32))
+        output += (y * own["w13_weight_scale"] + own["w13_bias"]) * weights[:, k, None]
+    return output
+
+
+def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: int) -> list[Any]:
+    GROUP[0] = group
+    config, found = make_config(target=1.0, engine="host"), []
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layers = [make_layer(config, rank, gathers=gathers, number=n) for n in range(LAYERS)]
+        for n, layer in enumerate(layers):
+            load(layer, rank, n, 0)
+            if holds_views:  # a kernel that has a tensor of its own with a parameter's memory
+                kernel = layer.quant_method.moe_kernel.fused_experts
+                kernel.quant_config._w1.bias = layer.w13_bias.data.view(P, H)
+        keys = [sorted(layer.state_dict()) for layer in layers]
+        assert add_model(layers, group) is None
+        sys.modules["vllm.distributed.eplb.eplb_state"].EplbState().rearrange()
+        for number in range(3):
+            for n, layer in enumerate(layers):
+                every = load(layer, rank, n, number // 2)  # new weights before the last one
+                x, weights, ids = draw(10 * number + n, rank if gathers else 0)
+                router = config.compilation_config.static_forward_context[layer.layer_name].router
+                router.eplb_state.num_unpadded_tokens_tensors[0].fill_(real)
+                with torch.inference_mode():
+                    rows = router._apply_eplb_mapping(ids)
+                    output = layer.forward_modular(x, weights, topk_ids=rows)
+                torch.testing.assert_close(output, run_dense(every, x, weights, ids))
+                held = range(rank * M, (rank + 1) * M)
+                for name in NAMES:
+                    assert torch.equal(getattr(layer, name)[:M], every[name][held])
+                assert torch.equal(layer.e_score_correction_bias, torch.arange(float(P)))
+                mine = rows[:real].to(torch.int64)
+                computed = torch.bincount(mine.flatten() // P, minlength=G)
+                if gathers:
+                    dist.all_reduce(computed, group=group)
+                assert (rows[real:] % P < M).all()  # padding stays with mains
+                plan = layer.replica_plan
+                assert (computed.max() / computed.double().mean()) == pytest.approx(plan.imbalance)
+                found.append((plan.imbalance_before, plan.imbalance, plan.num_replicas))
+                assert layer.replicas.are_copied == holds_views
+        assert [sorted(layer.state_dict()) for layer in layers] == keys
+        assert layers[0].state_dict()["w13_weight"].shape == (P, H, H)
+        groups = {id(layer.replicas.balancer.group) for layer in layers}
+    return [found, len(groups)]
+
+
+@pytest.mark.parametrize(
+    ("gathers", "holds_views", "real"),
+    [(False, False, T), (True, False, T), (False, True, T), (False, False, 40), (True, False, 40)],
+)
+def test_outputs_are_those_without_replicas(
+    ranks: RankPool, gathers: bool, holds_views: bool, real: int
+) -> None:
+    """With tensor parallelism, or with tokens of its own on each rank; with padding."""
+    for found, groups in ranks.run(G, run_batches, gathers, holds_views, real):
+        assert groups == 1  # its slots are shared
+        for before, after, replicas in found:
+            assert before > 1.4
+            assert after <= 1.02
+            assert replicas > 0
+
+
+def run_lonely(rank: int, group: Any, min_tokens: int) -> list[Any]:
+    """All tokens go to rank 0's experts: with plans others compute, without they have nothing."""
+    GROUP[0] = group
+    config = make_config(min_tokens=min_tokens, engine="host")
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layer = make_layer(config, rank, gathers=True)
+        every = load(layer, rank, 0, 0)
+        add_model([layer], group)
+        x, weights, ids = draw(0, rank)
+        ids = ids % M
+        for _ in range(2):
+            rows = layer.replicas.begin(ids)
+            output = layer.forward_modular(x, weights, rows)
+            torch.testing.assert_close(output, run_dense(every, x, weights, ids))
+        runs = layer.quant_method.moe_kernel.fused_experts.runs
+        return [layer.replica_plan.num_replicas, runs]
+
+
+def test_small_batches_move_nothing(ranks: RankPool) -> None:
+    found = ranks.run(G, run_lonely, G * T * K + 1)
+    assert found == [[0, 2], [0, 0], [0, 0], [0, 0]]
+    found = ranks.run(G, run_lonely, G * T * K)
+    assert all(replicas > 0 and runs == 2 for replicas, runs in found)
+
+
+# ---- what is refused -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def config() -> Iterator[Any]:
+    """Settings of a vLLM in which the plugin is registered, for two rows and more on a rank."""
+    made = make_config()
+    with FakeVllm("batch", make_fake(made)):
+        adapter.register()
+        yield made
+
+
+def spoil(layer: Any, kind: str) -> None:
+    if kind == "no rows":
+        layer.w13_bias = torch.nn.Parameter(torch.zeros(P + 1, H), requires_grad=False)
+    elif kind == "shared rows":
+        shared = torch.zeros(H).expand(P, H)
+        layer.w13_bias = torch.nn.Parameter(shared[:, :], requires_grad=False)
+    elif kind == "no scale":
+        layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
+        del layer.w13_weight_scale
+        layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
+    elif kind == "derived":
+        layer.quant_method.moe_kernel.fused_experts.g1_alphas = torch.ones(P)
+    elif kind == "opaque":
+        config = layer.quant_method.moe_kernel.fused_experts.quant_config
+        config._w1.scale = object()
+    elif kind == "inside":
+        layer.norm = torch.nn.LayerNorm(H)
+    elif kind == "other constant":
+        layer.w13_input_scale.data = torch.tensor(0.25)
+
+
+def set_up(rank: int, group: Any, kind: str) -> str:
+    settings = make_config(engine="host")
+    with FakeVllm("batch", make_fake(settings)):
+        adapter.register()
+        layers = [make_layer(settings, rank, number=n) for n in range(2)]
+        before = [p.data_ptr() for layer in layers for p in layer.parameters()]
+        if rank == 1:
+            spoil(layers[1], kind)
+            before = [p.data_ptr() for layer in layers for p in layer.parameters()]
+        error = raised(lambda: add_model(layers, group))
+        assert before == [p.data_ptr() for layer in layers for p in layer.parameters()]
+        assert all(layer.replicas is None for layer in layers)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("no rows", "a parameter w13_bias of shape (5, 6), without a row for each of 4"),
+        ("shared rows", "a parameter w13_bias of shape (4, 6), whose rows share memory"),
+        ("no scale", "w13_weight is of torch.float8_e4m3fn, and no parameter w13_...scale exists"),
+        ("derived", "its FakeKernel.g1_alphas of shape (4,) is in no parameter of the layer"),
+        ("opaque", "its moe_quant_config._w1.scale is a object, which would stay behind"),
+        ("inside", "a parameter norm.weight of shape (6,), of a module inside"),
+    ],
+)
+def test_what_would_stay_behind_is_an_error_on_every_rank(
+    ranks: RankPool, kind: str, says: str
+) -> None:
+    for text in ranks.run(G, set_up, kind):
+        assert text.startswith("UnsupportedError: MoE layer 1 of expert-parallel rank 1 cannot")
+        assert says in text
+
+
+def test_constants_of_all_experts_are_those_of_all_ranks(ranks: RankPool) -> None:
+    for text in ranks.run(G, set_up, "other constant"):
+        assert text.startswith("UnsupportedError: expert-parallel rank 1 has MoE layers")
+        assert "['w13_input_scale', 0.25]" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c, _: vars(c.parallel_config).update(use_ubatching=True), "dual-batch overlap"),
+        (lambda _, m: vars(m.moe_parallel_config).update(pcp_size=2), "context_parallel_size=2"),
+        (
+            lambda _, m: vars(m.moe_parallel_config).update(use_moonep_kernels=True),
+            "all2all_backend='allgather_reducescatter' dispatches inside",
+        ),
+        (lambda _, m: vars(m).update(is_lora_enabled=True), "LoRA"),
+        (lambda _, m: vars(m).update(num_logical_experts=G * P), "no row for a replica"),
+    ],
+)
+def test_settings_that_are_refused(
+    config: Any, change: Callable[[Any, Any], None], says: str
+) -> None:
+    layer = make_layer(config)
+    assert checks.describe(layer)[0] == ""
+    change(config, layer.moe_config)
+    assert says in checks.describe(layer)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda layer: setattr(layer.quant_method, "is_monolithic", True),
+            "its kernel routes by itself",
+        ),
+        (
+            lambda layer: setattr(layer.expert_map_manager, "num_fused_shared_experts", 1),
+            "shared experts fused with routed ones",
+        ),
+        (
+            lambda layer: setattr(layer.expert_map_manager, "placement_strategy", "round_robin"),
+            "expert_placement_strategy='round_robin'",
+        ),
+        (
+            lambda layer: layer.vllm_config.compilation_config.static_forward_context.update(
+                {layer.layer_name: SimpleNamespace(router=object())}
+            ),
+            "its router is a object",
+        ),
+    ],
+)
+def test_layers_that_are_refused(config: Any, change: Callable[[Any], None], says: str) -> None:
+    layer = make_layer(config)
+    assert layer.moe_config.require_decomposed_backend
+    change(layer)
+    assert says in checks.describe(layer)[0]
+
+
+def test_layers_of_other_classes_are_refused(config: Any) -> None:
+    group = SimpleNamespace(size=lambda: 2)
+    layer = make_layer(config)
+    other = SimpleNamespace(get_expert_weights=lambda: [torch.zeros(1)])
+    for layers in ([layer, other], [other]):
+        with pytest.raises(
+            errors.UnsupportedError, match=f"{len(layers) - 1} of {len(layers)} MoE"
+        ):
+            add_model(layers, group)
+    with pytest.raises(errors.UnsupportedError, match="ULTRAEP_VLLM=batch: elastic"):
+        sys.modules["vllm.distributed.eplb.eplb_state"].create_eplb_communicator(
+            FakeElastic(), "nixl", [[]], []
+        )
+
+
+def test_options(config: Any) -> None:
+    layer = make_layer(config)
+    config.additional_config = {"ultraep": {"cost": {"token": 1e-9, "expert_byte": 1e-12}}}
+    assert checks.read_options(layer)["cost"].token == 1e-9
+    config.additional_config = {"ultraep": {"slots": 2}}
+    with pytest.raises(errors.InvalidArgumentError, match=r"options \['slots'\]; expected some of"):
+        checks.read_options(layer)
+
+
+def move(rank: int, group: Any) -> str:
+    config = make_config(engine="host")
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layer = make_layer(config, rank)
+        add_model([layer], group)
+        ids = torch.zeros(4, K, dtype=torch.int64)
+        layer.replicas.begin(ids)
+        layer.replicas.wait()
+        layer.w13_bias.data = layer.w13_bias.data.clone()
+        error = raised(lambda: layer.replicas.begin(ids))
+    return f"{type(error).__name__}: {error}"
+
+
+def test_weights_that_have_moved_are_an_error(ranks: RankPool) -> None:
+    for rank, text in enumerate(ranks.run(G, move)):
+        assert text.startswith(f"InvalidWeightsError: rank {rank}: w13_bias of layers.0 has moved")
+
+
+# ---- the plugin ----------------------------------------------------------------------------
+
+
+def test_rows_are_mains_then_slots(config: Any) -> None:
+    del config
+    state = sys.modules["vllm.distributed.eplb.eplb_state"].EplbState
+    rows = state.build_initial_global_physical_to_logical_map
+    assert rows(8, 8) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1]
+    assert rows(7, 0) == list(range(7))
+    with pytest.raises(errors.UnsupportedError, match="6 on 4 ranks; expected multiples of 4"):
+        rows(8, 6)
+
+
+def test_it_registers_once() -> None:
+    with FakeVllm("batch", make_fake(make_config())):
+        adapter.register()
+        adapter.register()
+    with FakeVllm("batch", make_fake(make_config())):
+        register = sys.modules["vllm.model_executor.custom_op"].PluggableLayer.register_oot
+        register(name="RoutedExperts")(object)
+        with pytest.raises(errors.UnsupportedError, match="another plugin"):
+            adapter.register()
+
+
+def test_other_releases_are_noticed() -> None:
+    class Router(FakeRouter):
+        def _apply_eplb_mapping(self, ids: Any) -> Any: ...
+
+    says = r"_apply_eplb_mapping takes .*'ids'"
+    with (
+        FakeVllm("batch", make_fake(make_config(), BaseRouter=Router)),
+        pytest.raises(errors.UnsupportedError, match=says),
+    ):
+        adapter.register()
+
+
+def test_where_it_leaves_vllm_alone(config: Any) -> None:
+    layer = make_layer(config)
+    layer.moe_config.moe_parallel_config.ep_size = 1
+    alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert layer.get_expert_weights() == ["vLLM's"]
+    assert add_model([layer], alone) == "vLLM's torch_gloo"
+    assert layer.replicas is None
+    assert layer.replica_plan is None
+    layer.moe_config.moe_parallel_config.enable_eplb = False
+    with pytest.warns(UserWarning, match="nothing is replicated without --enable-eplb"):
+        made = type(layer)("plain", torch.bfloat16, layer.moe_config)
+    assert isinstance(made, batch.Experts)
