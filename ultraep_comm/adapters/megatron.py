@@ -19,8 +19,8 @@ from torch import Tensor
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.nn import Replication
-from ultraep_comm.nn.replication import LayerPass
+from ultraep_comm.nn import LayerPass, Replication
+from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented
 
 _MOE = "megatron.core.transformer.moe"
@@ -185,9 +185,10 @@ class _Replicas:
         self.run = self.calls.begin(weights, routing_map=routing_map, probs=probs)
         return self.run
 
-    def load(self, mains: dict[str, Any], slots: dict[str, Tensor]) -> None:
+    def load(self, plan: uec.Plan, mains: dict[str, Any], slots: dict[str, Tensor]) -> None:
+        rank = self.calls.group.rank
         by_expert = zip(*(mains[name] for name in self._names), strict=True)
-        by_slot = zip(*(slots[name].unbind() for name in self._names), strict=True)
+        by_slot = zip(*(unbind_slots(slots[n], plan, rank) for n in self._names), strict=True)
         for instance, weights in zip(self.instances, chain(by_expert, by_slot), strict=True):
             instance.weights = weights
 
@@ -237,7 +238,7 @@ def _experts_class(base: Any) -> Any:
         def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
             replicas = self.replicas
             x, mains, slots = replicas.run.before_experts(x)
-            replicas.load(mains, slots)
+            replicas.load(replicas.run.plan, mains, slots)
             each = replicas.instances
             s = SimpleNamespace(config=self.config, num_local_experts=len(each), local_experts=each)
             y, bias = base.forward(s, x, tokens_per_expert, probs)

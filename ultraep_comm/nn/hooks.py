@@ -61,6 +61,8 @@ class ExpertPass:
         main_grads: where the experts accumulate the gradients of main weights, and the reduction
             adds those of replicas; None: autograd passes them through :func:`start_reduction`.
         calls: the hooks' calls in flight.
+        slot_expert: the expert in each slot, by rank; None: the plan is on a device.
+        is_empty: the plan is known to have no replicas: the backward pass makes no calls.
     """
 
     def __init__(
@@ -96,6 +98,13 @@ class ExpertPass:
         self.segments = segments
         self.shares_bank = shares_bank
         self.calls = PassCalls()
+        slots = handle.saved.plan.slot_expert
+        self.slot_expert: list[list[int]] | None = (
+            slots.tolist() if slots.device.type == "cpu" else None
+        )
+        self.is_empty = self.slot_expert is not None and not any(
+            expert >= 0 for row in self.slot_expert for expert in row
+        )
         weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
 
     @property
@@ -108,13 +117,15 @@ class ExpertPass:
 
 
 def _prefetch(run: ExpertPass, grads: Grads) -> Grads:
-    run.calls.restoring = _replicate(run)
+    if not run.is_empty:
+        run.calls.restoring = _replicate(run)
     return grads
 
 
 def _restore(run: ExpertPass, grads: Grads) -> Grads:
-    work, run.calls.restoring = run.calls.restoring or _replicate(run), None
-    work.wait()
+    if not run.is_empty:
+        work, run.calls.restoring = run.calls.restoring or _replicate(run), None
+        work.wait()
     return grads[0], None
 
 
@@ -178,15 +189,14 @@ def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) ->
     if run.calls.has_restored:
         _check_slots(run, "backward")
     grad_x, *rest = grads
-    if run.main_grads is None and not mains:  # nothing to reduce
-        run.handle.release()
-        return (grad_x,)
     tensors = _spread(mains)
+    if run.is_empty or (run.main_grads is None and not mains):  # nothing to reduce
+        run.handle.release()
+        own = [_or_zeros(main, grad) for main, grad in zip(tensors, rest, strict=False)]
+        return grad_x, *own, *(None for _ in slots)
     for name, grad in zip(slots, rest[len(tensors) :], strict=True):
-        # Copied, not added: no reduction clears the gradients of empty slots.
-        slot_grad = run.bank.slot_grads[name]
-        slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
-    own = [_own_gradient(main, grad) for main, grad in zip(tensors, rest, strict=False)]
+        _keep_slot_gradients(run, run.bank.slot_grads[name], grad)
+    own = _own_gradients(run, mains, rest[: len(tensors)])
     run.calls.reducing = uec.reduce_expert_grads(
         # Detached: autograd reuses a gradient's memory only if nothing else holds the tensor.
         _collect(mains, [grad.detach() for grad in own])
@@ -237,14 +247,46 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     return not readable or theirs.device.type != "cpu" or torch.equal(theirs, mine)
 
 
-def _own_gradient(main: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a copy of a gradient, as autograd may share one tensor among several gradients.
+def _or_zeros(main: Tensor, grad: Tensor | None) -> Tensor:
+    return torch.zeros_like(main) if grad is None else grad
 
-    None becomes zeros, as replicas may have a gradient.
+
+def _keep_slot_gradients(run: ExpertPass, kept: Tensor, grad: Tensor | None) -> None:
+    """Put gradients ``[S, *shape]`` where the reduction reads those of filled slots."""
+    filled: Sequence[int] = range(len(kept))
+    if run.slot_expert is not None:
+        own = run.slot_expert[run.handle.group.rank]
+        filled = [slot for slot, expert in enumerate(own) if expert >= 0]
+    # Copied, not added: no reduction clears the gradients of empty slots.
+    if len(filled) == len(kept):
+        kept.zero_() if grad is None else kept.copy_(grad)
+        return
+    for slot in filled:
+        kept[slot].zero_() if grad is None else kept[slot].copy_(grad[slot])
+
+
+def _own_gradients(run: ExpertPass, mains: Mains, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return gradients to which the reduction may add; zeros for None, as replicas may have one.
+
+    Copies, as autograd may share one tensor among several gradients; but not of experts without
+    replicas, to which nothing is added.
     """
-    if grad is None:
-        return torch.zeros_like(main)
-    return torch.empty_like(main).copy_(grad)  # with the strides of the main weights
+    group, found, seen, rest = run.handle.group, [], set(), iter(grads)
+    has_replicas = [True] * group.num_mains
+    if run.slot_expert is not None:
+        placed = {expert for row in run.slot_expert for expert in row}
+        has_replicas = [e in placed for e in group.topology.mains(group.rank).tolist()]
+    for main in mains.values():
+        stacked = isinstance(main, Tensor)
+        added = [any(has_replicas)] if stacked else has_replicas
+        for like, is_added, grad in zip([main] if stacked else main, added, rest, strict=False):
+            own = _or_zeros(like, grad)
+            # The reduction takes no memory twice, nor other strides than those of the weights.
+            if is_added or own.data_ptr() in seen or own.stride() != like.stride():
+                own = torch.empty_like(like).copy_(own)
+            seen.add(own.data_ptr())
+            found.append(own)
+    return found
 
 
 # ---- the hooks ----------------------------------------------------------------------------------
@@ -314,9 +356,9 @@ def start_reduction(
 ) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
     """Return the experts' input and weights; their gradients start the reduction.
 
-    Gradients of slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of main
-    weights are copied, the reduction adds the replicas' to them, and they go on to
-    :func:`join_reduction`: take ``mains`` from there, and use them for nothing else.
+    Gradients of filled slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of
+    main weights with replicas are copied, and the reduction adds the replicas' to them. All go on
+    to :func:`join_reduction`: take ``mains`` from there, and use them for nothing else.
 
     Args:
         x: the experts' input.

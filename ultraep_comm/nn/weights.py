@@ -48,3 +48,16 @@ def _local(value: Mains, segment: Segment, num_mains: int) -> Mains:
     if shape and tensor.shape == (num_mains * shape[0], *shape[1:]):
         return tensor.view(num_mains, *shape) if tensor.is_contiguous() else tensor
     return tensor
+
+
+def unbind_slots(slots: Tensor, plan: uec.Plan, rank: int) -> Sequence[Tensor]:
+    """Return the tensors of a rank's slots ``[S, *shape]``, without a graph where one is empty.
+
+    Nobody needs an empty slot's gradient, which would be computed, as zeros. On a device the host
+    does not know which slots are empty.
+    """
+    parts = slots.unbind()
+    if plan.slot_expert.device.type != "cpu":
+        return parts
+    held = plan.slot_expert[rank].tolist()
+    return [part if e >= 0 else part.detach() for e, part in zip(held, parts, strict=True)]

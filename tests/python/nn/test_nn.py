@@ -96,19 +96,19 @@ def test_recomputed_layers(models: Callable[..., Model], reentrant: bool, order:
 def test_what_empty_slots_hold_does_no_harm(models: Callable[..., Model]) -> None:
     """Gradients of an empty slot may be NaN, and the slot may be filled by the next plan."""
     model = models(15, num_ranks=2, num_experts=2, num_layers=1, num_microbatches=2)
-    model.plans[0, 0] = uec.Plan.from_slots([[-1, -1], [-1, -1]], num_experts=2)
-    model.plans[0, 1] = uec.Plan.from_slots([[-1, -1], [0, -1]], num_experts=2)
+    model.plans[0, 0] = uec.Plan.from_slots([[-1, -1], [0, -1]], num_experts=2)
+    model.plans[0, 1] = uec.Plan.from_slots([[-1, -1], [-1, 0]], num_experts=2)
     for mb in range(2):
         model.instances[0, 0, mb] = torch.zeros(T, dtype=torch.int64)
-        model.instances[1, 0, mb] = torch.arange(T) % (mb + 1)
+        model.instances[1, 0, mb] = torch.arange(T) % 2 * (mb + 1)
 
     def careless(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
         y = experts(x, mains, slots, instance)
-        return y + 0 * (slots["w1"] * float("nan")).nansum()  # its gradient is NaN in every slot
+        return y + 0 * (slots["w1"][1] * float("nan")).nansum()  # its gradient is NaN
 
     model.modules[1][0].experts = careless
-    model.train([("F", 0), ("B", 0)])
-    assert model.groups[1].slot_grads["w1"].isnan().all()
+    assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
+    assert not model.groups[1].slot_grads["w1"].isnan().any()
     model.modules[1][0].experts = experts
     for modules in model.modules:
         modules[0].zero_grad()
@@ -170,24 +170,68 @@ def test_outputs_can_be_added_to_in_place(models: Callable[..., Model]) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_gradients_are_copied_once(
-    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+def test_a_plan_without_replicas_makes_no_calls_in_the_backward_pass(
+    models: Callable[..., Model],
 ) -> None:
-    """``parameter.grad`` is the memory that the reduction added to."""
-    model = models(16, num_ranks=2, num_layers=1, num_microbatches=1)
-    made: list[int] = []
-    own_gradient = hooks._own_gradient
+    model = models(3, num_layers=1, num_microbatches=1)
+    model.plans[0, 0] = uec.Plan.from_slots([[-1, -1]] * 3, num_experts=7)
+    for rank, group in enumerate(model.groups):
+        mains = group.num_mains
+        model.instances[rank, 0, 0] = torch.arange(T) % mains
+    calls = [group.session.engine.epoch for group in model.groups]
+    assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
+    after = [group.session.engine.epoch for group in model.groups]
+    assert [b - a for a, b in zip(calls, after, strict=True)] == [1] * 3  # the forward pass's
+    for group in model.groups:
+        group.assert_idle()
 
-    def remember(*args: Any) -> torch.Tensor:
-        own = own_gradient(*args)
-        made.append(own.data_ptr())
+
+@pytest.mark.parametrize("has_replicas", [True, False])
+def test_gradients_are_copied_only_where_the_reduction_adds(
+    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch, has_replicas: bool
+) -> None:
+    """``parameter.grad`` is the memory that the reduction was given: a copy, or autograd's own."""
+    model = models(16, num_ranks=2, num_layers=1, num_microbatches=1)
+    expert = int((model.home == (1 if has_replicas else 0)).nonzero()[0])
+    slots = torch.full((2, 2), -1)
+    slots[0 if has_replicas else 1, 0] = expert
+    model.plans[0, 0] = uec.Plan.from_slots(slots, num_experts=7)
+    for rank, group in enumerate(model.groups):
+        model.instances[rank, 0, 0] = torch.arange(T) % group.num_mains
+    kept: list[list[list[int]]] = []  # addresses: who holds a gradient makes autograd copy it
+    own_gradients = hooks._own_gradients
+
+    def remember(run: Any, mains: Any, grads: Any) -> list[torch.Tensor]:
+        own = own_gradients(run, mains, grads)
+        if run.handle.group.rank == 1:
+            kept.append([[grad.data_ptr() for grad in found] for found in (grads, own)])
         return own
 
-    monkeypatch.setattr(hooks, "_own_gradient", remember)
+    monkeypatch.setattr(hooks, "_own_gradients", remember)
+    assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
+    ((autograd, own),) = kept
+    assert [a == b for a, b in zip(autograd, own, strict=True)] == [not has_replicas] * 2
+    assert [model.modules[1][0].weights[name].grad.data_ptr() for name in ("w1", "w2")] == own
+
+
+def test_a_gradient_that_autograd_shares_is_copied(models: Callable[..., Model]) -> None:
+    """The reduction takes no memory twice, not even where it adds nothing."""
+    model = models(16, num_ranks=2, num_layers=1, num_microbatches=1)
+    slots = torch.full((2, 2), -1)
+    slots[0, 0] = int((model.home == 1).nonzero()[0])
+    model.plans[0, 0] = uec.Plan.from_slots(slots, num_experts=7)
+
+    def added(x: torch.Tensor, mains: Any, slots: Any, instance: Any) -> torch.Tensor:
+        both = (mains["w1"] + mains["w2"]).sum() + 0 * (slots["w1"] + slots["w2"]).sum()
+        return x * both  # expanded gradients, of two weights in one memory
+
+    for modules in model.modules:
+        modules[0].experts = added
     model.train([("F", 0), ("B", 0)])
     for (module,) in model.modules:
-        for name in ("w1", "w2"):
-            assert module.weights[name].grad.data_ptr() in made
+        first, second = (module.weights[name].grad for name in ("w1", "w2"))
+        assert torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr()
 
 
 def test_mains_and_slots_are_in_one_order(models: Callable[..., Model]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.nn import Replication, local_weights
+from ultraep_comm.nn.weights import unbind_slots
 
 G, E, H, F, K, S = 4, 8, 6, 10, 2, 2
 M, P = E // G, E // G + S
@@ -348,3 +349,12 @@ def test_few_tokens_get_an_empty_plan(new_groups: Callable[..., list[uec.Group]]
             return run.plan.num_replicas
 
         assert loopback(2, count) == [replicas, replicas]
+
+
+def test_an_empty_slot_has_no_gradient() -> None:
+    slots = torch.randn((3, 2), requires_grad=True)
+    plan = uec.Plan.from_slots([[-1, -1, -1], [0, -1, 1]], num_experts=4)
+    parts = unbind_slots(slots, plan, 1)
+    assert all(torch.equal(part, slots[i]) for i, part in enumerate(parts))
+    assert [part.requires_grad for part in parts] == [True, False, True]
+    assert not any(part.requires_grad for part in unbind_slots(slots, plan, 0))
