@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_vllm import FakeBase, FakeElastic, FakeVllm, original
 from ranks import RankPool, raised, run_python
 
 from ultraep_comm import errors
@@ -27,85 +27,6 @@ KINDS = {  # one dtype each, shapes of one expert; () is one scale for each expe
     torch.float32: (),
     torch.int32: (2,),
 }
-
-
-# ---- a fake of vLLM ------------------------------------------------------------------------
-
-
-class FakeBase:
-    def add_send(self, tensors: Any, dst_rank: int, expert_id: int) -> None:
-        raise NotImplementedError
-
-    def add_recv(self, tensors: Any, src_rank: int, expert_id: int) -> None:
-        raise NotImplementedError
-
-    def execute(self) -> None:
-        raise NotImplementedError
-
-    def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None: ...
-
-    @property
-    def needs_profile_buffer_reservation(self) -> bool:
-        return True
-
-    def set_stream(self, stream: Any) -> None:
-        self._stream = stream
-
-    def _log_initialized(self) -> None: ...
-
-
-class FakeElastic: ...
-
-
-def original(group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any) -> str:
-    del group_coordinator, expert_weights, expert_buffer
-    return f"vLLM's {backend}"
-
-
-@contextlib.contextmanager
-def device_stream(stream: Any) -> Iterator[None]:
-    stream.append("on") if stream is not None else None
-    yield
-
-
-class FakeVllm:
-    """Puts the modules in place of vLLM's, and takes them away again.
-
-    Args:
-        mode: of the plugin.
-        more: contents of further modules, by name.
-        changed: methods of its communicator.
-    """
-
-    def __init__(self, mode: str = "eplb", more: Any = None, **changed: Any) -> None:
-        self._mode = mode
-        base = type("EplbCommunicator", (FakeBase,), changed)
-        eplb = "vllm.distributed.eplb"
-        factory = {"create_eplb_communicator": original}
-        self._modules = {
-            "vllm": {},
-            "vllm.distributed": {},
-            eplb: {},
-            f"{eplb}.eplb_communicator": {"EplbCommunicator": base, **factory},
-            f"{eplb}.eplb_state": factory,
-            f"{eplb}.eplb_utils": {"device_stream": device_stream},
-            "vllm.distributed.stateless_coordinator": {"StatelessGroupCoordinator": FakeElastic},
-        }
-        for name, contents in (more or {}).items():
-            self._modules[name] = self._modules.get(name, {}) | contents
-
-    def __enter__(self) -> Any:
-        self._context = pytest.MonkeyPatch()
-        self._context.setenv("ULTRAEP_VLLM", self._mode)
-        self._context.setattr(importlib.metadata, "version", lambda _: "0.33.0")
-        for name, contents in self._modules.items():
-            module = ModuleType(name)
-            vars(module).update(contents)
-            self._context.setitem(sys.modules, name, module)
-        return sys.modules["vllm.distributed.eplb.eplb_state"]
-
-    def __exit__(self, *_: object) -> None:
-        self._context.undo()
 
 
 # ---- rearrangements ------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_vllm import FakeElastic, FakeVllm
 from ranks import RankPool, raised
-from test_vllm import FakeElastic, FakeVllm
 
 from ultraep_comm import errors
 from ultraep_comm.adapters import vllm as adapter
