@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fakes import seam_differences
 
 VERSION = "0.3.0"
 ADAPTER = "ultraep_comm.adapters.torchtitan"
@@ -210,3 +211,15 @@ def adapter(version: str = VERSION, **others: Any) -> Iterator[Any]:
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
+
+
+def differences() -> list[str]:
+    """Return where the installed torchtitan differs.
+
+    Raises:
+        ImportError: torchtitan is not installed.
+    """
+    with adapter() as api:
+        seam = api.SEAM
+    importlib.import_module("torchtitan")
+    return seam_differences(seam)

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from ultraep_comm.adapters import seams
+from ultraep_comm.errors import UnsupportedError
+
 
 @contextmanager
 def installed(members: Mapping[str, Sequence[Any]], **others: Any) -> Iterator[None]:
@@ -39,3 +42,14 @@ def installed(members: Mapping[str, Sequence[Any]], **others: Any) -> Iterator[N
         for name in [name for name in sys.modules if of_framework(name)]:
             del sys.modules[name]
         sys.modules.update(kept)
+
+
+def seam_differences(seam: Mapping[str, str]) -> list[str]:
+    """Return where an installed release differs from what an adapter, and so its fake, expect."""
+    found = []
+    for path, parameters in seam.items():
+        try:
+            seams.check_signature(seams.find(path), parameters.split())
+        except (AttributeError, ImportError, UnsupportedError) as error:
+            found.append(f"{path}: {error}")
+    return found
