@@ -10,21 +10,17 @@ ranks: both are here. The implementation "auto", which the tests take, is replac
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import unittest
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
+
+import own_tests
 
 TESTS = ("test_expert_parallel_mixin.py", "test_tensor_parallel_mixin.py")
 MODELS = {"Qwen3Moe": {"head_dim": 8}, "Qwen2Moe": {}, "Olmoe": {}, "Glm4Moe": {"head_dim": 8}}
@@ -123,47 +119,14 @@ def run(source: Path, folder: Path) -> dict[str, Any]:
         "from .test_tensor_parallel_mixin import TensorParallelTesterMixin as TP\n\n"
         "globals().update(try_transformers.make_cases(EP, TP))\ndel EP, TP\n"
     )
-    replicas, report = folder / "replicas", folder / "report.xml"
+    replicas = folder / "replicas"
     replicas.touch()
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).resolve().parent)]),
-        "OMP_NUM_THREADS": "1",
-        _REPLICAS: str(replicas),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}"]
-    command += ["-p", "no:cacheprovider", "-k", "test_ep_", "tests/test_models.py"]
-    subprocess.run(command, cwd=folder, env=os.environ | environment, check=False)
-    tests: dict[str, Counter[str]] = {name: Counter() for name in MODELS}
-    for case in ElementTree.parse(report).iter("testcase"):
-        outcome = next((child.tag for child in case if not child.tag.startswith("sys")), "passed")
-        tests[case.attrib["classname"].rsplit("Test", maxsplit=1)[-1]][outcome] += 1
+    environment = {_REPLICAS: str(replicas)}
+    tests = own_tests.run_tests(folder, ["tests/test_models.py"], "test_ep_", environment)
     plans = [int(line) for line in replicas.read_text().split()]
-    names = ("transformers", "torch", "ultraep_comm")
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in names},
-        "tests": tests,
-        "plans": len(plans),
-        "replicas": sum(plans),
-    }
-
-
-def main() -> int:
-    """Run the tests, print the result, and return 0 if all passed and there were replicas."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("source", type=Path, metavar="FOLDER")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(options.source.resolve(), Path(folder))
-    print(", ".join(f"{name} {version}" for name, version in result["versions"].items()))
-    for name, counts in result["tests"].items():
-        print(f"{name}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
-    print(f"{result['replicas']} replicas, of {result['plans']} plans")
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    failed = any(set(counts) != {"passed"} for counts in result["tests"].values())
-    return int(failed or not result["replicas"])
+    return {"tests": tests, "plans": len(plans), "replicas": sum(plans)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    found = "{replicas} replicas, of {plans} plans"
+    sys.exit(own_tests.main(__doc__ or "", "transformers", run, found, "replicas"))

@@ -9,17 +9,13 @@ First comes :func:`prepare`. Ranks are forked, not spawned, which spares them mi
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+
+import own_tests
 
 TESTS = ("test_eplb_fused_moe_layer.py", "test_eplb_execute.py")
 ON_CUDA = "pipeline_parallel"  # has tensors on CUDA, and is not skipped without it
@@ -79,50 +75,15 @@ def run(source: Path, folder: Path) -> dict[str, Any]:
     # Not in the helper processes of multiprocessing, which are started with -c.
     customize = "import sys\n\nif '-c' not in sys.orig_argv:\n    import try_vllm\n\n"
     (folder / "sitecustomize.py").write_text(f"{customize}    try_vllm.prepare()\n")
-    moved, report = folder / "moved", folder / "report.xml"
+    moved = folder / "moved"
     moved.touch()
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).resolve().parent)]),
-        "ULTRAEP_VLLM": "eplb",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "OMP_NUM_THREADS": "1",  # a forked process has none of its parent's threads
-        _MOVED: str(moved),
-    }
-    options = ["-q", f"--junit-xml={report}", "-p", "no:cacheprovider", "-k", f"not {ON_CUDA}"]
-    command = [sys.executable, "-m", "pytest", *options]
+    environment = {"ULTRAEP_VLLM": "eplb", "VLLM_TARGET_DEVICE": "cpu", _MOVED: str(moved)}
     files = [f"tests/distributed/{name}" for name in TESTS]
-    subprocess.run([*command, *files], cwd=folder, env=os.environ | environment, check=False)
-    tests: dict[str, dict[str, int]] = {name.removesuffix(".py"): {} for name in TESTS}
-    for case in ElementTree.parse(report).iter("testcase"):
-        outcome = next((child.tag for child in case if child.tag != "system-out"), "passed")
-        counts = tests[case.attrib["classname"].rsplit(".", maxsplit=1)[-1]]
-        counts[outcome] = counts.get(outcome, 0) + 1
+    tests = own_tests.run_tests(folder, files, f"not {ON_CUDA}", environment)
     layers = [int(line) for line in moved.read_text().split()]
-    return {
-        "versions": {n: importlib.metadata.version(n) for n in ("vllm", "torch", "ultraep_comm")},
-        "tests": tests,
-        "layers_rearranged": len(layers),
-        "experts_moved": sum(layers),
-    }
-
-
-def main() -> int:
-    """Run the tests, print the result, and return 0 if all passed and experts have moved."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("source", type=Path, metavar="FOLDER")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(options.source.resolve(), Path(folder))
-    print(", ".join(f"{name} {version}" for name, version in result["versions"].items()))
-    for name, counts in result["tests"].items():
-        print(f"{name}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
-    print(f"{result['experts_moved']} experts moved, in {result['layers_rearranged']} layers")
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    failed = any(set(counts) - {"passed", "skipped"} for counts in result["tests"].values())
-    return int(failed or not result["experts_moved"])
+    return {"tests": tests, "layers_rearranged": len(layers), "experts_moved": sum(layers)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    found = "{experts_moved} experts moved, in {layers_rearranged} layers"
+    sys.exit(own_tests.main(__doc__ or "", "vllm", run, found, "experts_moved"))
