@@ -191,6 +191,10 @@ def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) ->
     grad_x, *rest = grads
     tensors = _spread(mains)
     if run.is_empty or (run.main_grads is None and not mains):  # nothing to reduce
+        if run.is_empty:  # as the reduction does: a second backward pass is refused
+            plans = run.handle.group.session.plans
+            plans.plan_of(run.handle, "reduce_expert_grads")
+            plans.spend(run.handle.saved, on_device=False)
         run.handle.release()
         own = [_or_zeros(main, grad) for main, grad in zip(tensors, rest, strict=False)]
         return grad_x, *own, *(None for _ in slots)

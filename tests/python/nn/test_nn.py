@@ -251,8 +251,13 @@ def test_mains_and_slots_are_in_one_order(models: Callable[..., Model]) -> None:
 # ---- what goes wrong ----------------------------------------------------------------------------
 
 
-def test_backward_twice_on_one_handle(models: Callable[..., Model]) -> None:
+@pytest.mark.parametrize("has_replicas", [True, False])
+def test_backward_twice_on_one_handle(models: Callable[..., Model], has_replicas: bool) -> None:
     model = models(4, num_ranks=2, num_layers=1)
+    if not has_replicas:
+        model.plans[0, 1] = uec.Plan.from_slots([[-1, -1], [-1, -1]], num_experts=7)
+        for group in model.groups:
+            model.instances[group.rank, 0, 1] = torch.arange(T) % group.num_mains
 
     def train(rank: int) -> BaseException | None:
         module = model.modules[rank][0]
