@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fakes import seam_differences
+from fakes import imported, seam_differences
 
 VERSION = "0.3.0"
 ADAPTER = "ultraep_comm.adapters.torchtitan"
@@ -189,28 +185,9 @@ HERE = {
 }
 
 
-@contextmanager
-def adapter(version: str = VERSION, **others: Any) -> Iterator[Any]:
+def adapter(version: str = VERSION, **others: Any) -> AbstractContextManager[Any]:
     """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
-    modules: dict[str, ModuleType] = {}
-    for path, members in HERE.items():
-        parts = path.split(".")
-        for end in range(1, len(parts) + 1):
-            name = ".".join(parts[:end])
-            modules.setdefault(name, ModuleType(name))
-        for member in members:
-            setattr(modules[path], member.__name__, others.get(member.__name__, member))
-    # Not mock.patch.dict: what else is imported in here stays.
-    kept = {name: sys.modules.pop(name, None) for name in (*modules, ADAPTER)}
-    sys.modules.update(modules)
-    try:
-        with mock.patch.object(importlib.metadata, "version", return_value=version):
-            yield importlib.import_module(ADAPTER)
-    finally:
-        for name, module in kept.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    return imported(ADAPTER, version, HERE, others)
 
 
 def differences() -> list[str]:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fakes import imported
 
 VERSION = "5.23.0"
 PATH = "transformers.distributed.expert_parallel"
@@ -141,25 +138,9 @@ class Experts(torch.nn.Module):
 FAKES = (EPImplementation, AllToAllEP, EPImplementationInterface)
 
 
-@contextmanager
-def adapter(version: str = VERSION, **others: Any) -> Iterator[Any]:
-    """Import the adapter on top of the fake, in which ``others`` replace its classes."""
-    modules = {
-        name: ModuleType(name) for name in ("transformers", "transformers.distributed", PATH)
-    }
-    for fake in FAKES:
-        setattr(modules[PATH], fake.__name__, others.get(fake.__name__, fake))
-    # Not mock.patch.dict: what else is imported in here stays.
-    kept = {name: sys.modules.pop(name, None) for name in (*modules, ADAPTER)}
-    sys.modules.update(modules)
-    try:
-        with mock.patch.object(importlib.metadata, "version", return_value=version):
-            yield importlib.import_module(ADAPTER)
-    finally:
-        for name, module in kept.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+def adapter(version: str = VERSION, **others: Any) -> AbstractContextManager[Any]:
+    """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
+    return imported(ADAPTER, version, {PATH: FAKES}, others)
 
 
 def differences() -> list[str]:

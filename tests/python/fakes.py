@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
@@ -42,6 +45,39 @@ def installed(members: Mapping[str, Sequence[Any]], **others: Any) -> Iterator[N
         for name in [name for name in sys.modules if of_framework(name)]:
             del sys.modules[name]
         sys.modules.update(kept)
+
+
+@contextmanager
+def imported(
+    adapter: str, version: str, members: Mapping[str, Sequence[Any]], others: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Import an adapter anew on top of a fake of its framework.
+
+    Args:
+        adapter: its module.
+        version: of the framework.
+        members: as for :func:`installed`, of any number of frameworks.
+        others: likewise.
+    """
+    modules: dict[str, ModuleType] = {}
+    for path, each in members.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            modules.setdefault(name, ModuleType(name))
+        for member in each:
+            setattr(modules[path], member.__name__, others.get(member.__name__, member))
+    # Not mock.patch.dict: what else is imported in here stays.
+    kept = {name: sys.modules.pop(name, None) for name in (*modules, adapter)}
+    sys.modules.update(modules)
+    try:
+        with mock.patch.object(importlib.metadata, "version", return_value=version):
+            yield importlib.import_module(adapter)
+    finally:
+        for name, module in kept.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
 
 
 def seam_differences(seam: Mapping[str, str]) -> list[str]:

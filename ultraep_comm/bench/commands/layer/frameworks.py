@@ -6,6 +6,7 @@ main weights of all rows are the same memory.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class FrameworkRow:
         return self._data.count_wrong(self.name, self.found[-1])
 
 
-class Layer:
+class Layer(abc.ABC):
     """What `FrameworkRow` needs of a framework's layer.
 
     Attributes:
@@ -102,21 +103,17 @@ class Layer:
     def __init__(self) -> None:
         self.rows = 0
 
-    @staticmethod
-    def prepare(settings: LayerSettings) -> None:
-        """Prepare the process."""
-
+    @abc.abstractmethod
     def forward(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         """Return the layer's output ``[T, H]``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def group(self) -> Group:
         """Return the adapter's group."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def plan(self) -> Plan | None:
         """Return the plan of the last step; None: the layer has no replicas."""
-        raise NotImplementedError
 
 
 class TransformersLayer(Layer):
@@ -184,17 +181,6 @@ class MegatronLayer(Layer):
 
     names = MappingProxyType({"w13": "linear_fc1.weight", "w2": "linear_fc2.weight"})
 
-    @staticmethod
-    def prepare(settings: LayerSettings) -> None:
-        """Let megatron-core run on the CPU, and name its ranks."""
-        from ultraep_comm.bench.commands.layer import megatron_cpu
-
-        megatron_cpu.install()
-        from megatron.core import parallel_state, tensor_parallel
-
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=settings.num_ranks)
-        tensor_parallel.random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-
     def __init__(self, settings: LayerSettings, data: LayerData, replicated: bool) -> None:
         """Build the layer with the weights and gradients of ``data``."""
         super().__init__()
@@ -253,6 +239,17 @@ class MegatronLayer(Layer):
         return self._layer.replica_plan if self._is_replicated else None
 
 
+def _prepare_megatron(num_ranks: int) -> None:
+    """Let megatron-core run on the CPU, and name its ranks."""
+    from ultraep_comm.bench.commands.layer import megatron_cpu
+
+    megatron_cpu.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+    tensor_parallel.random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
 class _Routing(torch.nn.Module):
     """A router that says what it is told, in Megatron's form."""
 
@@ -289,7 +286,8 @@ def open_rows(settings: LayerSettings) -> Iterator[tuple[Group, LayerData, list[
     weights = {name: torch.empty(mains, *shape) for name, shape in settings.shapes.items()}
     data = LayerData(settings, rank, range(rank * mains, (rank + 1) * mains), weights)
     kind = _LAYERS[settings.framework]
-    kind.prepare(settings)
+    if kind is MegatronLayer:
+        _prepare_megatron(settings.num_ranks)
     plain, replicated = (kind(settings, data, way) for way in (False, True))
     layers = {"plain": plain, "replicated": replicated, "balanced": plain}
     watch = Stopwatch()
