@@ -16,7 +16,7 @@ from ultraep_comm import _core
 
 
 class EmulatedKernels:
-    code = "no cubin"
+    library = 0
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._kernel = library.emulated_kernel

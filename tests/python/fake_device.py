@@ -75,7 +75,7 @@ def _method(name: str) -> str:
 
 
 class FakeKernels:
-    code = "the cubin"
+    library = 1
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -305,7 +305,7 @@ class FakeNvshmem:
         self.uids: list[bytes] = []
         self.made: dict[int, Any] = {}
         self.freed: list[int] = []
-        self.registered: list[object] = []
+        self.registered: list[int] = []
         self.init_error: Exception | None = None
 
     def version(self) -> tuple[int, int]:
@@ -343,5 +343,5 @@ class FakeNvshmem:
     def peer_address(self, address: int, pe: int) -> int:
         return address if self.reaches is None or self.reaches[pe] else 0
 
-    def register(self, code: object) -> None:
-        self.registered.append(code)
+    def register(self, library: int) -> None:
+        self.registered.append(library)

@@ -11,13 +11,7 @@ OUT = object()  # where a call's result goes, in its arguments
 _LENGTH = 96  # of texts
 # Of CUdevice_attribute.
 _MAJOR, _MINOR = 75, 76
-_ATTRIBUTES = {
-    "num_sms": 16,
-    "compute_mode": 20,
-    "cooperative": 95,
-    "fabric_handles": 128,
-    "mps": 133,
-}
+_ATTRIBUTES = {"num_sms": 16, "compute_mode": 20, "cooperative": 95, "mps": 133}
 _LINK_SPEED = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
 _MOST_LINKS = 36
 _BY_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK

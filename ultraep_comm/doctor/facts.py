@@ -12,7 +12,7 @@ import ultraep_comm
 from ultraep_comm import env
 from ultraep_comm.doctor.probes import ask
 
-CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "pyelftools")  # of the extras cuda12 and cuda13
+CUDA_PACKAGES = ("cuda-bindings",)  # of the extras cuda12 and cuda13
 NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # one of them
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"
 Kind = TypeVar("Kind")

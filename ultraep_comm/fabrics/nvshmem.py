@@ -72,7 +72,7 @@ class Runtime(Protocol):
     def peer_address(self, address: int, pe: int) -> int:
         """Return where this device reaches a PE's part of an allocation; 0: out of reach."""
 
-    def register(self, code: object) -> None:
+    def register(self, library: int) -> None:
         """Initialise NVSHMEM's device state in a loaded cubin, once: that waits for the device."""
 
 
@@ -87,7 +87,7 @@ class Nvshmem:
         self._core: Any = nvshmem.core
         self._bindings: Any = nvshmem.bindings
         self.heap = Heap(self)
-        self._registered: list[object] = []
+        self._registered: set[int] = set()
         self._version = parse_version(nvshmem.core.get_version().libnvshmem_version)
 
     def version(self) -> tuple[int, int]:
@@ -140,11 +140,11 @@ class Nvshmem:
         """Ask the host library, which has the addresses that the device's function returns."""
         return int(self._bindings.ptr(address, pe))
 
-    def register(self, code: object) -> None:
+    def register(self, library: int) -> None:
         """Register the cubin for the rest of the process, as it stays loaded."""
-        if code not in self._registered:
-            self._core.library_init(self._core.NvshmemKernelObject.from_obj(code))
-            self._registered.append(code)
+        if library not in self._registered:
+            self._core.library_init(self._core.NvshmemKernelObject.from_handle(library))
+            self._registered.add(library)
 
 
 def parse_version(text: str) -> tuple[int, int]:

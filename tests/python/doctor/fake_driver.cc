@@ -96,7 +96,7 @@ int cuDeviceTotalMem_v2(std::size_t* bytes, int) {
 
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int mode = number("FAKE_COMPUTE_MODE", 0);
-  const int known[][2] = {{16, 132}, {20, mode}, {75, 9}, {76, 0}, {95, 1}, {133, 1}};
+  const int known[][2] = {{16, 132}, {20, mode}, {75, 9}, {76, 0}, {95, 1}, {128, 1}, {133, 1}};
   for (const auto& [name, answer] : known) {
     if (name != attribute) continue;
     *value = answer;

@@ -70,7 +70,7 @@ def ways(*missing: str) -> tuple[Way, ...]:
     return tuple(Way(engine=e, fabric=f, missing=m) for (e, f), m in zip(PREFERRED, reasons))  # noqa: B905
 
 
-PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "pyelftools", "nvshmem4py-cu13")
+PACKAGES = ("torch", "numpy", "cuda-bindings", "nvshmem4py-cu13")
 NODE = Facts(
     system=System(
         version="0.1.0",
@@ -188,8 +188,8 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         *("warning", "torch 2.13.0+cpu was built without CUDA", "--force-reinstall"),
     ),
     "no bindings": (
-        changed(NODE, system=without("cuda-core", "pyelftools")),
-        *("warning", "the CUDA engine needs cuda-core, pyelftools", "'ultraep_comm[cuda13]'"),
+        changed(NODE, system=without("cuda-bindings")),
+        *("warning", "the CUDA engine needs cuda-bindings", "'ultraep_comm[cuda13]'"),
     ),
     "no NVSHMEM": (
         changed(NODE, nvshmem={"version": None}, torch={"ways": ways("no NVSHMEM")}),

@@ -1,4 +1,4 @@
-"""The calls that CudaDevice makes to the driver and cuda.core, logged by stand-ins."""
+"""The calls that CudaDevice makes to the driver, logged by a stand-in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class FakeDriver:
         CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="opt-in",
         CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH="cooperative",
     )
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING="non-blocking")
     CUdevice = int
+    cuLibraryLoadData = None  # noqa: N815
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
@@ -32,6 +34,29 @@ class FakeDriver:
         self.loaded: tuple[int, ...] | Exception = (0,)
         self.attributes = {"opt-in": 232448, "cooperative": 1}
         self.moved = 0  # from page-locked memory's address to that on the device
+        self.num_streams = 0
+
+    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, int]:  # noqa: N802
+        assert (library, name) == (7, b"k")
+        return 0, KERNEL
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[int]:  # noqa: N802
+        assert context == 0xC
+        self.log.append("push")
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> tuple[int, int]:  # noqa: N802
+        self.log.append("pop")
+        return 0, 0xC
+
+    def cuStreamCreateWithPriority(self, flags: str, priority: int) -> tuple[int, int]:  # noqa: N802
+        self.num_streams += 1
+        self.log.append((flags, priority))
+        return 0, self.num_streams
+
+    def cuStreamDestroy(self, stream: int) -> tuple[int]:  # noqa: N802
+        self.log.append(f"destroy {stream}")
+        return (0,)
 
     def cuKernelGetAttribute(self, attribute: str, kernel: int, device: int) -> tuple[int, int]:  # noqa: N802
         assert (attribute, kernel, device) == ("shared", KERNEL, 5)
@@ -72,29 +97,6 @@ class FakeDriver:
         return 0, address + self.moved
 
 
-class FakeCore:
-    """The part of `cuda.core` that is used."""
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-        self.num_streams = 0
-
-    def Device(self, index: int) -> FakeCore:  # noqa: N802
-        assert index == 5
-        return self
-
-    def StreamOptions(self, **options: Any) -> dict[str, Any]:  # noqa: N802
-        return options
-
-    def set_current(self) -> None:
-        self.log.append("current")
-
-    def create_stream(self, *, options: dict[str, Any]) -> SimpleNamespace:
-        self.num_streams += 1
-        self.log.append(options)
-        return SimpleNamespace(handle=self.num_streams)
-
-
 @pytest.fixture
 def log() -> list[Any]:
     return []
@@ -102,48 +104,64 @@ def log() -> list[Any]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> FakeDriver:
-    fake, core, bindings = FakeDriver(log), FakeCore(log), ModuleType("cuda.bindings")
+    fake, bindings = FakeDriver(log), ModuleType("cuda.bindings")
     bindings.driver = fake  # type: ignore[attr-defined]
     bindings.__version__ = "13.0.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setitem(sys.modules, "cuda.core", core)
     return fake
 
 
-def kernels() -> CudaKernels:
-    code = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=KERNEL))
-    return CudaKernels(code, 5)
+def device_of(driver: FakeDriver) -> CudaDevice:
+    device = CudaDevice.__new__(CudaDevice)
+    device.index, device._context, device.bindings = 5, 0xC, driver
+    device.torch_device = torch.device("cuda", 5)
+    return device
 
 
 def test_a_kernel_is_on_the_device_before_its_first_launch(
     driver: FakeDriver, log: list[Any]
 ) -> None:
     """Otherwise that launch could wait for kernels that wait for it."""
-    loading = ["current", "find", f"load function of {KERNEL:#x}"]
-    assert kernels().handle("k", 1000) == KERNEL
+    loading = ["push", "find", f"load function of {KERNEL:#x}", "pop"]
+    kernels = CudaKernels(7, device_of(driver))
+    assert kernels.handle("k", 1000) == KERNEL
     assert log == loading
     log.clear()
-    assert kernels().handle("k", 1001) == KERNEL
+    assert kernels.handle("k", 1001) == KERNEL
     assert log == [("shared", 1001), *loading]
 
 
 def test_a_kernel_that_cannot_be_loaded(driver: FakeDriver) -> None:
+    kernels = CudaKernels(7, device_of(driver))
     driver.loaded = RuntimeError('Function "cuFuncLoad" not found')  # an old driver
-    assert kernels().handle("k", 0) == KERNEL
+    assert kernels.handle("k", 0) == KERNEL
     driver.loaded = (2,)
-    with pytest.raises(DeviceError, match="the CUDA driver answered 2"):
-        kernels().handle("k", 0)
+    with pytest.raises(DeviceError, match="the CUDA driver answered 2 when asked for kernel k"):
+        kernels.handle("k", 0)
 
 
-@pytest.mark.usefixtures("driver")
-def test_streams_are_nobody_elses(log: list[Any]) -> None:
-    device = CudaDevice.__new__(CudaDevice)
-    device._index = 5
+def test_streams_are_nobody_elses(driver: FakeDriver, log: list[Any]) -> None:
+    device = device_of(driver)
     made = [device.new_stream() for _ in range(40)]  # torch has 32
     assert [handle for handle, _ in made] == list(range(1, 41))
-    assert all(isinstance(owner, SimpleNamespace) for _, owner in made)
-    assert log == ["current", {"nonblocking": True, "priority": -1}] * 40
+    assert log == ["push", ("non-blocking", -1), "pop"] * 40
+    log.clear()
+    made.pop()
+    assert log == ["destroy 40"]
+
+
+def test_bindings_that_are_missing_or_too_old(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FakeDriver, "cuKernelGetFunction")
+    with pytest.raises(
+        UnsupportedError, match=r"cuda-bindings 13\.0\.1 has no cuKernelGetFunction"
+    ):
+        CudaDevice(5)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(UnsupportedError, match=r"needs cuda-bindings .*ultraep_comm\[cuda13\]"):
+        CudaDevice(5)
 
 
 def test_a_device_has_to_take_cooperative_launches(
@@ -168,14 +186,13 @@ def test_a_device_has_to_take_cooperative_launches(
 def test_page_locked_memory_has_one_address(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, zeros = CudaDevice.__new__(CudaDevice), torch.zeros
+    device, zeros = device_of(driver), torch.zeros
 
     def pin(count: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         return zeros(count, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "zeros", pin)
-    device._index, device.torch_device = 5, torch.device("cuda", 5)
     assert device.pinned(64).tolist() == [0] * 64
     driver.moved = 4096
     with pytest.raises(DeviceError, match=r"64 bytes of page-locked memory at .* on cuda:5"):

@@ -57,7 +57,7 @@ def test_the_allocator_learns_of_each_memory_once(monkeypatch: pytest.MonkeyPatc
         torch.Tensor, "record_stream", lambda self, stream: noted.append((self.data_ptr(), stream))
     )
     device = CudaDevice.__new__(CudaDevice)
-    device._index = 5
+    device.index = 5
     device.keep([other, memory[:2], memory[4:].view(2, 2)])
     assert noted == [(t.data_ptr(), "stream of 5") for t in (other, memory)]
 

@@ -48,16 +48,16 @@ def test_peers_addresses_and_one_registration_for_a_cubin() -> None:
     """Registering waits for the device, and a cubin stays loaded."""
     registered: list[str] = []
     runtime = Nvshmem.__new__(Nvshmem)
-    runtime._registered = []
+    runtime._registered = set()
     runtime._bindings = SimpleNamespace(ptr=lambda address, pe: 0 if pe == 2 else address + pe)
     runtime._core = SimpleNamespace(
         library_init=registered.append,
-        NvshmemKernelObject=SimpleNamespace(from_obj=lambda code: f"object of {code}"),
+        NvshmemKernelObject=SimpleNamespace(from_handle=lambda library: f"object of {library}"),
     )
     assert [runtime.peer_address(0x1000, pe) for pe in range(3)] == [0x1000, 0x1001, 0]
-    for code in ("one", "one", "two"):
-        runtime.register(code)
-    assert registered == ["object of one", "object of two"]
+    for library in (1, 1, 2):
+        runtime.register(library)
+    assert registered == ["object of 1", "object of 2"]
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +17,15 @@ from ultraep_comm.system import undocumented
 
 INSTALL_HINT = "install the extra cuda12 or cuda13, as in pip install 'ultraep_comm[cuda13]'"
 DRIVER_VERSION = 12000  # requested version of the driver's functions
+NEEDED = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")  # since CUDA 12.0
 
 
 class Kernels(Protocol):
     """A cubin, loaded on one device."""
 
     @property
-    def code(self) -> object:
-        """The module, as ``NvshmemKernelObject.from_obj`` takes it."""
+    def library(self) -> int:
+        """The handle of the loaded cubin (CUlibrary)."""
 
     def handle(self, name: str, shared_bytes: int) -> int:
         """Return a kernel's handle, for launches with up to ``shared_bytes`` dynamic memory."""
@@ -97,10 +99,11 @@ class Device(Protocol):
 
 
 class CudaKernels:
-    """A cubin loaded by cuda.core."""
+    """A cubin loaded by the driver."""
 
-    def __init__(self, code: Any, device: int) -> None:
-        self.code = code
+    def __init__(self, library: Any, device: CudaDevice) -> None:
+        self.library = int(library)
+        self._library = library
         self._device = device
 
     def handle(self, name: str, shared_bytes: int) -> int:
@@ -109,25 +112,29 @@ class CudaKernels:
         Loads the kernel on the device: lazy loading at launch could wait for other groups' kernels,
         which may be waiting for their peers.
         """
-        from cuda.bindings import driver
-        from cuda.core import Device as CoreDevice
-
-        with _typed_errors(f"kernel {name}"):
-            kernel = self.code.get_kernel(name).handle
+        driver = self._device.bindings
+        kernel = checked(driver.cuLibraryGetKernel(self._library, name.encode()), f"kernel {name}")
         attributes = driver.CUfunction_attribute
         attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        device = driver.CUdevice(self._device)
+        device = driver.CUdevice(self._device.index)
         limit = checked(driver.cuKernelGetAttribute(attribute, kernel, device))
         if limit < shared_bytes:
             checked(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
-        CoreDevice(self._device).set_current()
-        function = checked(driver.cuKernelGetFunction(kernel))
-        try:
-            answer = driver.cuFuncLoad(function)
-        except RuntimeError:  # drivers before 12.4 have no such function
-            return int(kernel)
-        checked(answer)
+        with self._device.made_current():
+            function = checked(driver.cuKernelGetFunction(kernel))
+            try:
+                answer = driver.cuFuncLoad(function)
+            except RuntimeError:  # drivers before 12.4 have no such function
+                return int(kernel)
+            checked(answer, f"kernel {name}")
         return int(kernel)
+
+
+class _Stream:
+    """A stream of the driver, destroyed with this."""
+
+    def __init__(self, driver: Any, handle: Any) -> None:
+        weakref.finalize(self, driver.cuStreamDestroy, handle).atexit = False
 
 
 class _Memory:
@@ -147,12 +154,9 @@ class CudaDevice:
     """A GPU of this process. Returned by :func:`find_device`."""
 
     def __init__(self, index: int) -> None:
-        from cuda.bindings import __version__ as bindings_version
-        from cuda.bindings import driver
-
-        self._index = index
+        driver, self.cuda_major = find_bindings()
+        self.bindings, self.index = driver, index
         self.torch_device = torch.device("cuda", index)
-        self.cuda_major = int(bindings_version.split(".")[0])
         properties = torch.cuda.get_device_properties(index)
         self.compute_capability = (properties.major, properties.minor)
         self.num_sms = properties.multi_processor_count
@@ -166,7 +170,8 @@ class CudaDevice:
                 f" the extra cuda{newest // 1000}"
             )
         device = checked(driver.cuDeviceGet(index))
-        self.context = int(checked(driver.cuDevicePrimaryCtxRetain(device)))
+        self._context = checked(driver.cuDevicePrimaryCtxRetain(device))
+        self.context = int(self._context)
         attributes = driver.CUdevice_attribute
         attribute = attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.max_shared_bytes = checked(driver.cuDeviceGetAttribute(attribute, device))
@@ -187,6 +192,15 @@ class CudaDevice:
         self.driver = _core.CudaDriver(addresses)
         self._raw_stream = getattr(undocumented(torch, "_C"), "_cuda_getCurrentRawStream", None)
         self._loaded: dict[Path, CudaKernels] = {}
+
+    @contextmanager
+    def made_current(self) -> Iterator[None]:
+        """Make this device the driver's current one in this thread, and then the one that was."""
+        checked(self.bindings.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            checked(self.bindings.cuCtxPopCurrent())
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeroed device memory."""
@@ -212,13 +226,10 @@ class CudaDevice:
         Raises:
             DeviceError: it has another address on the device, which kernels are not told.
         """
-        from cuda.bindings import driver
-        from cuda.core import Device as CoreDevice
-
-        with _typed_errors(f"{num_bytes} bytes of page-locked memory"):
-            CoreDevice(self._index).set_current()
+        with _typed_errors(f"{num_bytes} bytes of page-locked memory"), self.made_current():
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            address = int(checked(driver.cuMemHostGetDevicePointer(memory.data_ptr(), 0)))
+            at = self.bindings.cuMemHostGetDevicePointer(memory.data_ptr(), 0)
+            address = int(checked(at))
         if address != memory.data_ptr():
             raise DeviceError(
                 f"{num_bytes} bytes of page-locked memory at {memory.data_ptr():#x} are at"
@@ -237,7 +248,7 @@ class CudaDevice:
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the stream with torch's allocator, which checks it when the memory is freed."""
-        stream, last = torch.cuda.current_stream(self._index), None
+        stream, last = torch.cuda.current_stream(self.index), None
         for tensor in tensors:
             base = undocumented(tensor, "_base")
             memory = tensor if base is None else base
@@ -251,14 +262,14 @@ class CudaDevice:
 
     def is_capturing(self) -> bool:
         """Return whether torch's current stream is being captured, by any library."""
-        with torch.cuda.device(self._index):  # whichever device is current
+        with torch.cuda.device(self.index):  # whichever device is current
             return bool(torch.cuda.is_current_stream_capturing())
 
     def current_stream(self) -> int:
         """Return torch's current stream on this device."""
         if self._raw_stream is not None:  # takes a tenth of the time
-            return int(self._raw_stream(self._index))
-        return int(torch.cuda.current_stream(self._index).cuda_stream)
+            return int(self._raw_stream(self.index))
+        return int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def new_stream(self) -> tuple[int, object]:
         """Return a new high-priority stream, since other work waits for transfers.
@@ -266,42 +277,33 @@ class CudaDevice:
         It is not one of torch's pool of 32, which others may share: their work would queue behind
         kernels that wait for peers, or be captured with them.
         """
-        from cuda.core import Device as CoreDevice
-        from cuda.core import StreamOptions
-
-        with _typed_errors("a stream"):
-            core_device = CoreDevice(self._index)
-            core_device.set_current()
-            stream = core_device.create_stream(options=StreamOptions(nonblocking=True, priority=-1))
-            return int(stream.handle), stream
+        driver = self.bindings
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        with self.made_current():
+            stream = checked(driver.cuStreamCreateWithPriority(flags, -1), "a stream")
+        return int(stream), _Stream(driver, stream)
 
     def settle(self) -> None:
         """Wait for the device."""
         with _typed_errors("work in progress"):
-            torch.cuda.synchronize(self._index)
+            torch.cuda.synchronize(self.index)
 
     def settle_stream(self) -> None:
         """Wait for torch's current stream on this device."""
         with _typed_errors("work in progress"):
-            torch.cuda.current_stream(self._index).synchronize()
+            torch.cuda.current_stream(self.index).synchronize()
 
     def load(self, cubin: Path) -> CudaKernels:
         """Load a cubin, once for each file."""
         if cubin not in self._loaded:
-            from cuda.core import Device as CoreDevice
-            from cuda.core import ObjectCode
-
-            CoreDevice(self._index).set_current()
-            code = ObjectCode.from_cubin(cubin.read_bytes())
-            with _typed_errors(str(cubin)):
-                _ = code.handle  # loads it
-            self._loaded[cubin] = CudaKernels(code, self._index)
+            answer = self.bindings.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0)
+            self._loaded[cubin] = CudaKernels(checked(answer, str(cubin)), self)
         return self._loaded[cubin]
 
 
 @contextmanager
 def _typed_errors(what: str) -> Iterator[None]:
-    """Raise this library's errors for those of torch and cuda.core."""
+    """Raise this library's errors for those of torch."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -309,16 +311,45 @@ def _typed_errors(what: str) -> Iterator[None]:
             f"the device has too little memory for {what}: {error}. Use fewer slots_per_rank or"
             " smaller experts, or leave more device memory free"
         ) from error
-    except Exception as error:  # cuda.core has no public base class
+    except Exception as error:
         raise DeviceError(f"the device refused {what}: {error}") from error
 
 
-def checked(answer: tuple[Any, ...]) -> Any:
-    """Return the values of a cuda.bindings answer; raise DeviceError on an error code."""
+def checked(answer: tuple[Any, ...], what: str = "") -> Any:
+    """Return the values of a cuda.bindings answer; raise DeviceError on an error code.
+
+    Args:
+        answer: the error code and the values.
+        what: was asked for; empty: the error does not say.
+    """
     result, *values = answer
     if int(result) != 0:
-        raise DeviceError(f"the CUDA driver answered {result!r}; see the NVIDIA driver's log")
+        asked = f" when asked for {what}" if what else ""
+        raise DeviceError(
+            f"the CUDA driver answered {result!r}{asked}; see the NVIDIA driver's log"
+        )
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def find_bindings() -> tuple[Any, int]:
+    """Return the module ``cuda.bindings.driver`` and CUDA's major version that it is for.
+
+    Raises:
+        UnsupportedError: it is missing, or too old.
+    """
+    try:
+        from cuda.bindings import __version__ as version
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise UnsupportedError(
+            f"engine='cuda' needs cuda-bindings ({error}); {INSTALL_HINT}"
+        ) from error
+    lacks = [name for name in NEEDED if not hasattr(driver, name)]
+    if lacks:
+        raise UnsupportedError(
+            f"cuda-bindings {version} has no {lacks[0]}; {INSTALL_HINT} --upgrade"
+        )
+    return driver, int(version.split(".")[0])
 
 
 def find_device() -> Device:
@@ -341,7 +372,4 @@ def find_device() -> Device:
 
 @functools.cache
 def _device(index: int) -> CudaDevice:
-    try:
-        return CudaDevice(index)
-    except ImportError as error:
-        raise UnsupportedError(f"engine='cuda' needs {error.name}; {INSTALL_HINT}") from error
+    return CudaDevice(index)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultraep_comm import _core, env
+from ultraep_comm.engines.cuda.elf import read_symbol
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -101,34 +102,15 @@ def read_info(path: Path) -> CubinInfo:
     """Read what a cubin was built with.
 
     Raises:
-        UnsupportedError: the file is not a cubin of this library, or pyelftools is missing.
+        UnsupportedError: the file is not a cubin of this library.
     """
-    try:
-        from elftools.common.exceptions import ELFError
-        from elftools.elf.elffile import ELFFile
-        from elftools.elf.sections import SymbolTableSection
-    except ImportError:
-        raise UnsupportedError(
-            "reading device kernels needs pyelftools; install the extra cuda12 or cuda13,"
-            " as in pip install 'ultraep_comm[cuda13]'"
-        ) from None
-
     wrong = f"{path} is not a cubin of ultraep_comm"
     try:
-        with path.open("rb") as file:
-            elf = ELFFile(file)
-            table = elf.get_section_by_name(".symtab")
-            symbols = (
-                table.get_symbol_by_name(INFO_SYMBOL)
-                if isinstance(table, SymbolTableSection)
-                else None
-            )
-            if not symbols:
-                raise UnsupportedError(f"{wrong}: it has no {INFO_SYMBOL}; {BUILD_HINT}")
-            begin, size = symbols[0]["st_value"], symbols[0]["st_size"]
-            data = elf.get_section(symbols[0]["st_shndx"]).data()[begin : begin + size]
-    except ELFError as error:
+        data = read_symbol(path.read_bytes(), INFO_SYMBOL)
+    except ValueError as error:
         raise UnsupportedError(f"{wrong}: {error}; {BUILD_HINT}") from error
+    if data is None:
+        raise UnsupportedError(f"{wrong}: it has no {INFO_SYMBOL}; {BUILD_HINT}")
     if len(data) < INFO_HEADER.size:
         raise UnsupportedError(f"{wrong}: {INFO_SYMBOL} has {len(data)} bytes; {BUILD_HINT}")
     header = INFO_HEADER.unpack_from(data)

@@ -219,7 +219,7 @@ def make_nvshmem_parts(
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
         staging = None
         if crosses:
-            _attempt(meeting, lambda: runtime.register(kernels.code))  # its kernels put
+            _attempt(meeting, lambda: runtime.register(kernels.library))  # its kernels put
             # Symmetric memory has one size on all ranks, though num_sms may differ.
             most = max(row[0] for row in meeting.gather_ints(num_sms, least=1))
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
