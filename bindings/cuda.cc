@@ -134,7 +134,7 @@ void bind_cuda(nb::module_& m) {
   m.def(
       "cuda_shared_bytes",
       [](const EngineConfig& config) {
-        return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
+        return cuda::shared_bytes(largest_capacity(config));
       },
       "config"_a);
   m.def(

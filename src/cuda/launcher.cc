@@ -76,7 +76,8 @@ int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
 }
 
 Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c, Handle kernel) {
-  return {kernel, kNumThreads, shared_bytes(c.capacity, c.tile_bytes)};
+  const int32_t warps = 2 * block_workers(c.tile_bytes);
+  return {kernel, warps * c.warp_size, shared_bytes(c.capacity)};
 }
 Launcher::BlockShape Launcher::reduce_blocks(const LauncherConfig& c) {
   return {c.reduce, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)};

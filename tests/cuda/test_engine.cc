@@ -119,9 +119,9 @@ void check_in_place() {
     CHECK(launch.together);  // blocks wait for each other
     CHECK_EQ(launch.grid[0], kNumSms);
     CHECK_EQ(launch.grid[1], 1);
-    CHECK_EQ(launch.block[0], uec::cuda::kNumThreads);
-    CHECK_EQ(launch.shared_bytes,
-             uec::cuda::shared_bytes(ranks.capacity(), ranks.config.tile_bytes));
+    const int32_t workers = uec::cuda::block_workers(ranks.config.tile_bytes);
+    CHECK_EQ(launch.block[0], 2 * workers * ranks.launcher->config().warp_size);
+    CHECK_EQ(launch.shared_bytes, uec::cuda::shared_bytes(ranks.capacity()));
     CHECK(launch.args.states == ranks.launcher->state(rank));
     CHECK_EQ(launch.args.call_bytes, bytes);
     check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
@@ -146,9 +146,11 @@ void check_residency() {
   uec::cuda::LauncherConfig config = ranks.launcher->config();
   recorder::state().occupancy = [&](Handle kernel, int32_t threads, size_t shared) {
     const bool reduces = kernel == recorder::kReduce;
-    CHECK_EQ(threads, reduces ? uec::cuda::kReduceWarps * 32 : uec::cuda::kNumThreads);
+    const int32_t warps = reduces ? uec::cuda::kReduceWarps
+                                  : 2 * uec::cuda::block_workers(config.tile_bytes);
+    CHECK_EQ(threads, warps * config.warp_size);
     CHECK_EQ(shared, reduces ? uec::cuda::reduce_shared_bytes(config.capacity)
-                             : uec::cuda::shared_bytes(config.capacity, config.tile_bytes));
+                             : uec::cuda::shared_bytes(config.capacity));
     return reduces ? 2 : 3;
   };
   CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);

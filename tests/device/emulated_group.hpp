@@ -63,6 +63,7 @@ struct Options {
   std::vector<uec::GradType> grad_type{};
   int64_t tile_bytes = kTile;
   int32_t max_blocks = 4;
+  int32_t block_workers = 1;
   int32_t banks = 1;
   int32_t grad_banks = 1;
   int64_t instance_align = 0;
@@ -108,7 +109,8 @@ class EmulatedGroup {
     call_bytes_ = 0;
     for (int32_t r = 0; r < ranks; ++r) {
       const int64_t staging =
-          int64_t{options.max_blocks} * uec::cuda::kNumFarStages * options.tile_bytes;
+          int64_t{options.max_blocks} * options.block_workers * uec::cuda::kNumFarStages *
+          options.tile_bytes;
       memory_.push_back(std::make_unique<Buffer>(layout.symmetric.total + staging));
       regions_.push_back(std::make_unique<Buffer>(layout.region_bytes));
       region_table_.push_back(reinterpret_cast<uint64_t>(regions_.back()->data()));
@@ -249,9 +251,9 @@ class EmulatedGroup {
   virtual void check_rank(int32_t r) { check_slots(r); }
 
   virtual void run(const uec::cuda::LaunchArgs& args, emulation::Grid grid) {
+    grid.warps = 2 * options_.block_workers;
     for (const RankState& state : states_)
-      grid.shared_bytes =
-          std::max(grid.shared_bytes, uec::cuda::shared_bytes(state.capacity, options_.tile_bytes));
+      grid.shared_bytes = std::max(grid.shared_bytes, uec::cuda::shared_bytes(state.capacity));
     const auto launch = [&](const char* name, auto kernel) {
       emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });
     };

@@ -70,12 +70,12 @@ ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/device/mov
 # ---- the ring ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[    ptx::bulk_wait_read<1>();]]
+  FIND [[    ptx::bulk_wait_read<kLast>();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[    read_ = commits_ - 1;]]
-  REPLACE [[      read_ = commits_;]])
+  FIND [[    read_ = commits_ - kLast;]]
+  REPLACE [[    read_ = commits_;]])
 
 ultraep_add_device_mutant(device_ring_overrun FILE cuda/device/mover.cuh
   FIND [[    return k < kStages || is_complete(]]
@@ -94,6 +94,16 @@ ultraep_add_device_mutant(device_described_too_late FILE cuda/device/mover.cuh
 ultraep_add_device_mutant(device_tail_left_out FILE cuda/device/mover.cuh
   FIND [[ptx::ballot(any && in_bulk < bytes)]]
   REPLACE [[ptx::ballot(any && in_bulk == 0)]])
+
+# ---- workers of a block --------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_workers_share_tiles FILE cuda/device/replicate.cuh
+  FIND [[worker * kNumStages * shared.block.call.tiles.tile_bytes;]]
+  REPLACE [[0 * kNumStages * shared.block.call.tiles.tile_bytes;]])
+
+ultraep_add_device_mutant(device_workers_share_scratch FILE cuda/device/replicate.cuh
+  FIND [[kScratchAt + worker * bytes,]]
+  REPLACE [[kScratchAt,]])
 
 # ---- blocks of a rank ----------------------------------------------------------------------------
 

@@ -276,6 +276,9 @@ mutant(end_not_sent core/transfer/fetcher.hpp
   FIND [[      if (taken == Step::kFinished) return end();]]
   REPLACE [[]])
 
+mutant(flagged_groups_not_held core/transfer/storer.hpp
+  FIND [[(held.share == 0 && !piece.sets_ready)]]
+  REPLACE [[held.share == 0]])
 mutant(ended_with_groups_held core/transfer/storer.hpp
   FIND [[    if (num_published_ != num_held_) return Step::kAwaitDelivered;]]
   REPLACE [[    if (num_published_ != num_held_ && !ended_) return Step::kAwaitDelivered;]])

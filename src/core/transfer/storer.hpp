@@ -81,7 +81,8 @@ class Storer {
                    stage.span.bytes);
     if constexpr (Mover::kFar) store_far(piece, stage);
     last_ticket_ = mover_.commit(stored_++);
-    if (held.share < 0) return;
+    // A group that publishes nothing is not held: the worker's last one of the task comes after it.
+    if (held.share < 0 || (held.share == 0 && !piece.sets_ready)) return;
     held.ticket = last_ticket_;
     if (team_.leader()) held_[num_held_ % kMaxHeld] = held;
     team_.sync();

@@ -58,7 +58,7 @@ struct alignas(16) RankState {
   uint64_t bases = 0;          // [G] addresses; 0: no load/store access
   uint64_t far = 0;            // [G] bytes, 1: reached by puts and signals; 0: there are none
   uint64_t pes = 0;            // [G] int32, NVSHMEM's numbers of the ranks
-  uint64_t staging = 0;        // symmetric memory for puts: kNumFarStages tiles for each block
+  uint64_t staging = 0;        // symmetric memory for puts: kNumFarStages tiles for each worker
   uint64_t segment_bytes = 0;  // [segments] int64
   uint64_t home = 0;           // [E] int32
   uint64_t domain = 0;         // [G] int32

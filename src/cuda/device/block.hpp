@@ -23,7 +23,7 @@ struct BlockCall {
   RankState* state;
   uint8_t* own;  // this rank's symmetric memory
   int32_t stop;  // a warp of this block has seen the failure
-  Clock clock;   // of the first warp, and of the end
+  Clock clock;   // of the end, and of a reduction
 };
 
 // The stages' barriers and descriptions.
@@ -54,10 +54,17 @@ struct alignas(16) CallShared {
   int32_t prepared;  // and the call's block is there
 };
 
-// For the replicate kernel. Behind it lie the copy, the fetch side's scratch and the tiles.
-struct BlockShared : CallShared {
+// What the two warps of a worker share.
+struct WorkerShared {
   Ring ring;
   HeldGroup held[kMaxHeld];
+  Clock clock;  // of the fetch side's waits
+};
+
+// For the replicate kernel. Behind it lie the copy, and of each worker the fetch side's scratch and
+// then the tiles.
+struct BlockShared : CallShared {
+  WorkerShared workers[kMaxBlockWorkers];
 };
 
 // What making the call's block takes, in memory that is not in use yet. Behind it lie the arrays.
@@ -84,13 +91,13 @@ inline constexpr int64_t kScratchAt = sizeof(BlockShared) + kNearbyBytes;
 
 UEC_HD inline int64_t tiles_offset(const Capacity& c) {
   StripeScratch none;
-  return round_up(kScratchAt + StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &none),
-                  kTileAlign);
+  const int64_t scratch = StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &none);
+  return round_up(kScratchAt + kMaxBlockWorkers * scratch, kTileAlign);
 }
 
 // Bytes of dynamic shared memory that a launch asks for.
-UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes) {
-  return tiles_offset(c) + max64(kNumStages * tile_bytes, prepare_bytes(c));
+UEC_HD inline int64_t shared_bytes(const Capacity& c) {
+  return tiles_offset(c) + max64(kTileMemory, prepare_bytes(c));
 }
 
 // What is to be done with one tile: see Reducer.

@@ -8,17 +8,26 @@ namespace uec::cuda {
 // Of the library that kernels and host are part of: 10000 major + 100 minor + patch.
 inline constexpr int32_t kVersion = 100;
 
-inline constexpr int32_t kNumThreads = 64;  // a warp that fetches, and one that stores
-inline constexpr uint32_t kNumStages = 4;
+// A block of the replicate kernel has several workers: each a warp that fetches, one that stores, and
+// a ring of stages between them. A warp takes about a microsecond for a tile, whatever its size, so
+// that one worker alone moves 18 GB/s, of 50 that a multiprocessor could (bench/results/h100).
+inline constexpr int32_t kMaxBlockWorkers = 4;
+inline constexpr uint32_t kNumStages = 3;
+inline constexpr int32_t kTileMemory = 192 << 10;  // of a block, for the stages of its workers
 // Ranks that share launches: their arguments are passed by value.
 inline constexpr int32_t kMaxLaunchRanks = 64;
-inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};
+inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};  // the default first
+
+constexpr int32_t block_workers(int64_t tile_bytes) {
+  return static_cast<int32_t>(kTileMemory / (kNumStages * tile_bytes));
+}
+static_assert(block_workers(kTileSizes[0]) == kMaxBlockWorkers);
 
 // Commits that the store side leaves in flight before it waits for the oldest: enough to keep a
 // link busy, few enough for a flag to follow its bytes closely.
 inline constexpr uint32_t kCommitsInFlight = 3;
 
-// Tiles that a block keeps in symmetric memory for puts to far peers.
+// Tiles that a worker keeps in symmetric memory for puts to far peers.
 inline constexpr int32_t kNumFarStages = 2;
 
 // The reroute. 65536 ids are 64 blocks, a warp for each 64 of them.

@@ -24,11 +24,11 @@ extern __shared__ __align__(128) std::byte shared_memory[];
 
 }  // namespace
 
-UEC_KERNEL(64) void ultraep_replicate(UEC_ARGS(LaunchArgs) args) {
+UEC_KERNEL(80) void ultraep_replicate(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<false, false>(args, shared_memory);
 }
 // To a bank, whose slots keep what they hold of the plan.
-UEC_KERNEL(64) void ultraep_replicate_bank(UEC_ARGS(LaunchArgs) args) {
+UEC_KERNEL(80) void ultraep_replicate_bank(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<false, true>(args, shared_memory);
 }
 

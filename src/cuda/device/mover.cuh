@@ -27,15 +27,16 @@ UEC_DEVICE void init_ring(Ring& ring) {
   ptx::fence_mbarrier_init();
 }
 
-// One of a block's two sides. Each has its own.
+// One of a worker's two sides. Each has its own.
 template <bool kFarPeers>
 class DeviceMover : public DeliveryPolicy {
  public:
   static constexpr uint32_t kStages = kNumStages;
   static constexpr bool kFar = kFarPeers;
 
-  UEC_DEVICE DeviceMover(Ring& ring, uint8_t* tiles, const BlockCall& block)
-      : ring_(ring), tiles_(tiles), block_(block) {}
+  // `worker`: of its rank's.
+  UEC_DEVICE DeviceMover(Ring& ring, uint8_t* tiles, const BlockCall& block, int32_t worker)
+      : ring_(ring), tiles_(tiles), block_(block), worker_(worker) {}
 
   // ---- fetch side
 
@@ -70,8 +71,11 @@ class DeviceMover : public DeliveryPolicy {
 
   // ---- store side
 
-  UEC_DEVICE bool loaded(uint32_t k) const {
-    if (!is_complete(ring_.full[k % kStages], k / kStages)) return false;
+  UEC_DEVICE bool loaded(uint32_t k) {
+    if (!is_complete(ring_.full[k % kStages], k / kStages)) {
+      wait_read<0>();  // nothing is kept waiting, and the fetch side may wait for the last stage
+      return false;
+    }
     // That the destinations are open was observed through ordinary loads, by the fetch side. By
     // every lane: each issues bulk stores.
     ptx::fence_proxy_async_global();
@@ -128,8 +132,7 @@ class DeviceMover : public DeliveryPolicy {
     ++commits_;
     idle_looks_ = 0;
     ptx::bulk_commit();
-    ptx::bulk_wait_read<1>();
-    read_ = commits_ - 1;
+    wait_read<1>();
     ptx::sync_warp();  // all lanes have read the stage, or stored from it
     return commits_;
   }
@@ -177,6 +180,13 @@ class DeviceMover : public DeliveryPolicy {
   UEC_DEVICE static bool is_aligned(const void* at) {
     return reinterpret_cast<uint64_t>(at) % 16 == 0;
   }
+  // Until all commits but the last `kLast` have read their stages.
+  template <uint32_t kLast>
+  UEC_DEVICE void wait_read() {
+    if (read_ + kLast >= commits_) return;
+    ptx::bulk_wait_read<kLast>();
+    read_ = commits_ - kLast;
+  }
   UEC_DEVICE static void wait_for_all_but(uint32_t commits) {
     static_assert(kCommitsInFlight == 3);
     switch (commits) {
@@ -202,12 +212,13 @@ class DeviceMover : public DeliveryPolicy {
   }
   UEC_DEVICE uint8_t* far_tile(uint32_t n) const {
     return reinterpret_cast<uint8_t*>(block_.state->staging) +
-           (int64_t{ptx::block_x()} * kNumFarStages + n % kNumFarStages) * tile_bytes();
+           (int64_t{worker_} * kNumFarStages + n % kNumFarStages) * tile_bytes();
   }
 
   Ring& ring_;
   uint8_t* tiles_;
   const BlockCall& block_;
+  int32_t worker_;
   static constexpr uint32_t kIdleLooks = 4;
   uint32_t commits_ = 0, read_ = 0, delivered_ = 0, idle_looks_ = 0;
 };

@@ -1,7 +1,8 @@
 // The replicate kernel: one launch moves all that a rank, or all ranks of a loopback group, owe.
 //
-// A block has two warps. One takes the block's groups of tiles and loads them into the ring of
+// A worker has two warps. One takes the worker's groups of tiles and loads them into the ring of
 // stages; the other stores each tile to all its destinations and publishes what has been delivered.
+// A block has several workers, which share nothing but the call.
 #pragma once
 
 #include "core/transfer/fetcher.hpp"
@@ -11,36 +12,50 @@
 
 namespace uec::cuda {
 
-// The roles of a block's warps: loops of their own, both inlined into the kernel.
+// The roles of a worker's warps: loops of their own, both inlined into the kernel.
+
+UEC_DEVICE int32_t num_workers() { return ptx::num_threads() / (2 * ptx::kWarpSize); }
+UEC_DEVICE int32_t worker_idx() { return ptx::thread_idx() / (2 * ptx::kWarpSize); }
+// Among its rank's: few groups are shared out over all blocks first.
+UEC_DEVICE int32_t rank_worker(int32_t worker) {
+  return worker * ptx::num_blocks_x() + ptx::block_x();
+}
+UEC_DEVICE bool fetches() { return ptx::thread_idx() / ptx::kWarpSize % 2 == 0; }
 
 template <class Mover>
-UEC_DEVICE Mover make_mover(BlockShared& shared) {
-  return Mover(shared.ring, reinterpret_cast<uint8_t*>(&shared) + shared.known.tiles_at,
-               shared.block);
+UEC_DEVICE Mover make_mover(BlockShared& shared, int32_t worker) {
+  const int64_t tiles = worker * kNumStages * shared.block.call.tiles.tile_bytes;
+  return Mover(shared.workers[worker].ring,
+               reinterpret_cast<uint8_t*>(&shared) + shared.known.tiles_at + tiles, shared.block,
+               rank_worker(worker));
 }
 
 template <class Memory, class Mover>
-UEC_ROLE void fetch_all(BlockShared& shared) {
+UEC_ROLE void fetch_all(BlockShared& shared, int32_t worker) {
   BlockCall& block = shared.block;
   Memory memory(block);
-  Mover mover = make_mover<Mover>(shared);
+  Mover mover = make_mover<Mover>(shared, worker);
   const Capacity& capacity = shared.known.capacity;
   StripeScratch scratch;
-  StripeScratch::cut(reinterpret_cast<std::byte*>(&shared) + kScratchAt, capacity.num_ranks,
-                     capacity.pieces(), &scratch);
-  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
-                                 {ptx::block_x(), ptx::num_blocks_x()});
-  if (may_begin(block, memory) && drive(fetcher, block, block.clock, memory)) return;
+  const int64_t bytes =
+      StripeScratch::cut(nullptr, capacity.num_ranks, capacity.pieces(), &scratch);
+  StripeScratch::cut(reinterpret_cast<std::byte*>(&shared) + kScratchAt + worker * bytes,
+                     capacity.num_ranks, capacity.pieces(), &scratch);
+  Fetcher<Memory, Mover> fetcher(
+      block.call, memory, mover, scratch,
+      {rank_worker(worker), ptx::num_blocks_x() * num_workers()});
+  if (may_begin(block, memory) && drive(fetcher, block, shared.workers[worker].clock, memory))
+    return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
 }
 
-// Needs no clock: what it waits for is this block's own fetch side, or the hardware.
+// Needs no clock: what it waits for is this worker's own fetch side, or the hardware.
 template <class Memory, class Mover>
-UEC_ROLE void store_all(BlockShared& shared) {
+UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
   BlockCall& block = shared.block;
   Memory memory(block);
-  Mover mover = make_mover<Mover>(shared);
-  Storer<Memory, Mover> storer(block.call, memory, mover, shared.held);
+  Mover mover = make_mover<Mover>(shared, worker);
+  Storer<Memory, Mover> storer(block.call, memory, mover, shared.workers[worker].held);
   const auto stops = [&] { return Warp::share(ptx::load_shared_relaxed(&block.stop)) != 0; };
   bool goes_on = !stops();
   for (uint32_t idle = 0; goes_on;) {
@@ -67,7 +82,9 @@ struct Replicate {
   static constexpr bool kBanked = kWithBank;
   static constexpr int32_t kLeaver = 0;
 
-  UEC_DEVICE static void begin(BlockShared& shared) { init_ring(shared.ring); }
+  UEC_DEVICE static void begin(BlockShared& shared) {
+    for (int32_t i = 0; i < num_workers(); ++i) init_ring(shared.workers[i].ring);
+  }
   UEC_DEVICE static int64_t spare(const RankState& known) { return known.tiles_at; }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
 
@@ -77,10 +94,11 @@ struct Replicate {
   }
 
   UEC_DEVICE static void work(BlockShared& shared) {
-    if (ptx::thread_idx() < ptx::kWarpSize) return fetch_all<Memory, Mover>(shared);
-    store_all<Memory, Mover>(shared);
+    const int32_t worker = worker_idx();
+    if (fetches()) return fetch_all<Memory, Mover>(shared, worker);
+    store_all<Memory, Mover>(shared, worker);
     if (Warp::leader())
-      ptx::add_relaxed(&shared.block.state->bytes_stored, shared.ring.bytes_stored);
+      ptx::add_relaxed(&shared.block.state->bytes_stored, shared.workers[worker].ring.bytes_stored);
   }
 };
 

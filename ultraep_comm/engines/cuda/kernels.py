@@ -310,26 +310,22 @@ def reduce_bytes(config: _core.EngineConfig, device: Device) -> int:
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:
-    """Return the tile size: ``given``, else the largest that fits.
+    """Return the tile size: ``given``, else the default.
 
     Raises:
         InvalidArgumentError: the kernels do not take ``given``.
         UnsupportedError: the group's tables leave too little shared memory for tiles.
     """
-    sizes = sorted(_core.cuda_tile_sizes(), reverse=True)
+    sizes = _core.cuda_tile_sizes()
     if given is not None and given not in sizes:
-        raise InvalidArgumentError(f"tile_bytes is {given}; the CUDA engine takes {sorted(sizes)}")
-    needed = 0
-    for size in sizes if given is None else [given]:
-        config.tile_bytes = size
-        needed = _core.cuda_shared_bytes(config)
-        if needed <= device.max_shared_bytes:
-            return size
-    raise UnsupportedError(
-        f"a block needs {needed} bytes of shared memory with tiles of {config.tile_bytes}, but this"
-        f" device has {device.max_shared_bytes}; use tiles of {min(sizes)} bytes, or fewer ranks or"
-        " slots_per_rank"
-    )
+        raise InvalidArgumentError(f"tile_bytes is {given}; the CUDA engine takes {sizes}")
+    needed = _core.cuda_shared_bytes(config)
+    if needed > device.max_shared_bytes:
+        raise UnsupportedError(
+            f"a block needs {needed} bytes of shared memory, but this device has"
+            f" {device.max_shared_bytes}; use fewer ranks, slots_per_rank or experts of a rank"
+        )
+    return sizes[0] if given is None else given
 
 
 def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
