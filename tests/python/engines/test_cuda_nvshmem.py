@@ -248,7 +248,7 @@ def test_eight_groups_of_64_ranks_fit_in_the_default_heap() -> None:
         grad_bytes=[],
         grad_type=[],
         tile_bytes=tile_bytes,
-        cost=make.cost_constants(64),
+        cost=make.cost_constants(64, 710.0),
         call_timeout=1.0,
         wait_timeout=1.0,
     )
