@@ -151,13 +151,16 @@ print(links and links.clique, "|", describe_links(links), "|", round(link_gbps((
 """
 
 
+UNKNOWN = "None | 18 NVLinks, assumed since NVML does not answer | 371"
+
+
 @pytest.mark.parametrize(
     ("pci", "answers", "says"),
     [
         ("0000:1B:00.0", {"cluster": 42}, f"{CLUSTER} 7 | 17 active NVLinks | 350"),
         ("0000:1B:00.0", {"bridges": 0}, " | PCIe 5: no active NVLinks | 50"),
-        ("0000:1B:00.0", {"nvml": 18}, "None | 18 NVLinks, assumed since NVML does not answer | 371"),
-        ("elsewhere", {}, "None | 18 NVLinks, assumed since NVML does not answer | 371"),
+        ("0000:1B:00.0", {"nvml": 18}, UNKNOWN),
+        ("elsewhere", {}, UNKNOWN),
     ],
 )
 def test_a_groups_own_gpu(

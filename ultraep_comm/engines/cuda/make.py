@@ -21,8 +21,8 @@ from ultraep_comm.engines.cuda.kernels import (
     choose_tile_bytes,
     load_kernels,
 )
-from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
+from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics import Fabric

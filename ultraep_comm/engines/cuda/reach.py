@@ -52,7 +52,7 @@ def warn_of_split_cliques(cliques: Sequence[int], domain: IntArray) -> None:
             f"NVSHMEM reaches less than the NVLink fabric: {'; '.join(found)}. Replicas stay inside"
             " domains. On every machine check `systemctl status nvidia-imex` and `nvidia-smi -q`"
             " (Fabric), give containers /dev/nvidia-caps-imex-channels, unset"
-            " NVSHMEM_DISABLE_MNNVL, and see `python -m ultraep_comm.doctor`. If that is meant, pass"
+            " NVSHMEM_DISABLE_MNNVL, and see `python -m ultraep_comm.doctor`. If it is meant, pass"
             " domains="
         )
 
@@ -65,14 +65,15 @@ def warn_of_versions(versions: Sequence[tuple[Version, Version]]) -> None:
     """
     if len({version for both in versions for version in both}) == 1:
         return
-    (host, device), *_ = [both for both in versions if both[0] != both[1]] or versions
-    others = sum(both != versions[0] for both in versions)
+    shown = next((both for both in versions if both[0] != both[1]), versions[0])
+    host, device = (f"{major}.{minor}" for major, minor in shown)
+    others = [rank for rank, both in enumerate(versions) if both != shown]
     _warn(
-        f"domains are joined over the network, where NVSHMEM is safe only if all its parts have one"
-        f" minor version: the library is {_text(host)}, the kernels were built with {_text(device)}"
-        + (f", and {others} ranks differ from rank 0" if others else "")
-        + ". The layout of IBGDA's queues changed in 3.5.19, and 3.4.5 in kernels hung under 3.6.5"
-        f" between machines. Install NVSHMEM {_text(device)} on every rank, or build the kernels"
+        "domains are joined over the network, where NVSHMEM is safe only if all its parts have one"
+        f" minor version: the library is {host}, the kernels were built with {device}"
+        + (f"; otherwise on {name_ranks(others)}" if others else "")
+        + ". IBGDA's queues have another layout since 3.5.19, and kernels with 3.4.5 hung under"
+        f" 3.6.5 between machines. Install NVSHMEM {device} on every rank, or build the kernels"
         " with the library's version (docs/building.md)"
     )
 
@@ -80,7 +81,3 @@ def warn_of_versions(versions: Sequence[tuple[Version, Version]]) -> None:
 @cache
 def _warn(text: str) -> None:
     _LOGGER.warning("%s", text)
-
-
-def _text(version: Version) -> str:
-    return f"{version[0]}.{version[1]}"
