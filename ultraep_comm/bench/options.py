@@ -78,7 +78,7 @@ class Settings:
         check: verify every iteration instead of the last one.
         seed: of everything random.
         link_gbps: of a rank's link, one way, for bounds; None if unknown.
-        link_source: where that is from.
+        link_source: where that is from; empty if unknown.
         gate: limits that records must meet.
         json: file to write records to, or None.
         csv: file to write flat records to, or None.
@@ -94,7 +94,7 @@ class Settings:
     check: bool = False
     seed: int = 1
     link_gbps: float | None = None
-    link_source: str = "given, not measured here"
+    link_source: str = ""
     gate: Gate = field(default_factory=Gate)
     json: Path | None = None
     csv: Path | None = None
@@ -136,6 +136,8 @@ def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict
     _check_outputs(options)
     given = {**vars(options), "gate": make_gate(options)}
     found = {name: given[name] for name in _SWITCH if name in given}
+    if found.get("link_gbps") is not None:
+        found["link_source"] = "given, not measured here"
     if "check" in given:
         found["check"] = bool(given["check"])
     if given.get("tile_bytes") is not None:
