@@ -1,4 +1,4 @@
-"""Measured constants of the cost model, from a file that `bench calibrate` writes.
+"""Constants of the cost model: measured, from a file that `bench calibrate` writes, or published.
 
 Every rank uses those that rank 0 sends in `new_group`, so that all choose the same modes.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ultraep_comm import env
+from ultraep_comm.driver import Links
 from ultraep_comm.errors import CalibrationError
 from ultraep_comm.system import read_json
 
@@ -27,6 +28,30 @@ Constants = tuple[int, int, int, int, int]
 _LEAST_GBPS = 1e-3
 MOST = 1e6  # upper bound of every figure, in microseconds or 10^9 bytes per second
 _PS = 1e12
+
+# Published rates of an NVLink one way, in 10^9 bytes per second, by the major compute capability:
+# what NCCL assumes of NVLink 4, and of NVLink 5 the 710 that a rank of an NVL72 rack sends.
+NVLINKS = 18  # of a GPU on a board with NVSwitches
+NVLINK_GBPS = {9: 20.6, 10: 710 / NVLINKS}
+PCIE_GBPS = 50.0  # of 64 of PCIe 5 by its data sheet
+
+
+def link_gbps(capability: tuple[int, int], links: Links | None) -> float:
+    """Return the rate of a GPU's links one way, in 10^9 bytes per second: published, not measured.
+
+    Args:
+        capability: the GPU's compute capability; a later one than those known is taken for 10.0.
+        links: what NVML knows of it; None: as many NVLinks as on a board with NVSwitches.
+    """
+    active = NVLINKS if links is None else sum(links.links)
+    return active * NVLINK_GBPS.get(capability[0], NVLINK_GBPS[10]) or PCIE_GBPS
+
+
+def describe_links(links: Links | None) -> str:
+    """Return by what :func:`link_gbps` found a rate."""
+    if links is None:
+        return f"{NVLINKS} NVLinks, assumed since NVML does not answer"
+    return f"{sum(links.links)} active NVLinks" if any(links.links) else "PCIe 5: no active NVLinks"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
         rank,
         topology,
         options,
-        options.config(topology, rank, 30, cost_constants(num_ranks)),
+        options.config(topology, rank, 30, cost_constants(num_ranks, 710.0)),
         LoopbackFabric(LoopbackMemory(num_ranks), rank),
         lambda: IdleStages(device, topology, rank),
         make_engine,

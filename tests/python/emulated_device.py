@@ -111,6 +111,9 @@ class EmulatedDevice:
         self._uploads.append(values)
         self.copy(to, values)
 
+    def links(self) -> None:
+        """NVML knows of no such device."""
+
     def is_capturing(self) -> bool:
         return bool(self.library.emulated_is_capturing(self.current_stream()))
 

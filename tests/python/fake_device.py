@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.driver import Links
 from ultraep_comm.engines.cuda.kernels import NOTICE
 from ultraep_comm.fabrics.nvshmem import Heap
 
@@ -76,6 +77,7 @@ def _method(name: str) -> str:
 
 class FakeKernels:
     library = 1
+    nvshmem = (3, 4)
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -97,9 +99,11 @@ class FakeDevice:
         num_sms: int = 132,
         max_shared_bytes: int = 227 << 10,
         compute_capability: tuple[int, int] = (9, 0),
+        links: Links | None = None,
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.compute_capability = compute_capability
+        self.known_links = links
         self.num_sms = num_sms
         self.warp_size = 32
         self.max_shared_bytes = max_shared_bytes
@@ -154,6 +158,9 @@ class FakeDevice:
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
+
+    def links(self) -> Links | None:
+        return self.known_links
 
     def is_capturing(self) -> bool:
         return bool(self.capturing)
@@ -296,12 +303,14 @@ class FakeNvshmem:
         pes: tuple[int, int] | None = None,
         room: int = 1 << 30,
         reaches: Sequence[int] | None = None,
+        version: tuple[int, int] = (3, 4),
     ) -> None:
         self.heap = Heap(self)
         self.initialized = pes is not None
         self._pes = pes or (-1, -1)
         self.room = room
         self.reaches = reaches  # by PE; None: all
+        self.library_version = version
         self.uids: list[bytes] = []
         self.made: dict[int, Any] = {}
         self.freed: list[int] = []
@@ -309,7 +318,7 @@ class FakeNvshmem:
         self.init_error: Exception | None = None
 
     def version(self) -> tuple[int, int]:
-        return 3, 4
+        return self.library_version
 
     def is_initialized(self) -> bool:
         return self.initialized

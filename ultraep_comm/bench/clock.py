@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.bench.launch import find_launcher
+from ultraep_comm.calibration import describe_links, from_environment, link_gbps
 from ultraep_comm.engines.cuda.device import Device, find_device
 from ultraep_comm.engines.cuda.kernels import choose_num_sms, find_cubin
 from ultraep_comm.errors import UnsupportedError
@@ -79,6 +80,9 @@ class Meter(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return the device's fields for headers and JSON."""
 
+    def find_link(self) -> tuple[float, str] | None:
+        """Return the rate of the device's links one way in GB/s, and its source; None: unknown."""
+
 
 class HostMeter:
     """A `Meter` of an engine on the CPU, whose calls block."""
@@ -131,6 +135,10 @@ class HostMeter:
     def describe(self) -> dict[str, Any]:
         """Return nothing: `machine` describes the host."""
         return {}
+
+    def find_link(self) -> tuple[float, str] | None:
+        """Return None: ranks of one machine share its memory."""
+        return None
 
 
 class Gpu:
@@ -223,6 +231,17 @@ class Gpu:
             "cuda": torch.version.cuda,
             **query_smi(str(getattr(properties, "uuid", ""))),
         }
+
+    def find_link(self) -> tuple[float, str] | None:
+        """Return the rate that ``auto`` goes by: rank 0's, which alone prints it."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        measured = from_environment("cuda").costs.get("cuda") if first else None
+        if measured is not None:
+            return measured.store_gbps, "measured here, by bench calibrate"
+        capability, links = self._device.compute_capability, self._device.links()
+        name = torch.cuda.get_device_name(self.torch_device)
+        source = f"built-in constants for {name}, {describe_links(links)}; not measured here"
+        return link_gbps(capability, links), source
 
 
 def _spin(cycles: int) -> None:

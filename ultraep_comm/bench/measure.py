@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.clock import Clock
+from ultraep_comm.bench.clock import Clock, Meter
 from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
 
+Given = TypeVar("Given", bound=Settings)
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 _OF_RANKS: dict[str, Callable[[NDArray[np.float64]], np.floating[Any]]] = {
     "rank-min": np.min,
@@ -225,6 +226,19 @@ def rate(num_bytes: float, time_us: float) -> float:
 def critical_bytes(plan: Plan, expert_bytes: int) -> int:
     """Return the least that the busiest link can carry, in bytes."""
     return max(plan.max_exports, plan.max_imports) * expert_bytes
+
+
+def with_link(settings: Given, meter: Meter) -> Given:
+    """Return settings with the rate of a GPU's links, unless it was given or ranks share a GPU."""
+    found = None if settings.loopback or settings.link_gbps else meter.find_link()
+    return replace(settings, link_gbps=found[0], link_source=found[1]) if found else settings
+
+
+def describe_link(settings: Settings) -> list[str]:
+    """Return the header line that says which rate a bound over links is of."""
+    if settings.link_gbps is None:
+        return []
+    return [f"bound: over links of {settings.link_gbps:.4g} GB/s, {settings.link_source}"]
 
 
 def link_bound_us(plan: Plan, expert_bytes: int, link_gbps: float) -> float:

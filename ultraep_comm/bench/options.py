@@ -78,6 +78,7 @@ class Settings:
         check: verify every iteration instead of the last one.
         seed: of everything random.
         link_gbps: of a rank's link, one way, for bounds; None if unknown.
+        link_source: where that is from; empty if unknown.
         gate: limits that records must meet.
         json: file to write records to, or None.
         csv: file to write flat records to, or None.
@@ -93,6 +94,7 @@ class Settings:
     check: bool = False
     seed: int = 1
     link_gbps: float | None = None
+    link_source: str = ""
     gate: Gate = field(default_factory=Gate)
     json: Path | None = None
     csv: Path | None = None
@@ -134,6 +136,8 @@ def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict
     _check_outputs(options)
     given = {**vars(options), "gate": make_gate(options)}
     found = {name: given[name] for name in _SWITCH if name in given}
+    if found.get("link_gbps") is not None:
+        found["link_source"] = "given, not measured here"
     if "check" in given:
         found["check"] = bool(given["check"])
     if given.get("tile_bytes") is not None:
@@ -320,7 +324,8 @@ def check_lab(options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"--lab-{error}") from None
     has_links = found["link_gbps"] is None and machines == ranks
-    return {"lab": lab, **({"link_gbps": gbit / 8} if has_links else {})}
+    link = {"link_gbps": gbit / 8, "link_source": "of the lab"} if has_links else {}
+    return {"lab": lab, **link}
 
 
 def add_trace(add: Add, use: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ultraep_comm.doctor.facts import CUDA_PACKAGES, NVSHMEM_PACKAGES, Device, Facts
+from ultraep_comm.doctor.facts import BINDINGS_NEED, CUDA_PACKAGES, Device, Facts
+from ultraep_comm.driver import REGISTERED
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
 PROHIBITED = 2  # a compute mode
 _FIRST_CUDA = (12, 0)
+FIRST_BINDINGS = (0, 4)  # of nvshmem4py, as in pyproject.toml
 _EXTRAS = (12, 13)  # the extras cuda12 and cuda13
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 _CHECK = "nvidia-smi; sudo dmesg | grep -i nvrm"
@@ -136,11 +139,6 @@ def _software(facts: Facts) -> Iterator[Finding]:
     if missing:
         text = f"the CUDA engine needs {', '.join(missing)}"
         yield Finding(WARNING, "torch", text, _install(facts))
-    bindings = any(name in installed for name in NVSHMEM_PACKAGES)
-    if not facts.nvshmem.error and (facts.nvshmem.version is None or not bindings):
-        name = "NVSHMEM's library" if facts.nvshmem.version is None else "nvshmem4py"
-        text = f"{name} is not there, which fabric nvshmem needs"
-        yield Finding(WARNING, "nvshmem", text, _install(facts))
     for cubin in facts.kernels.cubins:
         if cubin.error:
             yield Finding(WARNING, "kernels", cubin.error, _build(facts))
@@ -149,6 +147,38 @@ def _software(facts: Facts) -> Iterator[Finding]:
             limits = f">={_dotted(cubin.nvshmem)},<{cubin.nvshmem[0] + 1}"
             mend = f"pip install '{package}{limits}'"
             yield Finding(WARNING, "nvshmem", cubin.nvshmem_error, mend)
+    yield from _nvshmem(facts)
+
+
+def _nvshmem(facts: Facts) -> Iterator[Finding]:
+    """Library, Python bindings and driver of the fabric nvshmem."""
+    library, bindings, installed = facts.nvshmem, facts.nvshmem_bindings, facts.system.packages
+    lacking = ["NVSHMEM's library"] * (library.version is None and not library.error)
+    if not bindings:
+        lacking.append("its Python bindings, nvshmem4py")
+    elif BINDINGS_NEED not in installed:
+        lacking.append(f"{BINDINGS_NEED}, which {bindings} needs")
+    if lacking:
+        text = f"fabric nvshmem lacks {' and '.join(lacking)}"
+        yield Finding(WARNING, "nvshmem", text, _install(facts))
+    if bindings and _numbers(installed[bindings]) < FIRST_BINDINGS:
+        text = f"{bindings} is {installed[bindings]}; {_dotted(FIRST_BINDINGS)} or later is needed"
+        yield Finding(WARNING, "nvshmem", text, f"{_install(facts)} --upgrade")
+    built_for = int(bindings[-2:]) if bindings else 0
+    if facts.driver.cuda and _FIRST_CUDA[0] <= facts.driver.cuda[0] < built_for:
+        text = f"{bindings} is for CUDA {built_for}, the driver for {_dotted(facts.driver.cuda)}"
+        yield Finding(WARNING, "nvshmem", text, f"update NVIDIA's driver to CUDA {built_for}")
+    fitting = [cubin for cubin in facts.kernels.cubins if not (cubin.error or cubin.nvshmem_error)]
+    for cuda, built in dict.fromkeys((cubin.cuda, cubin.nvshmem) for cubin in fitting):
+        if cuda and built and library.version and library.version[:2] != built:
+            text = (
+                f"the kernels were built with NVSHMEM {_dotted(built)}, the library is"
+                f" {_dotted(library.version)}: safe inside a domain, but not between machines, with"
+                " allow_cross_domain=True. IBGDA's queues have another layout since 3.5.19, and"
+                " kernels with 3.4.5 hung there under 3.6.5"
+            )
+            mend = f"pip install 'nvidia-nvshmem-cu{cuda[0]}=={_dotted(built)}.*'"
+            yield Finding(NOTE, "nvshmem", text, mend)
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:
@@ -184,8 +214,11 @@ def _faults(facts: Facts, device: Device) -> Iterator[tuple[str, str, str, str]]
     if any(links.links) and down:  # without NVLink bridges all are down
         text = f"inactive NVLinks: {down} of {len(links.links)}"
         yield WARNING, "nvml", text, "nvidia-smi nvlink -s -i PCI"
-    if links.fabric_state not in ("", "completed"):
-        text = f"registration with the NVLink fabric: {links.fabric_state}"
+    if links.fabric_state not in ("", REGISTERED):
+        text = (
+            f"registration with the NVLink fabric: {links.fabric_state}; until it is"
+            f" {REGISTERED}, no other machine's GPUs are in reach, and domains are small"
+        )
         yield WARNING, "nvml", text, "systemctl status nvidia-fabricmanager nvidia-imex"
 
 
@@ -226,6 +259,10 @@ def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
         if name in required and not has[name]:
             why = next((f": {w.missing}" for w in ways if name in (w.engine, w.fabric)), "")
             yield Finding(ERROR, "required", f"--require {name}: {lacks[name]}{why}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import ultraep_comm
 from ultraep_comm import env
 from ultraep_comm.doctor.probes import ask
+from ultraep_comm.driver import Links
 
 CUDA_PACKAGES = ("cuda-bindings",)  # of the extras cuda12 and cuda13
 NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # one of them
+BINDINGS_NEED = "cuda-core"  # which nothing else here does
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"
 Kind = TypeVar("Kind")
 
@@ -54,18 +56,6 @@ class Driver:
     devices: tuple[Device, ...] = ()
     reaches: tuple[tuple[bool, ...], ...] = ()  # [i][j]: i loads and stores in the memory of j
     error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """What NVML knows of a GPU."""
-
-    pci: str  # address
-    mig: bool | None = None  # whether it is divided; None: it cannot be
-    links: tuple[bool, ...] = ()  # for each NVLink, whether it is active
-    link_mbps: int = 0  # MB/s of an active link in a direction; 0: unknown
-    fabric_state: str = ""  # of its registration in an NVLink rack; empty: there is none
-    nvlink_to: tuple[str, ...] = ()  # addresses of the GPUs that it reaches by NVLink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +143,11 @@ class Facts:
         """What ``auto`` takes if every rank is like this process; None: nothing can be used."""
         return next((way for way in self.torch.ways if not way.missing), None)
 
+    @property
+    def nvshmem_bindings(self) -> str:
+        """The package with NVSHMEM's Python bindings; empty: there is none."""
+        return next((name for name in NVSHMEM_PACKAGES if name in self.system.packages), "")
+
     def links(self, device: Device) -> Links:
         """Return what NVML knows of a device."""
         return next((x for x in self.nvml.devices if x.pci == device.pci), Links(pci=device.pci))
@@ -201,7 +196,7 @@ def _frozen(value: Any) -> Any:
 
 def _read_system() -> System:
     packages = {}
-    for name in ("torch", "numpy", *CUDA_PACKAGES, *NVSHMEM_PACKAGES):
+    for name in ("torch", "numpy", *CUDA_PACKAGES, *NVSHMEM_PACKAGES, BINDINGS_NEED):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

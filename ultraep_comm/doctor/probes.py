@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ultraep_comm.doctor.driver import read_cuda, read_nvml
+from ultraep_comm.driver import read_cuda, read_nvml
 
 Fields = Iterator[dict[str, Any]]
 HEAP_PROBE_BYTES = 1 << 20

@@ -55,6 +55,10 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "torch", "unknown" if torch.error else "none"
     found = f"{_dotted(nvshmem.version)}: {nvshmem.path}" if nvshmem.version else "none"
     yield "NVSHMEM", f"unknown: {nvshmem.path}" if nvshmem.error else found
+    bindings = facts.nvshmem_bindings
+    if bindings or driver.devices:
+        version = f"{bindings} {facts.system.packages[bindings]}" if bindings else "none"
+        yield "NVSHMEM", f"Python bindings: {version}"
     if not kernels.cubins:
         yield "kernels", f"none in {kernels.folder}" if kernels.folder else "unknown"
     for cubin in kernels.cubins:
@@ -111,7 +115,8 @@ def _describe(facts: Facts, device: Device) -> str:
     if any(links.links):
         rate = f" x {links.link_mbps / 1000:g} GB/s" if links.link_mbps else ""
         parts.append(f"{sum(links.links)} NVLinks{rate}")
-    parts += [f"NVLink fabric {links.fabric_state}"] * bool(links.fabric_state)
+    clique = f" in clique {links.clique}" * bool(links.clique)
+    parts += [f"NVLink fabric {links.fabric_state}{clique}"] * bool(links.fabric_state)
     parts += ["MIG"] * bool(links.mig) + ["MPS"] * bool(device.mps)
     return ", ".join(parts)
 

@@ -14,7 +14,7 @@ from ultraep_comm.calibration import from_environment
 from ultraep_comm.engines import host
 from ultraep_comm.engines.base import Parts
 from ultraep_comm.engines.options import ExpertSpec, Options, allowed_ways
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.errors import UnsupportedError, name_ranks
 from ultraep_comm.fabrics.meeting import Hello, Meeting, check_same_arguments
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
@@ -136,6 +136,8 @@ def new_group(
         hellos = meeting.exchange(hello)
         check_same_arguments(hellos)
         parts = _make_parts(meeting, options, topology, domains is not None)
+        if meeting.rank == 0:
+            _say_domains(tuple(parts.topology.domain.tolist()))
         return _groups([parts], options, hellos[0].token)[0]
 
 
@@ -173,6 +175,17 @@ def _say_engine(engine: str, reason: str) -> None:
         engine,
         why,
     )
+
+
+@cache
+def _say_domains(domain: tuple[int, ...]) -> None:
+    """Log, once for each, which domains groups have."""
+    members = [
+        f"domain {d}: {name_ranks([r for r, other in enumerate(domain) if other == d])}"
+        for d in sorted(set(domain))
+    ]
+    count = f"{len(members)} domain{'s' if len(members) > 1 else ''}"
+    _LOGGER.info("%d ranks in %s; %s", len(domain), count, "; ".join(members))
 
 
 def new_loopback_groups(

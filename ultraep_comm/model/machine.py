@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ultraep_comm.calibration import MeasuredCosts
+from ultraep_comm.calibration import MeasuredCosts, link_gbps
 from ultraep_comm.errors import InvalidArgumentError
 
 _MAX_US = 1e6
@@ -226,7 +226,8 @@ _LAUNCH_US = 3.0  # published: 2 to 4
 
 # Published: direct fan-out reaches 706-715 GB/s on a rack of 72 GPUs, all of which send; a copy
 # alone 785 GB/s behind 6.5 us, half of them a launch (22 MB in 34.5 us, 24 of them at 776 GB/s).
-_LOADED, _UNLOADED = 710.0, 785.0
+_LOADED, _UNLOADED = link_gbps((10, 0), None), 785.0
+_HOPPER = link_gbps((9, 0), None)
 _RACK: dict[str, Any] = {
     "egress_gbps": _LOADED,
     "ingress_gbps": _LOADED,
@@ -246,12 +247,12 @@ MACHINES = {
         # The same rack of GPUs of two dies each: flags and tables may lie in the other die's cache.
         Machine(name="gb200", **_RACK, **_SLOW_WORKERS),
         Machine(name="nvl72-racks", **_RACK, **_FAST_WORKERS, **_NICS),
-        # Nodes of 8 GPUs: 450 GB/s each way by the data sheet, scaled by 710/900 as on NVL72. Not
+        # Nodes of 8 H100 or H200: of 450 GB/s each way by the data sheet what NCCL counts on. Not
         # calibrated.
         Machine(
             name="hgx8",
-            egress_gbps=355.0,
-            ingress_gbps=355.0,
+            egress_gbps=_HOPPER,
+            ingress_gbps=_HOPPER,
             domain_size=8,
             launch_us=_LAUNCH_US,
             **_FAST_WORKERS,

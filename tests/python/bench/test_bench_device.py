@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from benched import ONE_PLAN_KEYS, run_on, run_settings_on, settings_of
+from fake_device import FakeDevice
 from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
 from ultraep_comm.bench.commands.replicate.device import sms_needed
 from ultraep_comm.bench.commands.replicate.run import hub_plan
+from ultraep_comm.bench.measure import describe_link, with_link
 from ultraep_comm.bench.ranks import WeightRanks
+from ultraep_comm.calibration import MeasuredCosts, make_calibration
+from ultraep_comm.driver import Links
 from ultraep_comm.plan.schedule import make_schedule
 
 FEW = ["replicate", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
@@ -75,6 +80,66 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "driver_version 1.2" in text
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
     assert [row[0] for row in rows] == [*modes * 2, "copy", "big", "copies"]
+
+
+def test_a_bound_over_links_says_of_which_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Linked(StandIn):
+        def find_link(self) -> tuple[float, str]:
+            return 370.8, "built in; not measured here"
+
+    several = settings_of(*FEW, "--fabric", "torch")
+    assert describe_link(several) == describe_link(with_link(several, StandIn())) == []
+    found = with_link(several, Linked())
+    assert found.link_gbps == 370.8
+    (line,) = describe_link(found)
+    assert line == "bound: over links of 370.8 GB/s, built in; not measured here"
+    given = settings_of(*FEW, "--fabric", "torch", "--link-gbps", "450")
+    assert with_link(given, Linked()) == given
+    assert run_on(Linked(), *FEW, "--ranks", "2", "--mode", "push") == 0
+    assert "bound: over" not in capsys.readouterr().out  # ranks that share a GPU have no links
+    path = tmp_path / "o.json"
+    few = [*FEW, "--mode", "push", "--link-gbps", "450", "--json", str(path)]
+    assert run_on(Linked(), *few) == 0
+    text = capsys.readouterr().out
+    assert "\n# bound: over links of 450 GB/s, given, not measured here\n" in text
+    assert "/bound" in text
+    assert json.loads(path.read_text())["settings"]["link_source"] == "given, not measured here"
+
+
+@pytest.mark.parametrize(
+    ("links", "rate", "source"),
+    [
+        (None, 370.8, "H100, 18 NVLinks, assumed since NVML does not answer; not measured here"),
+        ((True,) * 8, 164.8, "built-in constants for H100, 8 active NVLinks; not measured here"),
+        ((False,) * 18, 50.0, "PCIe 5: no active NVLinks; not measured here"),
+    ],
+)
+def test_the_rate_of_a_gpus_links(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    links: tuple[bool, ...] | None,
+    rate: float,
+    source: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H100")
+    meter = clock.Gpu.__new__(clock.Gpu)
+    meter.torch_device = torch.device("cuda", 0)
+    known = None if links is None else Links(pci="", links=links)
+    meter._device = FakeDevice(links=known)  # type: ignore[assignment]
+    found = meter.find_link()
+    assert found is not None
+    assert found[0] == pytest.approx(rate)
+    assert found[1].endswith(source)
+    path = tmp_path / "c.json"
+    figures = dict.fromkeys(("flag_us", "hop_us", "call_us"), 1.0)
+    costs = MeasuredCosts(
+        device="H100", ranks=2, store_gbps=377.0, load_gbps=1.0, parallel=2.0, **figures
+    )
+    path.write_text(json.dumps(make_calibration({"cuda": costs})))
+    monkeypatch.setenv("ULTRAEP_CALIBRATION", str(path))
+    assert meter.find_link() == (377.0, "measured here, by bench calibrate")
 
 
 def test_two_ranks_have_no_hub(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 // A driver without GPUs: libcuda.so.1 and libnvidia-ml.so.1 in one, told by the environment what to
-// say. CUDA sees FAKE_DEVICES of the five that NVML sees.
+// say. CUDA sees FAKE_DEVICES of the five that NVML sees. Of 18 NVLinks one is down.
 
 #include <unistd.h>
 
@@ -131,6 +131,13 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) {
   return 0;
 }
 
+int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** handle) {
+  int bus = 0;
+  if (std::sscanf(id, "0000:%dB:00.0", &bus) != 1) return 2;
+  *handle = reinterpret_cast<void*>(104L - bus);
+  return 0;
+}
+
 int nvmlDeviceGetPciInfo_v3(void* handle, Pci* pci) {
   std::snprintf(pci->id, sizeof pci->id, "00000000:%dB:00.0", 4 - index_of(handle));
   return 0;
@@ -142,7 +149,7 @@ int nvmlDeviceGetMigMode(void*, unsigned* current, unsigned* pending) {
 }
 
 int nvmlDeviceGetNvLinkState(void*, unsigned link, int* active) {
-  *active = link != 2;
+  *active = link != 2 && !is("FAKE_BRIDGES", "0");
   return link < 18 ? 0 : 2;
 }
 
@@ -154,7 +161,10 @@ int nvmlDeviceGetFieldValues(void*, int count, Field* field) {
 
 int nvmlDeviceGetGpuFabricInfoV(void*, Fabric* fabric) {
   if (fabric->version != (sizeof(Fabric) | 2 << 24)) return 25;
-  fabric->state = 2;
+  fabric->state = number("FAKE_FABRIC", 2);
+  fabric->status = number("FAKE_FABRIC_STATUS", 0);
+  fabric->cluster[15] = number("FAKE_CLUSTER", 0);
+  fabric->clique = 7;
   return 0;
 }
 

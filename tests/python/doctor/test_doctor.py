@@ -18,7 +18,7 @@ from ultraep_comm import _core
 from ultraep_comm.doctor import cli
 from ultraep_comm.doctor import facts as facts_module
 from ultraep_comm.doctor.cli import main
-from ultraep_comm.doctor.diagnose import REQUIRABLE, diagnose
+from ultraep_comm.doctor.diagnose import FIRST_BINDINGS, REQUIRABLE, diagnose
 from ultraep_comm.doctor.facts import (
     Cubin,
     Device,
@@ -26,7 +26,6 @@ from ultraep_comm.doctor.facts import (
     Facts,
     Heap,
     Kernels,
-    Links,
     Nvml,
     Nvshmem,
     System,
@@ -36,6 +35,7 @@ from ultraep_comm.doctor.facts import (
 )
 from ultraep_comm.doctor.probes import probe_heap, probe_kernels
 from ultraep_comm.doctor.screen import format_screen
+from ultraep_comm.driver import Links
 from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.engines.cuda.kernels import CubinInfo
 from ultraep_comm.engines.options import PREFERRED
@@ -43,6 +43,7 @@ from ultraep_comm.errors import UnsupportedError
 
 PCI = [f"0000:{index}b:00.0" for index in range(4)]
 CUBIN = Cubin(name="ultraep_comm-sm_90.cubin", cuda=(13, 0), nvshmem=(3, 4))
+CUBIN_100 = replace(CUBIN, name="ultraep_comm-sm_100.cubin")
 
 
 def device(index: int, **changes: Any) -> Device:
@@ -70,7 +71,7 @@ def ways(*missing: str) -> tuple[Way, ...]:
     return tuple(Way(engine=e, fabric=f, missing=m) for (e, f), m in zip(PREFERRED, reasons))  # noqa: B905
 
 
-PACKAGES = ("torch", "numpy", "cuda-bindings", "nvshmem4py-cu13")
+PACKAGES = ("torch", "numpy", "cuda-bindings", "nvshmem4py-cu13", "cuda-core")
 NODE = Facts(
     system=System(
         version="0.1.0",
@@ -179,6 +180,10 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         changed(NODE, nvml={"devices": (links(2, fabric_state="in progress"),)}),
         *("warning", "GPU 2: registration with the NVLink fabric: in progress", "fabricmanager"),
     ),
+    "a rack's fabric that failed": (
+        changed(NODE, nvml={"devices": (links(1, fabric_state="failed (NVML error 3)"),)}),
+        *("warning", "GPU 1: registration with the NVLink fabric: failed (NVML error 3)", "imex"),
+    ),
     "no torch": (
         changed(LAPTOP, torch={"version": "", "ways": ()}),
         *("error", "torch is not installed", "pip install -c constraints.txt torch"),
@@ -193,7 +198,31 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
     ),
     "no NVSHMEM": (
         changed(NODE, nvshmem={"version": None}, torch={"ways": ways("no NVSHMEM")}),
-        *("warning", "NVSHMEM's library is not there", "'ultraep_comm[cuda13]'"),
+        *("warning", "nvshmem lacks NVSHMEM's library", "'ultraep_comm[cuda13]'"),
+    ),
+    "neither library nor bindings": (
+        changed(NODE, system=without("nvshmem4py-cu13"), nvshmem={"version": None}),
+        *("warning", "lacks NVSHMEM's library and its Python bindings, nvshmem4py", "cuda13"),
+    ),
+    "bindings, but no library that loads": (
+        changed(NODE, nvshmem={"version": None, "error": "was ended by SIGSEGV"}),
+        *("error", "the probe of nvshmem was ended by SIGSEGV", "nvidia-nvshmem-cu13"),
+    ),
+    "no cuda-core": (
+        changed(NODE, system=without("cuda-core")),
+        *("warning", "nvshmem lacks cuda-core, which nvshmem4py-cu13 needs", "cuda13"),
+    ),
+    "old NVSHMEM bindings": (
+        changed(NODE, system={"packages": {**NODE.system.packages, "nvshmem4py-cu13": "0.3.1"}}),
+        *("warning", "nvshmem4py-cu13 is 0.3.1; 0.4 or later", "--upgrade"),
+    ),
+    "NVSHMEM for a later driver": (
+        changed(NODE, driver={"cuda": (12, 9)}),
+        *("warning", "nvshmem4py-cu13 is for CUDA 13, the driver for 12.9", "to CUDA 13"),
+    ),
+    "a later NVSHMEM": (
+        changed(NODE, nvshmem={"version": (3, 6, 5)}, kernels={"cubins": (CUBIN, CUBIN_100)}),
+        *("note", "with NVSHMEM 3.4, the library is 3.6.5: safe inside", "nvshmem-cu13==3.4.*'"),
     ),
     "no nvshmem4py, CUDA 12": (
         changed(
@@ -202,7 +231,7 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
             driver={"cuda": (12, 4)},
             kernels={"cubins": ()},
         ),
-        *("warning", "nvshmem4py is not there", "'ultraep_comm[cuda12]'"),
+        *("warning", "nvshmem lacks its Python bindings", "'ultraep_comm[cuda12]'"),
     ),
     "another NVSHMEM": (
         changed(NODE, kernels={"cubins": (replace(CUBIN, nvshmem_error=OTHER_NVSHMEM),)}),
@@ -285,6 +314,27 @@ def test_the_screen_of_a_node() -> None:
     assert "auto       engine cuda over nvshmem, if every rank has it\n" in text
     assert text.endswith("result: it works, with less than this machine could do")
     assert "P2P        all pairs, over NVLink\n" in format_screen(NODE, [])
+    assert "\n           Python bindings: nvshmem4py-cu13 13.1\n" in text
+    without_bindings = changed(NODE, system=without("nvshmem4py-cu13"))
+    assert "\n           Python bindings: none\n" in format_screen(without_bindings, [])
+
+
+def test_the_screen_of_a_rack() -> None:
+    clique = "c0ffee00-0000-0000-0000-000000000001 7"
+    there = [links(i, fabric_state="completed", clique=clique) for i in (0, 1, 2)]
+    rack = changed(NODE, nvml={"devices": (*there, links(3, fabric_state="not started"))})
+    text = format_screen(rack, diagnose(rack))
+    assert "GPUs       0,1,2: NVIDIA H200, sm_90" in text
+    assert f"26.562 GB/s, NVLink fabric completed in clique {clique}\n" in text
+    assert "26.562 GB/s, NVLink fabric not started\n" in text
+    assert "warning: GPU 3: registration with the NVLink fabric: not started; until" in text
+
+
+def test_the_oldest_bindings_are_those_that_are_installed() -> None:
+    pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    for cuda in (12, 13):
+        version = ".".join(map(str, FIRST_BINDINGS))
+        assert f'"nvshmem4py-cu{cuda}>={version}",' in pyproject
 
 
 def run_main(

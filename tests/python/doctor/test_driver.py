@@ -114,8 +114,63 @@ def test_links(told: Callable[..., None]) -> None:
         "links": [True, True, False, *[True] * 15],
         "link_mbps": 26562,
         "fabric_state": "in progress",
+        "clique": "",
         "nvlink_to": ["0000:4b:00.0", "0000:3b:00.0", "0000:2b:00.0"],  # not to 0b
     }
+
+
+CLUSTER = "00000000-0000-0000-0000-00000000002a"
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "clique"),
+    [
+        ({"fabric": 0}, "", ""),
+        ({"fabric": 1}, "not started", ""),
+        ({"fabric": 3}, "completed", ""),  # NVSwitches of one machine
+        ({"fabric": 3, "cluster": 42}, "completed", f"{CLUSTER} 7"),
+        ({"fabric": 3, "cluster": 42, "fabric_status": 15}, "failed (NVML error 15)", ""),
+        ({"fabric": 2, "cluster": 42}, "in progress", ""),
+        ({"fabric": 9}, "?", ""),
+    ],
+)
+def test_an_nvlink_fabric(
+    told: Callable[..., None], answers: dict[str, int], state: str, clique: str
+) -> None:
+    told(**answers)
+    found = one("nvml")["devices"]
+    assert {(gpu["fabric_state"], gpu["clique"]) for gpu in found} == {(state, clique)}
+
+
+READ_LINKS = """
+import sys
+from ultraep_comm.calibration import describe_links, link_gbps
+from ultraep_comm.driver import read_links
+links = read_links(sys.argv[1])
+print(links and links.clique, "|", describe_links(links), "|", round(link_gbps((9, 0), links)))
+"""
+
+
+UNKNOWN = "None | 18 NVLinks, assumed since NVML does not answer | 371"
+
+
+@pytest.mark.parametrize(
+    ("pci", "answers", "says"),
+    [
+        ("0000:1B:00.0", {"cluster": 42}, f"{CLUSTER} 7 | 17 active NVLinks | 350"),
+        ("0000:1B:00.0", {"bridges": 0}, " | PCIe 5: no active NVLinks | 50"),
+        ("0000:1B:00.0", {"nvml": 18}, UNKNOWN),
+        ("elsewhere", {}, UNKNOWN),
+    ],
+)
+def test_a_groups_own_gpu(
+    told: Callable[..., None], pci: str, answers: dict[str, int], says: str
+) -> None:
+    """What the CUDA engine asks, in its own process."""
+    told(fabric=3, **answers)
+    command = [sys.executable, "-c", READ_LINKS, pci]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{says}\n"
 
 
 def test_nvml_that_refuses(told: Callable[..., None]) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.driver import Links
+from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda.device import CudaDevice, CudaKernels
 from ultraep_comm.errors import DeviceError, UnsupportedError
 
@@ -81,6 +83,9 @@ class FakeDriver:
 
     def cuDeviceGet(self, index: int) -> tuple[int, int]:  # noqa: N802
         return 0, index
+
+    def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[int, bytes]:  # noqa: N802
+        return 0, f"0000:{device:02X}:00.0".encode().ljust(length, b"\0")
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:  # noqa: N802
         return 0, 0xC
@@ -181,6 +186,14 @@ def test_a_device_has_to_take_cooperative_launches(
         UnsupportedError, match=r"GPU 5 takes no cooperative launches.*engine='host'"
     ):
         CudaDevice(5)
+
+
+def test_nvml_is_asked_by_the_address_of_the_device(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's numbers are not NVML's."""
+    monkeypatch.setattr(device_module, "read_links", lambda pci: Links(pci=pci))
+    assert device_of(driver).links() == Links(pci="0000:05:00.0")
 
 
 def test_page_locked_memory_has_one_address(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,10 @@ from ranks import RankPool, make_weights
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
-from ultraep_comm.engines.cuda import make
+from ultraep_comm.driver import Links
+from ultraep_comm.engines.cuda import make, reach
 from ultraep_comm.engines.cuda.kernels import DEFAULT_NUM_SMS
+from ultraep_comm.group import create
 from ultraep_comm.plan.topology import check_domains, find_domains
 
 E, S = 6, 2
@@ -128,6 +133,140 @@ def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
         assert launch == "ultraep_replicate_far"
         assert domain == [0, 0, 1, 1]
         assert uids == []  # other code had initialised it
+
+
+LINKS = Links(pci="0000:1b:00.0", links=(True,) * 18)
+FAN_OUT = uec.Plan.from_slots([[-1, -1], [0, -1], [0, -1], [0, -1]], num_experts=E)
+
+
+def _mode_by_links(
+    rank: int, process_group: Any, capability: tuple[int, int], links: Links | None
+) -> str:
+    """Rank 0 has these links, the others none that NVML knows of."""
+    own = links if rank == 0 else replace(LINKS, links=())
+    device = FakeDevice(compute_capability=capability, links=own)
+    large = {"w": Segment((1_800_000,), torch.uint8)}
+    with _with_nvshmem(process_group, device, FakeNvshmem(), expert=large) as group:
+        work = uec.replicate_experts(make_weights(group), FAN_OUT, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        return work.mode
+
+
+@pytest.mark.parametrize(
+    ("capability", "links", "mode"),
+    [
+        ((10, 0), LINKS, "direct"),
+        ((10, 0), None, "direct"),  # NVML does not answer
+        ((10, 0), replace(LINKS, links=(True, False) * 9), "push"),
+        ((10, 0), replace(LINKS, links=()), "push"),
+        ((9, 0), LINKS, "push"),
+        ((9, 0), None, "push"),
+    ],
+)
+def test_auto_goes_by_the_links_of_rank_0(
+    ranks: RankPool, capability: tuple[int, int], links: Links | None, mode: str
+) -> None:
+    """A home's three copies of 1.8 MB: a hop more is worth it where links are slow."""
+    assert ranks.run(4, _mode_by_links, capability, links) == [mode] * 4
+
+
+def _messages(
+    process_group: Any, links: Links | None, runtime: FakeNvshmem, **options: Any
+) -> list[tuple[str, str]]:
+    """Return level and text of what a rank logs on making the same group twice."""
+    heard: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("ultraep_comm")
+    handler.emit = heard.append  # type: ignore[method-assign]
+    create._say_domains.cache_clear()
+    reach._warn.cache_clear()
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            _with_nvshmem(process_group, FakeDevice(links=links), runtime, **options).close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [(record.levelname, record.getMessage()) for record in heard]
+
+
+TRAYS = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+RACK = replace(LINKS, fabric_state="completed", clique="one rack")
+
+
+def _on_trays(
+    rank: int, process_group: Any, links: list[Links | None], together: bool, options: Any
+) -> list[tuple[str, str]]:
+    runtime = FakeNvshmem(reaches=None if together else TRAYS[rank])
+    return _messages(process_group, links[rank], runtime, **options)
+
+
+ONE = "4 ranks in 1 domain; domain 0: ranks 0-3"
+TWO = "4 ranks in 2 domains; domain 0: ranks 0-1; domain 1: ranks 2-3"
+OTHER = replace(RACK, clique="another rack")
+SINGLE = replace(RACK, clique="")  # of one machine
+WAITING = replace(LINKS, fabric_state="in progress")
+
+
+@pytest.mark.parametrize(
+    ("links", "together", "options", "warns"),
+    [
+        ([RACK] * 4, True, {}, ""),
+        ([WAITING] * 4, True, {}, ""),
+        ([RACK] * 4, False, {}, "ranks 0-3 are in one NVLink clique but in 2 domains. Repl"),
+        ([RACK, OTHER] * 2, False, {}, "ranks 0, 2 are in one NVLink clique but in 2 domains; r"),
+        ([RACK] * 2 + [WAITING] * 2, False, {}, "the GPU of ranks 2-3 is not registered"),
+        ([RACK] * 2 + [OTHER] * 2, False, {}, ""),
+        ([SINGLE] * 4, False, {}, ""),
+        ([None] * 4, False, {}, ""),
+        ([RACK] * 4, False, {"domains": [0, 0, 1, 1]}, ""),  # as asked for
+    ],
+)
+def test_a_rack_is_not_lost_in_silence(
+    ranks: RankPool, links: list[Links | None], together: bool, options: Any, warns: str
+) -> None:
+    first, *others = ranks.run(4, _on_trays, links, together, options)
+    assert others == [[]] * 3  # one rank speaks, and once
+    *warnings, (level, text) = first
+    assert (level, text) == ("INFO", ONE if together else TWO)
+    assert len(warnings) == bool(warns)
+    for level, text in warnings:
+        assert level == "WARNING"
+        assert warns in text
+        assert "systemctl status nvidia-imex" in text
+
+
+def _over_the_network(
+    rank: int, process_group: Any, versions: list[tuple[int, int]], options: Any
+) -> list[str]:
+    runtime = FakeNvshmem(reaches=TRAYS[rank], version=versions[rank])
+    found = _messages(process_group, None, runtime, **options)
+    return [text for level, text in found if level == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "crosses", "warns"),
+    [
+        ([(3, 4)] * 4, True, ""),
+        ([(3, 6)] * 4, True, "the library is 3.6, the kernels were built with 3.4. IBGDA"),
+        (
+            [(3, 4)] * 3 + [(3, 6)],
+            True,
+            "is 3.6, the .* 3.4; otherwise on ranks 0-2. IBGDA",
+        ),
+        ([(3, 6)] * 4, False, ""),
+    ],
+)
+def test_versions_of_nvshmem_that_are_unsafe_over_the_network(
+    ranks: RankPool, versions: list[tuple[int, int]], crosses: bool, warns: str
+) -> None:
+    options = {"allow_cross_domain": crosses}
+    first, *others = ranks.run(4, _over_the_network, versions, options)
+    assert others == [[]] * 3
+    assert len(first) == bool(warns)
+    assert all(re.search(warns, text) for text in first)
 
 
 def _unlike_devices(rank: int, process_group: Any) -> list[int]:
@@ -248,7 +387,7 @@ def test_eight_groups_of_64_ranks_fit_in_the_default_heap() -> None:
         grad_bytes=[],
         grad_type=[],
         tile_bytes=tile_bytes,
-        cost=make.cost_constants(64),
+        cost=make.cost_constants(64, 710.0),
         call_timeout=1.0,
         wait_timeout=1.0,
     )

@@ -100,6 +100,20 @@ def test_a_plan_is_in_the_order_of_the_current_stream(device: EmulatedDevice) ->
     case.close()
 
 
+def test_what_comes_from_the_cpu_is_uploaded(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through page-locked memory: a plain copy of a CPU tensor waits for the stream on a GPU."""
+    case, uploads = Case(0, num_ranks=3, num_experts=6, slots=2), []
+    monkeypatch.setattr(device, "upload", lambda to, values: uploads.append((to, values)))
+    stages: Any = case.group.session.local
+    values = torch.arange(6).reshape(2, 3).T
+    copy = stages.put(values)
+    ((to, given),) = uploads
+    assert (to.data_ptr(), given.tolist()) == (copy.data_ptr(), values.tolist())
+    case.close()
+
+
 def test_tensors_of_a_plan_have_one_memory_and_are_aligned(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=3, num_experts=5, slots=1)
     plan = uec.plan_replicas(device.put(case.load()), group=case.group)

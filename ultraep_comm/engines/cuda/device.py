@@ -12,16 +12,24 @@ from typing import Any, Protocol
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.driver import Links, read_links
 from ultraep_comm.errors import DeviceError, OutOfSharedMemoryError, UnsupportedError
 from ultraep_comm.system import undocumented
 
 INSTALL_HINT = "install the extra cuda12 or cuda13, as in pip install 'ultraep_comm[cuda13]'"
 DRIVER_VERSION = 12000  # requested version of the driver's functions
+PCI_LENGTH = 32  # bytes of a PCI address, at most
 NEEDED = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")  # since CUDA 12.0
 
 
 class Kernels(Protocol):
-    """A cubin, loaded on one device."""
+    """A cubin, loaded on one device.
+
+    Attributes:
+        nvshmem: (major, minor) of NVSHMEM's device library in it, as `load_kernels` has read it.
+    """
+
+    nvshmem: tuple[int, int]
 
     @property
     def library(self) -> int:
@@ -79,6 +87,9 @@ class Device(Protocol):
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy a CPU tensor in stream order, without waiting; ``values`` may be freed at once."""
 
+    def links(self) -> Links | None:
+        """Return what NVML knows of the device now; None: it does not answer."""
+
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
 
@@ -100,6 +111,8 @@ class Device(Protocol):
 
 class CudaKernels:
     """A cubin loaded by the driver."""
+
+    nvshmem: tuple[int, int]
 
     def __init__(self, library: Any, device: CudaDevice) -> None:
         self.library = int(library)
@@ -259,6 +272,12 @@ class CudaDevice:
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy through page-locked memory, which torch keeps until the stream has read it."""
         to.copy_(values.pin_memory(), non_blocking=True)
+
+    def links(self) -> Links | None:
+        """Ask NVML, which knows GPUs by their PCI addresses."""
+        device = checked(self.bindings.cuDeviceGet(self.index))
+        address = checked(self.bindings.cuDeviceGetPCIBusId(PCI_LENGTH, device))
+        return read_links(address.split(b"\0")[0].decode())
 
     def is_capturing(self) -> bool:
         """Return whether torch's current stream is being captured, by any library."""

@@ -199,15 +199,17 @@ def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
     Raises:
         UnsupportedError: there is none, or it does not match this installation.
     """
-    cubin = find_cubin(device.compute_capability)
+    info = read_info(find_cubin(device.compute_capability))
     check_info(
-        read_info(cubin),
+        info,
         version=_core.CUDA_KERNELS_VERSION,
         cuda_major=device.cuda_major,
         layout=_core.cuda_layout(),
         nvshmem=nvshmem,
     )
-    return device.load(cubin)
+    kernels = device.load(info.path)
+    kernels.nvshmem = info.nvshmem
+    return kernels
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.calibration import link_gbps
 from ultraep_comm.engines.base import LoadExchange, Parts, ProcessGroupLoads, make_parts
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
@@ -20,6 +21,7 @@ from ultraep_comm.engines.cuda.kernels import (
     choose_tile_bytes,
     load_kernels,
 )
+from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, UnsupportedError
@@ -36,13 +38,17 @@ PROBE_BYTES = 128
 PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
 
-def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
+# Of the cost model where all ranks share one GPU: `bench calibrate` on an H100 80 GB, 4 ranks.
+LOOPBACK_COST = (242, 1_129, 173_419, 3_573_291, 196)
+
+
+def cost_constants(num_ranks: int, gbps: float) -> tuple[int, int, int, int, int]:
     """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
 
-    A link of 710 GB/s and memory of 3.3 TB/s: published values of a 72-GPU NVLink rack. A flag
-    group and a hop: as `ultraep_comm.model` has them for "nvl72". Not measured on a device.
+    Links of ``gbps``, as `link_gbps` finds them, and memory of 3.3 TB/s: published. A flag group
+    and a hop: as `ultraep_comm.model` has them for "nvl72". Not measured on a device.
     """
-    return (1_440, 310, 18_000, 7_200_000, 100 * num_ranks)
+    return (round(1024e3 / gbps), 310, 18_000, 7_200_000, 100 * num_ranks)
 
 
 def find_nvshmem_device() -> tuple[Device, Runtime, Kernels]:
@@ -207,6 +213,9 @@ def make_nvshmem_parts(
             check_domains(topology.domain, reaches)
         else:
             topology = topology.with_domains(find_domains(reaches))
+            if meeting.rank == 0:
+                cliques = [clique for hello in hellos for clique in hello.values[2:]]
+                warn_of_split_cliques(cliques, topology.domain)
         crosses = topology.allow_cross_domain and not all(map(all, reaches))
         if crosses and options.grads:
             raise UnsupportedError(
@@ -220,8 +229,11 @@ def make_nvshmem_parts(
         staging = None
         if crosses:
             _attempt(meeting, lambda: runtime.register(kernels.library))  # its kernels put
+            rows = meeting.gather_ints(num_sms, *runtime.version(), *kernels.nvshmem)
+            if meeting.rank == 0:
+                warn_of_versions([((a, b), (c, d)) for _, a, b, c, d in rows])
             # Symmetric memory has one size on all ranks, though num_sms may differ.
-            most = max(row[0] for row in meeting.gather_ints(num_sms, least=1))
+            most = max(row[0] for row in rows)
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
@@ -259,24 +271,24 @@ def _agree_on_arguments(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool, device: Device
 ) -> tuple[int, list[Hello]]:
     """Return this rank's ``num_sms`` and all ranks' records, once all agree on their arguments."""
-    built_in = cost_constants(meeting.num_ranks)
-    cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
-    num_sms, machine, error = 0, b"", None
+    mine = device.compute_capability
+    num_sms, hello, error = 0, Hello(), None
     options.page_bytes = PAGE_BYTES
     try:
-        machine = machine_id()
+        links = device.links()
+        built_in = cost_constants(meeting.num_ranks, link_gbps(mine, links))
+        cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
         config = options.config(topology, meeting.rank, meeting.timeout, cost)
         options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
         num_sms = choose_num_sms(options.num_sms, device, 1)
+        hello = Hello(machine=machine_id(), cost=cost, values=(*mine, clique_number(links)))
     except Exception as bad_argument:  # of any type: the peers must not wait for this rank
         error = bad_argument
     meeting.agree(error)
-    digest = options.digest(topology, given_domains)
-    mine = device.compute_capability
-    hellos = meeting.exchange(Hello(digest=digest, machine=machine, cost=cost, values=mine))
+    hellos = meeting.exchange(replace(hello, digest=options.digest(topology, given_domains)))
     for rank, hello in enumerate(hellos):
-        if hello.values not in ((), mine):  # none from a rank without a device
-            theirs, ours = (".".join(map(str, version)) for version in (hello.values, mine))
+        if hello.values[:2] not in ((), mine):  # none from a rank without a device
+            theirs, ours = (".".join(map(str, version)) for version in (hello.values[:2], mine))
             raise UnsupportedError(
                 f"rank {meeting.rank}: the GPU of rank {rank} has compute capability {theirs}, this"
                 f" rank's {ours}; create groups of ranks whose GPUs have the same"
@@ -367,8 +379,7 @@ def make_loopback_parts(
             f" {_core.CUDA_MAX_LAUNCH_RANKS}, since they share a launch"
         )
     options.page_bytes = PAGE_BYTES
-    # The ranks share one memory: more of them have no more bandwidth.
-    cost = options.calibration.constants("loopback", num_ranks, cost_constants(1))
+    cost = options.calibration.constants("loopback", num_ranks, LOOPBACK_COST)
     configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
     tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)
     for config in configs:

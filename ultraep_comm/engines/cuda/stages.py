@@ -212,8 +212,15 @@ class CudaStages(HostStages):
         )
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor on the device."""
-        return self._device.empty(tensor.shape, tensor.dtype).copy_(tensor)
+        """Return a copy of a tensor on the device, in stream order, without waiting.
+
+        From host memory that is not page-locked the driver copies only once the stream is idle.
+        """
+        copy = self._device.empty(tensor.shape, tensor.dtype)
+        if self.holds(tensor):
+            return copy.copy_(tensor)
+        self._device.upload(copy, tensor.contiguous())
+        return copy
 
     def beside(self, result: Tensor, given: Tensor) -> Tensor:
         """Return a result on the device of ``given``, copied there if it is on the CPU."""
@@ -240,11 +247,7 @@ class CudaStages(HostStages):
             values, id_bytes = routing.contiguous(), routing.element_size()
         else:
             values, id_bytes = self.counts_of(routing, form), 0
-        if not self.holds(values):
-            uploaded = self._device.empty(values.shape, values.dtype)
-            self._device.upload(uploaded, values)
-            values = uploaded
-        return Counted(values, id_bytes)
+        return Counted(values if self.holds(values) else self.put(values), id_bytes)
 
     def empty_load(self) -> Tensor:
         """Return uninitialised int32 ``[G, E]`` on the device."""

@@ -109,7 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link-gbps",
         type=float,
         metavar="GB/S",
-        help="rate of a GPU's link, one way, for the bound on several GPUs",
+        help="rate of a GPU's link, one way, for the bound on several GPUs (default: what the"
+        " calibration or else the driver says)",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "ids and payload")
     add = parser.add_argument_group("results and limits").add_argument

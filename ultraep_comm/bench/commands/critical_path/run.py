@@ -14,7 +14,15 @@ from ultraep_comm.bench.commands.critical_path.calls import Expected, Found, Pat
 from ultraep_comm.bench.commands.critical_path.ids import draw_ids
 from ultraep_comm.bench.inside import launch_counts
 from ultraep_comm.bench.loads import rank_imbalance
-from ultraep_comm.bench.measure import Times, add_up, gather, interleave, times_of
+from ultraep_comm.bench.measure import (
+    Times,
+    add_up,
+    describe_link,
+    gather,
+    interleave,
+    times_of,
+    with_link,
+)
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks
 from ultraep_comm.bench.report import Record, Report, describe_rounds
@@ -41,6 +49,7 @@ def run(settings: PathSettings, report: Report) -> int:
 
 def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
     """Measure on a device; see :func:`run`."""
+    settings = with_link(settings, meter)
     ranks = WeightRanks(
         meter,
         num_ranks=settings.num_ranks,
@@ -60,6 +69,7 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
             f"ids: {settings.tokens} tokens of each rank to {settings.topk} experts,"
             f" {settings.source}",
             f"{describe_rounds(settings)}; fresh ids in each",
+            *describe_link(settings),
         ],
     )
     found = Measurement(meter, settings, ranks, report).run()
@@ -80,10 +90,10 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
         "transfer_bound": float(np.median(found.transfer)),
         "bound_us": bound_us,
     }
-    names = ("segments", "mode", "num_sms", "tile_bytes", "link_gbps", "iters", "warmup", "check")
+    names = ("segments", "mode", "num_sms", "tile_bytes", "link_gbps", "link_source")
     return report.finish(
         records,
-        {"ids": settings.source, **settings.describe(*names, "seed")},
+        {"ids": settings.source, **settings.describe(*names, "iters", "warmup", "check", "seed")},
         wrong=sum(row.wrong_bytes + row.wrong_values for row in found.rows),
         more={"plans": plans},
     )

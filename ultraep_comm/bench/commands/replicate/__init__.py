@@ -151,7 +151,8 @@ def add_transfer_arguments(
         type=float,
         metavar="GBPS",
         help="rate of a rank's link, one way, for the bound T* (default: the lab's, if each of its"
-        " machines has one rank; else the measured copy rate, if all ranks share one memory)",
+        " machines has one rank; on several GPUs what the calibration or else the driver says; the"
+        " measured copy rate, if all ranks share one memory)",
     )
     add = parser.add_argument_group("results").add_argument
     add_outputs(add)

@@ -18,6 +18,7 @@ from ultraep_comm.bench.measure import (
     link_bound_us,
     rate,
     slowest,
+    with_link,
 )
 from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, Ranks
 from ultraep_comm.bench.report import Record, Report
@@ -38,6 +39,7 @@ def run_device(
         UltraEPError: a group could not be created, or a call failed.
     """
     settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
+    settings = with_link(settings, meter)
     table = _device_table(settings)
     records: list[Record] = []
     sizes: list[Record] = []

@@ -15,7 +15,14 @@ import torch
 from ultraep_comm.bench.clock import Clock, Meter
 from ultraep_comm.bench.commands.replicate import ReplicateSettings
 from ultraep_comm.bench.loads import rank_imbalance
-from ultraep_comm.bench.measure import Measured, Transfer, check_gated, measure, time_path
+from ultraep_comm.bench.measure import (
+    Measured,
+    Transfer,
+    check_gated,
+    describe_link,
+    measure,
+    time_path,
+)
 from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.ranks import Mode, Ranks
 from ultraep_comm.bench.report import Record, Report, describe_rounds
@@ -142,7 +149,7 @@ def describe_settings(settings: ReplicateSettings) -> Record:
         "sizes": [sum(segments.values()) for segments in settings.sizes],
         "tile_bytes": settings.tile_bytes,
         "num_sms": list(settings.num_sms),
-        **settings.describe("fabric", "link_gbps"),
+        **settings.describe("fabric", "link_gbps", "link_source"),
         "lab_gbit": settings.lab and settings.lab.gbit,
         "lab_machines": settings.lab and settings.lab.machines,
         "times": list(settings.times),
@@ -169,6 +176,7 @@ def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
         f" {plan.imbalance:.3f} after",
         _describe_plan(plan),
         describe_rounds(settings),
+        *describe_link(settings),
         *([f"gate: {', '.join(limits)}"] if limits else []),
     ]
 

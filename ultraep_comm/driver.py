@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
+from uuid import UUID
 
 OUT = object()  # where a call's result goes, in its arguments
 _LENGTH = 96  # of texts
@@ -15,7 +17,21 @@ _ATTRIBUTES = {"num_sms": 16, "compute_mode": 20, "cooperative": 95, "mps": 133}
 _LINK_SPEED = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
 _MOST_LINKS = 36
 _BY_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-_FABRIC_STATES = ("", "not started", "in progress", "completed")  # of nvmlGpuFabricState_t
+REGISTERED = "completed"
+_FABRIC_STATES = ("", "not started", "in progress", REGISTERED)  # of nvmlGpuFabricState_t
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What NVML knows of a GPU."""
+
+    pci: str  # address
+    mig: bool | None = None  # whether it is divided; None: it cannot be
+    links: tuple[bool, ...] = ()  # for each NVLink, whether it is active
+    link_mbps: int = 0  # MB/s of an active link in a direction; 0: unknown
+    fabric_state: str = ""  # of its registration in an NVLink fabric; empty: there is none
+    clique: str = ""  # cluster UUID and clique id there; empty: no other machine's GPU is in it
+    nvlink_to: tuple[str, ...] = ()  # addresses of the GPUs that it reaches by NVLink
 
 
 class CallError(Exception):
@@ -153,26 +169,44 @@ def _nvml_error(library: ctypes.CDLL, error: int) -> str:
 def read_nvml() -> Iterator[dict[str, Any]]:
     """Yield the fields of `Nvml` as they become known: of all GPUs, also those hidden from CUDA."""
     try:
-        nvml = _Library("libnvidia-ml.so.1", _nvml_error)
-    except OSError as error:
-        yield {"status": str(error)}
-        return
-    try:
-        nvml.read("nvmlInit_v2")
+        nvml = _open_nvml()
         yield {"version": nvml.text("nvmlSystemGetDriverVersion", OUT, _LENGTH)}
         handles = {}
         for index in range(nvml.read("nvmlDeviceGetCount_v2", OUT).value):
             handle = nvml.read("nvmlDeviceGetHandleByIndex_v2", index, OUT, kind=ctypes.c_void_p)
             info = nvml.read("nvmlDeviceGetPciInfo_v3", handle, OUT, kind=_PciInfo)
             handles[_short(info.id.decode())] = handle
-        yield {"devices": [_read_links(nvml, pci, handles) for pci in handles]}
-    except CallError as error:
+        found = [
+            {**asdict(_read_links(nvml, pci, handle)), "nvlink_to": _reached(nvml, pci, handles)}
+            for pci, handle in handles.items()
+        ]
+        yield {"devices": found}
+    except (OSError, CallError) as error:
         yield {"status": str(error)}
 
 
-def _read_links(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -> dict[str, Any]:
-    handle = handles[pci]
-    found: dict[str, Any] = {"pci": pci}
+def read_links(pci: str) -> Links | None:
+    """Return what NVML knows of the GPU with a PCI address; None: NVML does not answer.
+
+    Without ``nvlink_to``.
+    """
+    try:
+        nvml = _open_nvml()
+        address = ctypes.c_char_p(pci.encode())
+        name = "nvmlDeviceGetHandleByPciBusId_v2"
+        return _read_links(nvml, _short(pci), nvml.read(name, address, OUT, kind=ctypes.c_void_p))
+    except (OSError, CallError):
+        return None
+
+
+def _open_nvml() -> _Library:
+    nvml = _Library("libnvidia-ml.so.1", _nvml_error)
+    nvml.read("nvmlInit_v2")
+    return nvml
+
+
+def _read_links(nvml: _Library, pci: str, handle: ctypes.c_void_p) -> Links:
+    found: dict[str, Any] = {}
     # A GPU without the thing asked for answers with an error.
     with contextlib.suppress(CallError):
         pending = ctypes.byref(ctypes.c_int())
@@ -181,7 +215,6 @@ def _read_links(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -
     with contextlib.suppress(CallError):
         for link in range(_MOST_LINKS):
             active.append(bool(nvml.read("nvmlDeviceGetNvLinkState", handle, link, OUT).value))
-    found["links"] = active
     with contextlib.suppress(CallError):
         field = _FieldValue(field=_LINK_SPEED)
         nvml.read("nvmlDeviceGetFieldValues", handle, 1, ctypes.byref(field))
@@ -189,13 +222,28 @@ def _read_links(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -
     with contextlib.suppress(CallError):
         info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
         nvml.read("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info))
-        found["fabric_state"] = (
-            _FABRIC_STATES[info.state] if info.state < len(_FABRIC_STATES) else "?"
-        )
-    found["nvlink_to"] = []
+        found |= _read_fabric(info)
+    return Links(pci=pci, links=tuple(active), **found)
+
+
+def _read_fabric(info: _FabricInfo) -> dict[str, str]:
+    state = _FABRIC_STATES[info.state] if info.state < len(_FABRIC_STATES) else "?"
+    if state != REGISTERED:
+        return {"fabric_state": state}
+    if info.status != 0:
+        return {"fabric_state": f"failed (NVML error {info.status})"}
+    cluster = bytes(info.cluster)
+    # A machine whose NVSwitches lead to no other one has a cluster of zeros.
+    clique = f"{UUID(bytes=cluster)} {info.clique}" if any(cluster) else ""
+    return {"fabric_state": state, "clique": clique}
+
+
+def _reached(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -> list[str]:
+    """Return the addresses of the GPUs that one reaches by NVLink."""
+    reached = []
     for other, peer in handles.items():
         with contextlib.suppress(CallError):
-            status = nvml.read("nvmlDeviceGetP2PStatus", handle, peer, _BY_NVLINK, OUT)
+            status = nvml.read("nvmlDeviceGetP2PStatus", handles[pci], peer, _BY_NVLINK, OUT)
             if other != pci and status.value == 0:
-                found["nvlink_to"].append(other)
-    return found
+                reached.append(other)
+    return reached
