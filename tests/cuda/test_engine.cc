@@ -170,6 +170,7 @@ void check_background() {
   CHECK(log[1] == "wait for " + before + on(recorder::kOwnStream));
   CHECK(log[2].starts_with("copy ") && log[2].ends_with(on(recorder::kOwnStream)));
   CHECK(log[3] == "launch" + on(recorder::kOwnStream));
+  CHECK_EQ(recorder::state().launches.back().grid[0], kBackgroundSms);
   const std::string done = log[4].substr(7, log[4].find(" on ") - 7);
   CHECK(log[4].ends_with(on(recorder::kOwnStream)));
   CHECK(!ranks.engines[0]->is_completed(1));
@@ -242,7 +243,7 @@ void check_shared_launch() {
   CHECK_EQ(recorder::num_launches(), 1);
   const recorder::Launch launch = recorder::state().launches.back();
   CHECK(launch.stream == recorder::kOwnStream);
-  CHECK_EQ(launch.grid[0], kNumSms);
+  CHECK_EQ(launch.grid[0], kBackgroundSms);  // some are in the background
   CHECK_EQ(launch.grid[1], 3);
   CHECK(launch.args.states == ranks.launcher->state(0));
   for (int32_t r = 0; r < 3; ++r)

@@ -244,11 +244,11 @@ void check_reductions() {
   device.mains = ranks.mains.data();
   device.main_types = 1;
   device.zero = false;
-  CHECK_EQ(ranks.engines[2]->reduce_on_device(device, false, kUserStream, {}), 1);
+  CHECK_EQ(ranks.engines[2]->reduce_on_device(device, true, kUserStream, {}), 1);
   const recorder::Launch launch = recorder::state().launches.back();
   CHECK(launch.kernel == recorder::kReduce);
   CHECK(launch.together);
-  CHECK_EQ(launch.grid[0], kNumSms);
+  CHECK_EQ(launch.grid[0], kBackgroundSms);
   CHECK_EQ(launch.grid[1], 3);
   CHECK_EQ(launch.block[0], uec::cuda::kReduceWarps * 32);
   CHECK_EQ(launch.shared_bytes, uec::cuda::reduce_shared_bytes(ranks.capacity()));

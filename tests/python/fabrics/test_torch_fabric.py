@@ -28,7 +28,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
-from ultraep_comm.engines.cuda import make
+from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.fabrics import torch_memory
 from ultraep_comm.fabrics.torch_memory import TorchMemory
 
@@ -71,10 +71,14 @@ def _new_group(
 
 
 def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> None:
+    """In each call some ranks are in the background, and have other numbers of blocks."""
     device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    device.num_sms = 2 + rank
     num_ranks = dist.get_world_size(process_group)
-    options = {"expert": MIXED, "num_sms": 2, "timeout": 60.0}
-    group = _new_group(process_group, memory, device, fabric="torch", **options)
+    options = {"expert": MIXED, "timeout": 60.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BACKGROUND_NUM_SMS", 1)
+        group = _new_group(process_group, memory, device, fabric="torch", **options)
     assert group.topology.domain.tolist() == [0] * num_ranks
     weights, epoch = group.empty_weights(), 0
     plans = [fan_out_plan(num_ranks, E, S), random_plan(3, num_ranks, E, S)]
@@ -83,9 +87,10 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
             epoch += 1
             fill_weights(group, weights, epoch)
             clear_slots(group)
-            work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=True)
-            assert work is not None
-            work.synchronize()
+            async_op = (rank + epoch) % 2 == 0
+            work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=async_op)
+            assert (work is not None) == async_op
+            device.settle()
             assert wrong_bytes(group, plan, epoch) == 0, (rank, mode)
     load = uec.gather_load(torch.tensor([[rank, 0]]), group=group)
     assert load.sum(dim=1).tolist() == [2] * num_ranks

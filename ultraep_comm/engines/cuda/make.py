@@ -16,6 +16,7 @@ from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
     GroupKernels,
+    choose_background_sms,
     choose_num_sms,
     choose_tile_bytes,
     load_kernels,
@@ -308,6 +309,7 @@ def _make_one(
             first_rank=meeting.rank,
             num_ranks=1,
             num_sms=num_sms,
+            background_sms=choose_background_sms(options.num_sms, num_sms),
         ),
     )
 
@@ -373,13 +375,15 @@ def make_loopback_parts(
     tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)
     for config in configs:
         config.tile_bytes = tile_bytes
+    num_sms = choose_num_sms(options.num_sms, device, num_ranks)
     shared = SharedLauncher(
         device,
         GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,
-        num_sms=choose_num_sms(options.num_sms, device, num_ranks),
+        num_sms=num_sms,
+        background_sms=choose_background_sms(options.num_sms, num_sms),
     )
     memory = LoopbackMemory(num_ranks, device.allocate)
     return [
