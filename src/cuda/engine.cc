@@ -482,6 +482,9 @@ bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handl
   const Driver& driver = launcher_->config().driver;
   constexpr unsigned kAtLeast = 0;    // CU_STREAM_WAIT_VALUE_GEQ
   const uint64_t wanted = epoch + 1;  // as in ready.cuh
+  // A wait for a value is no order that the driver knows of: it could put the wait into a hardware
+  // queue ahead of what the kernel waits for.
+  launcher_->order_behind_start(epoch, stream);
   for (const int32_t slot : slots)
     require(driver,
             driver.cuStreamWaitValue64(

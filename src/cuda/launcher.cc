@@ -281,6 +281,8 @@ void Launcher::launch_together(const BlockShape& shape, int32_t num_blocks, void
 void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
   copy_blocks(e, call, stream);
+  if (!e.in_place && !is_captured(call))
+    require(c.driver, c.driver.cuEventRecord(e.before.front(), stream), "cuEventRecord");
   LaunchArgs args;
   args.states = c.device;
   args.calls = device_block(c.first_rank, call);
@@ -477,6 +479,14 @@ void Launcher::order(uint64_t call, Handle stream) {
     return;
   }
   require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.done, 0), "cuStreamWaitEvent");
+}
+
+void Launcher::order_behind_start(uint64_t call, Handle stream) {
+  const std::lock_guard lock(mutex_);
+  const Entry& e = line_.entry(call);
+  if (e.call != call || e.in_place) return;
+  require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.before.front(), 0),
+          "cuStreamWaitEvent");
 }
 
 // ---- ending -------------------------------------------------------------------------------------

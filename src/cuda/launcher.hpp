@@ -124,6 +124,9 @@ class Launcher {
   bool await_stream(Handle stream, const Interrupted& interrupted);
   // Makes `stream` wait for a launched call.
   void order(uint64_t call, Handle stream);
+  // Makes `stream` wait until only the kernel of a launched call is left to begin, if that is on
+  // another stream. Inside scope().
+  void order_behind_start(uint64_t call, Handle stream);
   // Waits until replays of captured calls have finished, if there can be any.
   void await_replays();
   // Tells the device's peers, after all launches and replays so far, and waits until that is done.
@@ -144,7 +147,7 @@ class Launcher {
  private:
   struct Entry {
     Handle done = nullptr;          // event
-    std::vector<Handle> before;     // [ranks] events
+    std::vector<Handle> before;     // [ranks] events; then the first is the one before the kernel
     std::vector<Handle> stream;     // [ranks] where the rank called
     std::vector<Request> requests;  // [ranks]
     bool in_place = false;          // launched on the caller's stream itself

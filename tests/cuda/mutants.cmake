@@ -79,6 +79,11 @@ ultraep_add_cuda_mutant(launcher_one_stream_in_and_out_of_captures PROGRAM test_
   FIND [[config_.captured_stream]]
   REPLACE [[config_.stream]])
 
+ultraep_add_cuda_mutant(engine_value_wait_without_an_event PROGRAM test_engine_plans
+  FILE cuda/engine.cc
+  FIND [[  launcher_->order_behind_start(epoch, stream);]]
+  REPLACE [[]])
+
 # ---- what slots hold -----------------------------------------------------------------------------
 
 ultraep_add_cuda_mutant(engine_version_not_told PROGRAM test_engine_plans FILE cuda/engine.cc

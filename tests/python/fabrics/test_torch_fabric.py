@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import types
 from pathlib import Path
@@ -36,6 +37,7 @@ E, S = 6, 2
 EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
 PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
 NO_GPU = not torch.cuda.is_available()
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def _new_group(
@@ -469,7 +471,22 @@ class FakeModule(types.ModuleType):
 
     def rendezvous(self, tensor: torch.Tensor, group_name: str) -> Any:
         self.log.append(group_name)
+        self.multicast = os.environ[NO_MULTICAST]
         return types.SimpleNamespace(buffer_ptrs=[16, 0]) if group_name == "5" else None
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
+def test_memory_is_not_bound_to_a_multicast_object(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    """Unless the user says otherwise; other code's memory is not concerned."""
+    monkeypatch.setenv(NO_MULTICAST, given or "")  # which puts back what was there
+    if given is None:
+        monkeypatch.delenv(NO_MULTICAST)
+    module, group = FakeModule(None), types.SimpleNamespace(group_name="5")
+    TorchMemory(module).rendezvous(torch.empty(1), group)  # type: ignore[arg-type]
+    assert module.multicast == found
+    assert os.environ.get(NO_MULTICAST) == given
 
 
 def test_torch_is_asked_for_memory_of_its_own() -> None:
