@@ -206,8 +206,7 @@ void bind_cuda(nb::module_& m) {
           },
           nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "captured_stream"_a, "kernel"_a,
           "bank_kernel"_a, "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a,
-          "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a,
-          "background_sms"_a, "config"_a)
+          "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a, "background_sms"_a, "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes)
       .def("blocks_per_multiprocessor", &Launcher::blocks_per_multiprocessor);

@@ -1,6 +1,6 @@
 """The library's environment variables, all read here. An argument overrides its variable.
 
-NVSHMEM and torch read their own; `disable_multicast` and `without_multicast` give one of each a default.
+NVSHMEM and torch read their own; `disable_multicast` and `without_multicast` set one of each.
 
 | variable             | argument of new_group | meaning                                       |
 |----------------------|-----------------------|-----------------------------------------------|

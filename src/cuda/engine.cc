@@ -131,8 +131,7 @@ uint64_t Engine::gather(const LoadCall& load, Address plan, const PlanArgs& plan
   request.load = load;
   request.plan = plan;
   request.plan_args = plan_args;
-  if (const uint64_t capture = capture_in(stream))
-    return submit_captured(capture, request, stream);
+  if (const uint64_t capture = capture_in(stream)) return submit_captured(capture, request, stream);
   return submit([&](uint64_t) { return request; }, stream, interrupted);
 }
 

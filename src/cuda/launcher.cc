@@ -272,8 +272,9 @@ void Launcher::launch_together(const BlockShape& shape, int32_t num_blocks, void
   void* arguments[] = {args};
   require(config_.driver,
           config_.driver.cuLaunchCooperativeKernel(
-              shape.kernel, static_cast<unsigned>(num_blocks), static_cast<unsigned>(config_.num_ranks),
-              1, static_cast<unsigned>(shape.num_threads), 1, 1, static_cast<unsigned>(shape.shared_bytes), stream, arguments),
+              shape.kernel, static_cast<unsigned>(num_blocks),
+              static_cast<unsigned>(config_.num_ranks), 1, static_cast<unsigned>(shape.num_threads),
+              1, 1, static_cast<unsigned>(shape.shared_bytes), stream, arguments),
           "cuLaunchCooperativeKernel");
 }
 
@@ -295,7 +296,9 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const bool reduces = first.operation == Operation::kReduce;
   const bool background = std::any_of(e.requests.begin(), e.requests.end(),
                                       [](const Request& r) { return r.background; });
-  launch_together(reduces ? reduce_ : first.bank >= 0 ? to_bank_ : replicate_,
+  launch_together(reduces           ? reduce_
+                  : first.bank >= 0 ? to_bank_
+                                    : replicate_,
                   background ? c.background_sms : c.num_sms, &args, stream);
 }
 

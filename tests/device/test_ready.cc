@@ -216,8 +216,7 @@ void check_beside_a_gemm(const std::vector<int32_t>& blocks, const std::vector<i
   Consumers ranks(group, options);
   ranks.prepare_bank(0, group.slot_expert);
   std::vector<std::vector<int32_t>> found(count);
-  const auto consumers =
-      static_cast<uint32_t>(count - std::count(gemm.begin(), gemm.end(), 0));
+  const auto consumers = static_cast<uint32_t>(count - std::count(gemm.begin(), gemm.end(), 0));
   Fibers threads;
   for (int32_t r = 0; r < count; ++r) {
     threads.spawn([&, r] { ranks.launch_behind(consumers, r, blocks[r]); });

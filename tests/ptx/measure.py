@@ -1,7 +1,8 @@
 """What the compiled kernels cost on the PTX machine: the budget of each critical path.
 
 ``python tests/ptx/measure.py`` prints the table, ``--update`` also writes critical_path.json, and
-``--blocks`` prints what transfers take with fewer and more blocks instead. Clocks A and B are clock_a.env and clock_b.env: times are estimates, counts are not.
+``--blocks`` prints what transfers take with fewer and more blocks instead. Clocks A and B are
+clock_a.env and clock_b.env: times are estimates, counts are not.
 """
 
 from __future__ import annotations

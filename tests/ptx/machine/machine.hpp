@@ -33,8 +33,9 @@ struct Options {
                          // time, without one it checks orders under random schedules.
   uint64_t seed = 1;     // $UEC_PTX_SEED
   int64_t resident = 0;  // $UEC_PTX_RESIDENT: blocks of a grid at a time; 0: drawn for each grid
-  uint32_t multiprocessors = 0;  // $UEC_PTX_MULTIPROCESSORS of each rank, a block on each; 0: enough
-  std::string holes;     // $UEC_PTX_HOLES: file:line,... that copy memory with holes
+  uint32_t multiprocessors =
+      0;              // $UEC_PTX_MULTIPROCESSORS of each rank, a block on each; 0: enough
+  std::string holes;  // $UEC_PTX_HOLES: file:line,... that copy memory with holes
   static Options read();
   bool timed() const { return !costs.empty(); }
 };

@@ -22,6 +22,7 @@ from ultraep_comm.engines.cuda.kernels import (
     load_kernels,
 )
 from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
 from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
@@ -34,7 +35,6 @@ from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
 T = TypeVar("T")
 PROBE_BYTES = 128
-PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
 
 def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
@@ -385,7 +385,18 @@ def make_loopback_parts(
         num_sms=num_sms,
         background_sms=choose_background_sms(options.num_sms, num_sms),
     )
-    memory = LoopbackMemory(num_ranks, device.allocate)
+    layout = _core.EngineLayout(configs[0])
+
+    def allocate_for_rank(num_bytes: int) -> torch.Tensor:
+        if not options.instances or num_bytes != layout.total_bytes:
+            return device.allocate(num_bytes)
+        held = [*options.segments.values()] * options.banks
+        held += [*options.grads.values()] * options.grad_banks
+        offsets = [*layout.slot_offset, *layout.grad_offset]
+        sizes = [topology.slots_per_rank * segment.nbytes for segment in held]
+        return allocate(device, num_bytes, offsets, sizes)
+
+    memory = LoopbackMemory(num_ranks, allocate_for_rank)
     return [
         make_parts(
             rank,
