@@ -1,6 +1,6 @@
 """The library's environment variables, all read here. An argument overrides its variable.
 
-NVSHMEM reads its own; `disable_multicast` gives one of them a default.
+NVSHMEM and torch read their own; `disable_multicast` and `without_multicast` set one of each.
 
 | variable             | argument of new_group | meaning                                       |
 |----------------------|-----------------------|-----------------------------------------------|
@@ -25,7 +25,8 @@ NVSHMEM reads its own; `disable_multicast` gives one of them a default.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -122,3 +123,19 @@ def of_the_driver() -> dict[str, str]:
 def disable_multicast() -> None:
     """Disable NVLink multicast in NVSHMEM, unless the user has set it. Call before its init."""
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+
+
+@contextmanager
+def without_multicast() -> Iterator[None]:
+    """Disable NVLink multicast in torch's symmetric memory meanwhile, unless the user has set it.
+
+    torch reads the variable at each rendezvous; other code's memory is left alone.
+    """
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    given = name in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]

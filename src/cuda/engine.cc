@@ -75,8 +75,7 @@ int32_t Engine::add_region(const std::vector<uint64_t>& bases, const std::vector
 // ---- submitting ---------------------------------------------------------------------------------
 
 template <class Fill>
-uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
-                        const Interrupted& interrupted) {
+uint64_t Engine::submit(Fill&& fill, Handle stream, const Interrupted& interrupted) {
   const uint64_t epoch = submitted_.load() + 1;
   if (is_over()) {
     uint64_t none = 0;
@@ -92,7 +91,7 @@ uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
     const Request request = fill(epoch);
     submitted_.store(epoch);
     calls_made_.add(request.load.load != 0 ? Operation::kGather : request.operation);
-    launcher_->submit(config_.rank, epoch, request, stream, background);
+    launcher_->submit(config_.rank, epoch, request, stream);
   } catch (const DriverError&) {
     submitted_.store(epoch);
     fail_here();
@@ -113,11 +112,10 @@ uint64_t Engine::capture_in(Handle stream) const {
   }
 }
 
-uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool background,
-                                 Handle stream) {
+uint64_t Engine::submit_captured(uint64_t capture, const Request& request, Handle stream) {
   if (is_over()) throw refusal("the group has failed; close it and create a new one");
   try {
-    return launcher_->submit_captured(config_.rank, capture, request, stream, background);
+    return launcher_->submit_captured(config_.rank, capture, request, stream);
   } catch (const CaptureError& error) {
     throw refusal(error.what());
   } catch (const DriverError& error) {  // nothing has run: the group is as it was
@@ -133,9 +131,8 @@ uint64_t Engine::gather(const LoadCall& load, Address plan, const PlanArgs& plan
   request.load = load;
   request.plan = plan;
   request.plan_args = plan_args;
-  if (const uint64_t capture = capture_in(stream))
-    return submit_captured(capture, request, false, stream);
-  return submit([&](uint64_t) { return request; }, false, stream, interrupted);
+  if (const uint64_t capture = capture_in(stream)) return submit_captured(capture, request, stream);
+  return submit([&](uint64_t) { return request; }, stream, interrupted);
 }
 
 std::pair<int64_t, int64_t> Engine::bad_id() const {
@@ -169,9 +166,10 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
     Request request;
     request.operation = operation;
     request.tag = tag;
+    request.background = background;
     return request;
   };
-  return submit(fill, background, stream, interrupted);
+  return submit(fill, stream, interrupted);
 }
 
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
@@ -196,11 +194,11 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
 }
 
 uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* mains,
-                                    int64_t num_mains, bool background, Handle stream,
+                                    int64_t num_mains, Handle stream,
                                     const Interrupted& interrupted) {
   if (const uint64_t capture = capture_in(stream)) {
     if (request.device.mains == 0 && num_mains > 0) throw refusal(missing);
-    return submit_captured(capture, request, background, stream);
+    return submit_captured(capture, request, stream);
   }
   const auto fill = [&](uint64_t epoch) {
     if (mains == nullptr) return request;
@@ -210,7 +208,7 @@ uint64_t Engine::submit_from_device(Request request, const char* missing, const 
     request.mains_bytes = num_mains * static_cast<int64_t>(sizeof(uint64_t));
     return request;
   };
-  return submit(fill, background, stream, interrupted);
+  return submit(fill, stream, interrupted);
 }
 
 uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool background,
@@ -220,6 +218,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
   Request request;
   request.tag = args.tag;
   request.bank = args.bank;
+  request.background = background;
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
@@ -238,7 +237,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
       " on the device; bind them with group.bind() before the capture and pass what it returns,"
       " or pass group.weight_table, as compiled functions have to",
-      args.mains, num_addresses(), background, stream, interrupted);
+      args.mains, num_addresses(), stream, interrupted);
   note_call(args, call, capture_in(stream));
   return call;
 }
@@ -251,6 +250,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
   request.operation = Operation::kReduce;
   request.tag = args.tag;
   request.bank = args.bank;
+  request.background = background;
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
@@ -265,7 +265,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
       "the stream is being captured into a CUDA graph, and the addresses of the gradients are not"
       " on the device; bind them with group.bind_grads() before the capture and pass what it"
       " returns",
-      args.mains, num_grad_addresses(), background, stream, interrupted);
+      args.mains, num_grad_addresses(), stream, interrupted);
 }
 
 // ---- banks --------------------------------------------------------------------------------------
@@ -481,6 +481,9 @@ bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handl
   const Driver& driver = launcher_->config().driver;
   constexpr unsigned kAtLeast = 0;    // CU_STREAM_WAIT_VALUE_GEQ
   const uint64_t wanted = epoch + 1;  // as in ready.cuh
+  // A wait for a value is no order that the driver knows of: it could put the wait into a hardware
+  // queue ahead of what the kernel waits for.
+  launcher_->order_behind_start(epoch, stream);
   for (const int32_t slot : slots)
     require(driver,
             driver.cuStreamWaitValue64(

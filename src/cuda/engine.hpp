@@ -143,7 +143,7 @@ class Engine {
  private:
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
   template <class Fill>
-  uint64_t submit(Fill&& fill, bool background, Handle stream, const Interrupted& interrupted);
+  uint64_t submit(Fill&& fill, Handle stream, const Interrupted& interrupted);
   // For a plan on the host: `prepare(call)` fills the call, and returns what it adds to the digest;
   // `mains` are `num_mains` addresses.
   template <class Prepare>
@@ -153,10 +153,8 @@ class Engine {
                             Mode* mode);
   // For one on the device; the addresses are in `mains` if the request has no table of them.
   uint64_t submit_from_device(Request request, const char* missing, const uint64_t* mains,
-                              int64_t num_mains, bool background, Handle stream,
-                              const Interrupted& interrupted);
-  uint64_t submit_captured(uint64_t capture, const Request& request, bool background,
-                           Handle stream);
+                              int64_t num_mains, Handle stream, const Interrupted& interrupted);
+  uint64_t submit_captured(uint64_t capture, const Request& request, Handle stream);
   // Under submit_mutex_: from here on in `stream`, the bank is empty and of this version.
   void set_version(int32_t bank, uint64_t version, Handle stream, const Interrupted& interrupted);
   Address on_device(const void* own) const;            // where that, in memory_, is on the device

@@ -183,14 +183,13 @@ bool Launcher::await_storage(int32_t rank, uint64_t call, const Interrupted& int
   return !is_ended(call);
 }
 
-void Launcher::submit(int32_t rank, uint64_t call, const Request& request, Handle stream,
-                      bool background) {
+void Launcher::submit(int32_t rank, uint64_t call, const Request& request, Handle stream) {
   const std::lock_guard lock(mutex_);
-  enter(rank, call, request, stream, background);
+  enter(rank, call, request, stream);
 }
 
 uint64_t Launcher::submit_captured(int32_t rank, uint64_t capture, const Request& request,
-                                   Handle stream, bool background) {
+                                   Handle stream) {
   const std::lock_guard lock(mutex_);
   if (capture != capture_) {  // a capture that was given up may have left ranks apart
     capture_ = capture;
@@ -205,18 +204,17 @@ uint64_t Launcher::submit_captured(int32_t rank, uint64_t capture, const Request
                        " captured calls ahead of others that share its launches; have all of them"
                        " make each call before the next");
   const uint64_t call = kCaptured | next;
-  enter(rank, call, request, stream, background);
+  enter(rank, call, request, stream);
   return call;
 }
 
-void Launcher::enter(int32_t rank, uint64_t call, const Request& request, Handle stream,
-                     bool background) {
+void Launcher::enter(int32_t rank, uint64_t call, const Request& request, Handle stream) {
   Line& line = this->line(call);
   const int32_t index = rank - config_.first_rank;
   Entry& e = line.entry(number(call));
   e.stream[index] = stream;
   e.requests[index] = request;
-  e.in_place = config_.num_ranks == 1 && !background;
+  e.in_place = config_.num_ranks == 1 && !request.background;
   if (!e.in_place)
     require(config_.driver, config_.driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
   line.submitted[index] = number(call);
@@ -270,11 +268,12 @@ void Launcher::launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_thre
 // Each block has its own share of a call's pieces, and blocks wait for each other's. A cooperative
 // launch starts none before there is room for all, those of every rank in it: in a plain one, the
 // first ranks' blocks could fill the device and wait for others. A capture keeps that.
-void Launcher::launch_together(const BlockShape& shape, void* args, Handle stream) {
+void Launcher::launch_together(const BlockShape& shape, int32_t num_blocks, void* args,
+                               Handle stream) {
   void* arguments[] = {args};
   require(config_.driver,
           config_.driver.cuLaunchCooperativeKernel(
-              shape.kernel, static_cast<unsigned>(config_.num_sms),
+              shape.kernel, static_cast<unsigned>(num_blocks),
               static_cast<unsigned>(config_.num_ranks), 1, static_cast<unsigned>(shape.num_threads),
               1, 1, static_cast<unsigned>(shape.shared_bytes), stream, arguments),
           "cuLaunchCooperativeKernel");
@@ -284,6 +283,8 @@ void Launcher::launch_together(const BlockShape& shape, void* args, Handle strea
 void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
   copy_blocks(e, call, stream);
+  if (!e.in_place && !is_captured(call))
+    require(c.driver, c.driver.cuEventRecord(e.before.front(), stream), "cuEventRecord");
   LaunchArgs args;
   args.states = c.device;
   args.calls = device_block(c.first_rank, call);
@@ -294,7 +295,12 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   args.bank = first.bank;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
   const bool reduces = first.operation == Operation::kReduce;
-  launch_together(reduces ? reduce_ : first.bank >= 0 ? to_bank_ : replicate_, &args, stream);
+  const bool background = std::any_of(e.requests.begin(), e.requests.end(),
+                                      [](const Request& r) { return r.background; });
+  launch_together(reduces           ? reduce_
+                  : first.bank >= 0 ? to_bank_
+                                    : replicate_,
+                  background ? c.background_sms : c.num_sms, &args, stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
@@ -477,6 +483,14 @@ void Launcher::order(uint64_t call, Handle stream) {
     return;
   }
   require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.done, 0), "cuStreamWaitEvent");
+}
+
+void Launcher::order_behind_start(uint64_t call, Handle stream) {
+  const std::lock_guard lock(mutex_);
+  const Entry& e = line_.entry(call);
+  if (e.call != call || e.in_place) return;
+  require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.before.front(), 0),
+          "cuStreamWaitEvent");
 }
 
 // ---- ending -------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ struct Request {
   // For a load: where its plan goes, a PlanOutput, and what it is made of; 0: no plan is wanted.
   Address plan = 0;
   PlanArgs plan_args;
+  // On the group's own stream, beside the caller's work: with fewer blocks. Ranks may differ.
+  bool background = false;
 
   // Whether one launch can serve both.
   bool goes_with(const Request& other) const;
@@ -68,7 +70,8 @@ struct LauncherConfig {
   int32_t warp_size = 32;
   int32_t first_rank = 0;  // of the ranks that share the launches
   int32_t num_ranks = 1;
-  int32_t num_sms = 1;  // blocks of a rank
+  int32_t num_sms = 1;         // blocks of a rank
+  int32_t background_sms = 1;  // the same in a background call
   int64_t tile_bytes = 0;
   Capacity capacity;          // with the most mains of any rank
   Address device = 0;         // device_bytes()
@@ -106,12 +109,11 @@ class Launcher {
   // Waits until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
   bool await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted);
   // Submits the rank's next call; the last rank to submit launches it. On `stream` itself if the
-  // launcher has one rank and the call is not a `background` one; else on the group's own stream.
+  // launcher has one rank and the call is not a background one; else on the group's own stream.
   // Called inside scope().
-  void submit(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
+  void submit(int32_t rank, uint64_t call, const Request& request, Handle stream);
   // The same on a stream that is in `capture`. Returns the call's number.
-  uint64_t submit_captured(int32_t rank, uint64_t capture, const Request& request, Handle stream,
-                           bool background);
+  uint64_t submit_captured(int32_t rank, uint64_t capture, const Request& request, Handle stream);
   // Waits until `call` is launched, which takes all ranks. False as above.
   bool await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted);
   bool launched(uint64_t call) const;
@@ -122,6 +124,9 @@ class Launcher {
   bool await_stream(Handle stream, const Interrupted& interrupted);
   // Makes `stream` wait for a launched call.
   void order(uint64_t call, Handle stream);
+  // Makes `stream` wait until only the kernel of a launched call is left to begin, if that is on
+  // another stream. Inside scope().
+  void order_behind_start(uint64_t call, Handle stream);
   // Waits until replays of captured calls have finished, if there can be any.
   void await_replays();
   // Tells the device's peers, after all launches and replays so far, and waits until that is done.
@@ -142,7 +147,7 @@ class Launcher {
  private:
   struct Entry {
     Handle done = nullptr;          // event
-    std::vector<Handle> before;     // [ranks] events
+    std::vector<Handle> before;     // [ranks] events; then the first is the one before the kernel
     std::vector<Handle> stream;     // [ranks] where the rank called
     std::vector<Request> requests;  // [ranks]
     bool in_place = false;          // launched on the caller's stream itself
@@ -184,13 +189,13 @@ class Launcher {
   static BlockShape reduce_blocks(const LauncherConfig& config);
   Line make_line() const;
   void destroy(const Line& line) const;
-  void enter(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
+  void enter(int32_t rank, uint64_t call, const Request& request, Handle stream);
   void launch(uint64_t call, Handle stream);
   void launch_transfer(const Entry& entry, uint64_t call, Handle stream);
   void launch_load(const Entry& entry, uint64_t call, Handle stream);
   void launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
                      void* args, Handle stream);
-  void launch_together(const BlockShape& shape, void* args, Handle stream);
+  void launch_together(const BlockShape& shape, int32_t num_blocks, void* args, Handle stream);
   bool agree(const Entry& entry, uint64_t call);
   void copy_blocks(const Entry& entry, uint64_t call, Handle stream);
   void join(const Line& line, Handle stream);

@@ -29,7 +29,7 @@ using uec::host::EngineLayout;
 
 inline const Handle kContext = reinterpret_cast<Handle>(0xC);
 inline const Handle kUserStream = reinterpret_cast<Handle>(7);
-inline constexpr int32_t kNumSms = 5;
+inline constexpr int32_t kNumSms = 5, kBackgroundSms = 3;
 
 inline std::string on(Handle stream) { return " on " + recorder::name_of(stream); }
 
@@ -73,6 +73,7 @@ class Ranks {
                      first,
                      num_ranks,
                      kNumSms,
+                     kBackgroundSms,
                      config.tile_bytes,
                      capacity(),
                      0,

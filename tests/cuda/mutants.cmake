@@ -69,10 +69,20 @@ ultraep_add_cuda_mutant(launcher_waits_in_a_capture_for_outside PROGRAM test_eng
   FIND [[} else if (capture != 0) {]]
   REPLACE [[} else if (false) {]])
 
+ultraep_add_cuda_mutant(launcher_background_call_with_all_blocks PROGRAM test_engine
+  FILE cuda/launcher.cc
+  FIND [[background ? c.background_sms : c.num_sms]]
+  REPLACE [[c.num_sms]])
+
 ultraep_add_cuda_mutant(launcher_one_stream_in_and_out_of_captures PROGRAM test_engine_plans
   FILE cuda/launcher.cc
   FIND [[config_.captured_stream]]
   REPLACE [[config_.stream]])
+
+ultraep_add_cuda_mutant(engine_value_wait_without_an_event PROGRAM test_engine_plans
+  FILE cuda/engine.cc
+  FIND [[  launcher_->order_behind_start(epoch, stream);]]
+  REPLACE [[]])
 
 # ---- what slots hold -----------------------------------------------------------------------------
 

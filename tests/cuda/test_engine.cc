@@ -166,14 +166,16 @@ void check_background() {
   recorder::state().complete = false;
   CHECK_EQ(ranks.call(0, plan, true), 1);
   std::vector<std::string> log = recorder::take_log();
-  CHECK_EQ(log.size(), 5);
+  CHECK_EQ(log.size(), 6);
   CHECK(log[0].starts_with("record ") && log[0].ends_with(on(kUserStream)));
   const std::string before = log[0].substr(7, log[0].find(" on ") - 7);
   CHECK(log[1] == "wait for " + before + on(recorder::kOwnStream));
   CHECK(log[2].starts_with("copy ") && log[2].ends_with(on(recorder::kOwnStream)));
-  CHECK(log[3] == "launch" + on(recorder::kOwnStream));
-  const std::string done = log[4].substr(7, log[4].find(" on ") - 7);
-  CHECK(log[4].ends_with(on(recorder::kOwnStream)));
+  CHECK(log[3].starts_with("record ") && log[3].ends_with(on(recorder::kOwnStream)));
+  CHECK(log[4] == "launch" + on(recorder::kOwnStream));
+  CHECK_EQ(recorder::state().launches.back().grid[0], kBackgroundSms);
+  const std::string done = log[5].substr(7, log[5].find(" on ") - 7);
+  CHECK(log[5].ends_with(on(recorder::kOwnStream)));
   CHECK(!ranks.engines[0]->is_completed(1));
   CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
   CHECK(recorder::take_log() == std::vector<std::string>{"wait for " + done + on(kUserStream)});
@@ -244,7 +246,7 @@ void check_shared_launch() {
   CHECK_EQ(recorder::num_launches(), 1);
   const recorder::Launch launch = recorder::state().launches.back();
   CHECK(launch.stream == recorder::kOwnStream);
-  CHECK_EQ(launch.grid[0], kNumSms);
+  CHECK_EQ(launch.grid[0], kBackgroundSms);  // some are in the background
   CHECK_EQ(launch.grid[1], 3);
   CHECK(launch.args.states == ranks.launcher->state(0));
   for (int32_t r = 0; r < 3; ++r)

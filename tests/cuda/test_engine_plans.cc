@@ -244,11 +244,11 @@ void check_reductions() {
   device.mains = ranks.mains.data();
   device.main_types = 1;
   device.zero = false;
-  CHECK_EQ(ranks.engines[2]->reduce_on_device(device, false, kUserStream, {}), 1);
+  CHECK_EQ(ranks.engines[2]->reduce_on_device(device, true, kUserStream, {}), 1);
   const recorder::Launch launch = recorder::state().launches.back();
   CHECK(launch.kernel == recorder::kReduce);
   CHECK(launch.together);
-  CHECK_EQ(launch.grid[0], kNumSms);
+  CHECK_EQ(launch.grid[0], kBackgroundSms);
   CHECK_EQ(launch.grid[1], 3);
   CHECK_EQ(launch.block[0], uec::cuda::kReduceWarps * 32);
   CHECK_EQ(launch.shared_bytes, uec::cuda::reduce_shared_bytes(ranks.capacity()));
@@ -420,10 +420,20 @@ void check_banks() {
   CHECK(engine.wait_slots(epoch, {1}, kUserStream, {}));
   const auto words = reinterpret_cast<const uint64_t*>(ranks.state(1).slot_words);
   const auto at = reinterpret_cast<uint64_t>(words + plan.slots_per_rank + 1);
-  const std::vector<std::string> wanted{"wait for " + std::to_string(epoch + 1) + " at " +
-                                        std::to_string(at) + on(kUserStream)};
-  CHECK(recorder::take_log() == wanted);
+  const std::string wait =
+      "wait for " + std::to_string(epoch + 1) + " at " + std::to_string(at) + on(kUserStream);
+  CHECK(recorder::take_log() == std::vector<std::string>{wait});
   CHECK_EQ(engine.ready(1), at - sizeof(uint64_t));
+  // In the background: first for what was recorded right before the kernel.
+  engine.replicate_on_device(args, true, kUserStream, {});
+  const auto submitted = recorder::take_log();
+  const std::string begins =
+      *(std::find(submitted.begin(), submitted.end(), "launch" + on(recorder::kOwnStream)) - 1);
+  CHECK(begins.starts_with("record ") && begins.ends_with(on(recorder::kOwnStream)));
+  CHECK(engine.wait_slots(engine.epoch(), {1}, kUserStream, {}));
+  const auto waits = recorder::take_log();
+  CHECK_EQ(waits.size(), 2);
+  CHECK(waits[0] == "wait for " + begins.substr(7, begins.find(" on ") - 7) + on(kUserStream));
 
   // Without a bank, the slots of bank 0 are filled.
   args.bank = 0;

@@ -173,6 +173,10 @@ ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/
 
 # ---- far peers -----------------------------------------------------------------------------------
 
+ultraep_add_device_mutant(device_network_asked_about_near_flags FILE cuda/device/memory.cuh
+  FIND [[      if (is_far(rank)) far::acquire(flag(offset), seen);]]
+  REPLACE [[      far::acquire(flag(offset), seen);]])
+
 ultraep_add_device_mutant(device_far_flag_overtakes_its_bytes FILE cuda/device/mover.cuh
   FIND [[        far::fence();]]
   REPLACE [[]])
@@ -273,8 +277,8 @@ ultraep_add_device_mutant(device_residents_told_late PROGRAM test_ready
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_slot_told_early PROGRAM test_ready FILE cuda/device/slot_words.cuh
-  FIND [[all || memory.observe(call.layout.done(e.idx, e.peer)) == call.epoch.number;]]
-  REPLACE [[true;]])
+  FIND [[      is_complete = memory.observe(done) == call.epoch.number;]]
+  REPLACE [[      is_complete = true;]])
 
 ultraep_add_device_mutant(device_slots_not_released PROGRAM test_ready FILE cuda/device/wait.cuh
   FIND [[  release_slots(state);]]

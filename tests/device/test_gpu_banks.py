@@ -57,6 +57,30 @@ def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
     close_all(groups)
 
 
+def test_layers_of_one_bank_share_its_slots(engine: str) -> None:
+    """On a device the slots are mapped behind each layer's mains."""
+    groups = new_groups(2, engine=engine, banks=1, instances=True)
+    layers = [[group.empty_instances() for group in groups] for _ in range(3)]
+    count = E // 2
+    for epoch, layer in enumerate(layers, 1):
+        mains = [{name: t[:count] for name, t in own.items()} for own in layer]
+        for group in groups:
+            fill_weights(group, mains[group.rank], epoch)
+        assert replicate(groups, mains, plan_of([[4, 7], [0, -1]]), version=epoch) == 3
+        for group in groups:
+            check_slots(
+                group, {(0, 0, 0): (4, epoch), (0, 0, 1): (7, epoch), (0, 1, 0): (0, epoch)}
+            )
+            for shown in layers:
+                for name, tensor in shown[group.rank].items():
+                    assert torch.equal(raw_bytes(tensor[count:]), raw_bytes(group.slots[name]))
+    close_all(groups)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
 def test_a_restored_plan_moves_what_has_gone_since(engine: str) -> None:
     groups = new_groups(4, engine=engine)
     weights = filled_weights(groups, 0)

@@ -1,7 +1,10 @@
 // A kernel of a user's that waits for single slots (ready.cuh), beside the call that fills them:
 // examples/slot_by_slot, on the PTX machine as nvcc compiled it.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "../../examples/slot_by_slot/slot_gemm.h"
@@ -41,9 +44,9 @@ class Consumers : public EmulatedGroup {
   }
 
   // By the slots of `rank` that the plan fills, or by one of them. The outputs of those that were
-  // not there are 0.
+  // not there are 0. `blocks`: for each slot.
   std::vector<int32_t> run_consumer(int32_t rank, uint64_t number, uint64_t timeout_ns,
-                                    int32_t only = -1) {
+                                    int32_t only = -1, int32_t blocks = 1) {
     std::vector<int32_t> used;
     const int32_t slots = group().slots_per_rank;
     for (int32_t s = 0; s < slots; ++s)
@@ -60,16 +63,18 @@ class Consumers : public EmulatedGroup {
                   .num_tokens = kTokens,
                   .n = kN,
                   .k = k_,
-                  .blocks_per_slot = 1};
-    const emulation::Grid grid{.blocks = static_cast<int32_t>(used.size()),
+                  .blocks_per_slot = blocks};
+    const emulation::Grid grid{.blocks = static_cast<int32_t>(used.size()) * blocks,
                                .warps = 1,
                                .first_rank = rank,
+                               .together = blocks > 1,  // a persistent one
                                .beside = true};
     void* const one[] = {&args};
     uint64_t none = 0;  // of Triton's scratch memory
     void* const each[] = {&args.ready,  &args.slots,      &args.tokens, &args.out, &args.slots_used,
                           &args.number, &args.num_tokens, &args.n,      &args.k,   &none,
                           &none};
+    begun.fetch_add(1, std::memory_order_relaxed);
     emulation::launch(
         "slot_gemm", const_cast<void**>(kIsTriton ? each : one), grid, [&](std::byte*) {
           const int32_t at = used[uec::ptx::block_x()];
@@ -96,6 +101,14 @@ class Consumers : public EmulatedGroup {
   }
 
   void check_rank(int32_t) override {}  // the consumers do
+
+  // A call of one rank that is launched once `consumers` of them have been.
+  void launch_behind(uint32_t consumers, int32_t rank, int32_t blocks) {
+    while (begun.load(std::memory_order_relaxed) < consumers) Fibers::yield();
+    launch_ranks(blocks, rank, 1);
+  }
+
+  std::atomic<uint32_t> begun{0};  // consumers
 
  private:
   void gemm(const int8_t* weights, int32_t* out) const {
@@ -130,7 +143,7 @@ void check_beside_calls(uint32_t seed) {
     ranks.prepare_bank(bank, group.slot_expert);
     std::vector<std::vector<int32_t>> found(group.num_ranks);
     Fibers threads;
-    threads.spawn([&] { ranks.launch_apart(draw(random, 1, 2)); });
+    threads.spawn([&] { ranks.launch_apart(random, 2); });
     for (int32_t r = 0; r < group.num_ranks; ++r)
       threads.spawn([&, r] { found[r] = ranks.run_consumer(r, call, 0); });
     threads.wait();
@@ -191,10 +204,48 @@ void check_replays() {
   CHECK_EQ(ranks.ready(1)[0], uec::cuda::kGroupFailed);
 }
 
+// A call of each rank with so many blocks behind a GEMM that keeps so many multiprocessors until
+// its slot is there, or for `timeout_ns`: ranks of more than one number each.
+void check_beside_a_gemm(const std::vector<int32_t>& blocks, const std::vector<int32_t>& gemm,
+                         uint64_t timeout_ns) {
+  const auto count = static_cast<int32_t>(blocks.size());
+  PlanCase group = make_group(count, count, 1);
+  for (int32_t r = 0; r < count; ++r) CHECK(group.place((r + 1) % count, r));
+  Options options = small();
+  options.max_blocks = *std::max_element(blocks.begin(), blocks.end());
+  Consumers ranks(group, options);
+  ranks.prepare_bank(0, group.slot_expert);
+  std::vector<std::vector<int32_t>> found(count);
+  const auto consumers = static_cast<uint32_t>(count - std::count(gemm.begin(), gemm.end(), 0));
+  Fibers threads;
+  for (int32_t r = 0; r < count; ++r) {
+    threads.spawn([&, r] { ranks.launch_behind(consumers, r, blocks[r]); });
+    if (gemm[r] > 0)
+      threads.spawn([&, r] { found[r] = ranks.run_consumer(r, 1, timeout_ns, -1, gemm[r]); });
+  }
+  threads.wait();
+  ranks.check_states();
+  for (int32_t r = 0; r < count; ++r) {
+    if (timeout_ns == 0 && gemm[r] > 0) CHECK(found[r] == ranks.expected(r));
+    ranks.check_slots(r);
+  }
+}
+
+std::vector<int32_t> numbers(const char* list) {
+  std::vector<int32_t> found;
+  std::istringstream text(list);
+  for (std::string one; std::getline(text, one, ',');) found.push_back(std::stoi(one));
+  return found;
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   const Watchdog watchdog("a slot that is never there");
+  if (argc == 4) {
+    check_beside_a_gemm(numbers(argv[1]), numbers(argv[2]), std::stoull(argv[3]));
+    return 0;
+  }
   for (uint32_t seed = 0; seed < static_cast<uint32_t>(scaled(24)); ++seed)
     check_beside_calls(seed);
   if (!kIsTriton) check_what_is_there();

@@ -1,7 +1,8 @@
 """What the compiled kernels cost on the PTX machine: the budget of each critical path.
 
-``python tests/ptx/measure.py`` prints the table, ``--update`` also writes critical_path.json.
-Clocks A and B are clock_a.env and clock_b.env: times are estimates, counts are not.
+``python tests/ptx/measure.py`` prints the table, ``--update`` also writes critical_path.json, and
+``--blocks`` prints what transfers take with fewer and more blocks instead. Clocks A and B are
+clock_a.env and clock_b.env: times are estimates, counts are not.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ ROWS = {
     "reduce:2,2048,32,8,1": "gradients of 2 MiB from two, pull, 32 blocks of 8 adding warps",
     "reduce:2,2048,32,8,2": "gradients of 2 MiB from two, direct",
 }
+# What BACKGROUND_NUM_SMS is chosen from: transfers, with a place for the number of blocks.
+BLOCKS = (8, 16, 24, 32, 48, 64)
+BY_BLOCKS = {
+    "fan_out:1,24576,{},16,0": "24 MiB to one replica, push",
+    "fan_out:2,24576,{},16,0": "24 MiB to two",
+    "planned:8,32,12288,{},16,0,0": "replicas of 12 MiB, 8/32/2",
+    "reduce:2,4096,{},16,1": "gradients of 4 MiB from two, pull",
+}
+LINKS = (710, 370)  # GB/s one way: NVL72 under load; NVLink 4, of H100 and H200
 
 
 def nvcc_version() -> str:
@@ -55,11 +65,18 @@ def nvcc_version() -> str:
     return re.findall(r"release ([\d.]+)", text)[0]
 
 
-def measure(machine: PtxMachine, clock: str, rows: Sequence[str] = tuple(ROWS)) -> dict[str, Any]:
-    """Return the machine's report of each row."""
+def measure(
+    machine: PtxMachine, clock: str, rows: Sequence[str] = tuple(ROWS), gbps: int | None = None
+) -> dict[str, Any]:
+    """Return the machine's report of each row; ``gbps``: of links, if not the clock's."""
+    costs = HERE / f"clock_{clock}.env"
+    if gbps is not None:
+        rate = round(gbps * int(costs_of(clock)["LINK_BYTES"]) / link_gbps(clock))
+        text = re.sub("(?m)^LINK_BYTES=.*", f"LINK_BYTES={rate}", costs.read_text())
+        costs = machine.folder / "ptx" / f"clock_{clock}_{gbps}.env"
+        costs.write_text(text)
     outcome = machine.run(
-        [machine.folder / "ptx" / "ptx_measure", *rows],
-        UEC_PTX_COSTS=str(HERE / f"clock_{clock}.env"),
+        [machine.folder / "ptx" / "ptx_measure", *rows], UEC_PTX_COSTS=str(costs), timeout=900
     )
     assert outcome.status == 0, outcome.text
     reports = [json.loads(line) for line in outcome.text.splitlines()]
@@ -74,9 +91,14 @@ def forwards(found: dict[str, Any], clock: str) -> float:
 
 def link_gbps(clock: str) -> float:
     """Return what a clock's links carry."""
-    lines = (HERE / f"clock_{clock}.env").read_text().splitlines()
-    values = dict(line.split("#")[0].split("=") for line in lines if line[:1].isupper())
+    values = costs_of(clock)
     return int(values["LINK_BYTES"]) * int(values["MHZ"]) / 1e3
+
+
+def costs_of(clock: str) -> dict[str, str]:
+    """Return a clock's constants."""
+    lines = (HERE / f"clock_{clock}.env").read_text().splitlines()
+    return dict(line.split("#")[0].split("=") for line in lines if line[:1].isupper())
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
@@ -129,10 +151,25 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def blocks_table(machine: PtxMachine) -> str:
+    """Return the microseconds of BY_BLOCKS under clock A, by blocks of a rank."""
+    lines = ["GB/s" + "".join(f"{blocks:8d}" for blocks in BLOCKS) + "  blocks; us of"]
+    for gbps in LINKS:
+        for row, title in BY_BLOCKS.items():
+            found = measure(machine, "a", [row.format(blocks) for blocks in BLOCKS], gbps)
+            times = "".join(f"{report['us']:8.1f}" for report in found.values())
+            lines.append(f"{gbps:4d}{times}  {title}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--update", action="store_true", help=f"write {BUDGET.name}")
+    parser.add_argument("--blocks", action="store_true", help="by the number of blocks instead")
     options = parser.parse_args()
+    if options.blocks:
+        print(blocks_table(PtxMachine(CppBuild())))
+        return
     found = measure_all(PtxMachine(CppBuild()))
     print(table(found))
     if options.update:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from measure import BUDGET, CLOCKS, ROWS, measure, nvcc_version, summary
-from ptx_machine import PROGRAMS, RACE_FREE, VIOLATED, PtxMachine
+from ptx_machine import PROGRAMS, RACE_FREE, TRAPPED, VIOLATED, Outcome, PtxMachine
+
+from ultraep_comm.engines.cuda.kernels import BACKGROUND_NUM_SMS, DEFAULT_NUM_SMS
 
 TOLERANCE = 0.1
 TIMES = ("us", "prepare_call_us")
@@ -33,6 +35,53 @@ def test_a_kernel_of_a_user_waits_for_its_slots(machine: PtxMachine, tmp_path: P
     weaker.write_text(before + own.replace("ld.acquire.gpu", "ld.relaxed.gpu") + after)
     outcome = machine.run_program("ready", weaker)
     assert outcome.status == VIOLATED, outcome.text
+
+
+SMS = 72  # of a device
+GEMM = SMS - BACKGROUND_NUM_SMS  # that a persistent kernel keeps until its slots are filled
+
+
+def run_beside(
+    machine: PtxMachine, blocks: tuple[int, ...], gemm: tuple[int, ...], timeout_ns: int = 0
+) -> Outcome:
+    """Call on each rank, with so many blocks, behind a GEMM on so many multiprocessors."""
+    program = machine.folder / "test_device_ready"
+    arguments = [",".join(map(str, blocks)), ",".join(map(str, gemm)), str(timeout_ns)]
+    return machine.run(
+        [program, *arguments], machine.with_example(), UEC_PTX_MULTIPROCESSORS=str(SMS)
+    )
+
+
+@pytest.mark.builds("cpu", "ptx", "ptx_example_90")
+@pytest.mark.parametrize(
+    "blocks,gemm",
+    [
+        ((BACKGROUND_NUM_SMS,) * 3, (GEMM,) * 3),
+        ((BACKGROUND_NUM_SMS,) * 3, (GEMM, 0, 0)),
+        ((BACKGROUND_NUM_SMS, DEFAULT_NUM_SMS, DEFAULT_NUM_SMS), (GEMM, 0, 0)),
+    ],
+    ids=["on-every-rank", "on-one", "on-the-one-that-calls-in-the-background"],
+)
+def test_a_background_call_runs_beside_a_gemm(
+    machine: PtxMachine, blocks: tuple[int, ...], gemm: tuple[int, ...]
+) -> None:
+    outcome = run_beside(machine, blocks, gemm)
+    assert outcome.status == RACE_FREE, outcome.text
+
+
+@pytest.mark.builds("cpu", "ptx", "ptx_example_90")
+def test_one_block_more_than_there_is_room_for_starts_none(machine: PtxMachine) -> None:
+    blocks = (BACKGROUND_NUM_SMS + 1, BACKGROUND_NUM_SMS, BACKGROUND_NUM_SMS)
+    outcome = run_beside(machine, blocks, (GEMM, 0, 0))
+    assert outcome.status == TRAPPED, outcome.text
+    assert "stuck: " in outcome.text
+    assert "block (0, 0)" in outcome.text
+
+
+@pytest.mark.builds("cpu", "ptx", "ptx_example_90")
+def test_peers_wait_while_a_kernel_fills_a_device(machine: PtxMachine) -> None:
+    outcome = run_beside(machine, (BACKGROUND_NUM_SMS,) * 3, (SMS, 0, 0), timeout_ns=3_000_000)
+    assert outcome.status == RACE_FREE, outcome.text
 
 
 @pytest.mark.builds("asan")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faults import EXPLAINED, KINDS, Fault, Kernels, programs_of
-from ptx_machine import RACE_FREE, PtxMachine
+from ptx_machine import RACE_FREE, VIOLATED, PtxMachine
 
 pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90", "ptx_example_90")
 
@@ -62,6 +62,20 @@ def test_every_fault_is_caught_or_explained(
     assert len(faults) >= 60
     say(f"{len(faults)} faults planted, {len(every) - len(faults)} explained")
     check(machine, kernels, faults, tmp_path, say)
+
+
+@pytest.mark.parametrize("name", ["replicate", "load"])
+def test_what_a_network_card_wrote_is_ordered_by_its_library(
+    machine: PtxMachine, tmp_path: Path, name: str
+) -> None:
+    """An acquire of the flag orders nothing."""
+    wait = r"call\.uni \(retval0\),\s*nvshmem_signal_wait_until,[^;]*;"
+    text, count = re.subn(wait, "", machine.kernels().read_text())
+    assert count > 0
+    faulty = tmp_path / "acquired.ptx"
+    faulty.write_text(text)
+    outcome = machine.run_program(name, faulty, UEC_PTX_STOP="1")
+    assert outcome.status == VIOLATED, outcome.text
 
 
 def test_each_explanation_is_of_a_fault(kernels: Kernels) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from fake_bindings import FakeBindings
 
 import ultraep_comm as uec
 from ultraep_comm import _core
@@ -65,6 +66,7 @@ class EmulatedDevice:
             for name in _core.cuda_driver_names()
         }
         self.driver = _core.CudaDriver(addresses)
+        self.bindings = FakeBindings()
         self._streams = 1
         self._threads = threading.local()
         self._memory: list[torch.Tensor] = []

@@ -126,13 +126,13 @@ mutant(opening_shared_by_workers simulation/ranks.cc
 # ---- gates -------------------------------------------------------------------------------------
 
 mutant(missing_open core/transfer/stripe.hpp
-  FIND [[    if (memory_.observe(open) == record) return Verdict::kArrived;
+  FIND [[    if (memory_.observe(open) == record) return arrived(memory_, r, open, record);
     const Verdict called =]]
   REPLACE [[    if (memory_.observe(call_.layout.call(r)) == record) return Verdict::kArrived;
     const Verdict called =]])
 
 mutant(call_unseen core/transfer/stripe.hpp
-  FIND [[    if (memory_.observe(open) == record) return Verdict::kArrived;
+  FIND [[    if (memory_.observe(open) == record) return arrived(memory_, r, open, record);
     const Verdict called =]]
   REPLACE [[    if (memory_.observe(open) >> 32 == record >> 32) return Verdict::kArrived;
     const Verdict called =]])
@@ -163,7 +163,7 @@ mutant(ready_ignored core/transfer/fetcher.hpp
     return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]])
 
 mutant(digest_unchecked core/transfer/protocol.hpp
-  FIND [[  if (seen.word == epoch.record.word) return Verdict::kArrived;
+  FIND [[  if (seen.word == epoch.record.word) return arrived(memory, rank, call_offset, seen.word);
   Fault found]]
   REPLACE [[  if (seen.ahead_of(epoch.number) == 0) return Verdict::kArrived;
   Fault found]])
@@ -216,13 +216,13 @@ mutant(epoch_reused simulation/ranks.cc
   REPLACE [[  call.epoch = {case_.first_epoch + r.call / 2, made.record};]])
 
 mutant(older_epoch_accepted core/transfer/protocol.hpp
-  FIND [[  if (*seen == epoch.number) return Verdict::kArrived;
+  FIND [[  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   if constexpr]]
   REPLACE [[  if (*seen != 0) return Verdict::kArrived;
   if constexpr]])
 
 mutant(epoch_of_32_bits core/transfer/protocol.hpp
-  FIND [[  if (*seen == epoch.number) return Verdict::kArrived;
+  FIND [[  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   if constexpr]]
   REPLACE [[  if (static_cast<uint32_t>(*seen) == static_cast<uint32_t>(epoch.number))
     return Verdict::kArrived;
@@ -324,7 +324,7 @@ mutant(skipped_tail core/schedule/tiles.hpp
 
 mutant(flag_not_read_again core/transfer/protocol.hpp
   FIND [[  *seen = memory.observe(offset);
-  if (*seen == epoch.number) return Verdict::kArrived;
+  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   *fault = suspicion;]]
   REPLACE [[  *fault = suspicion;]])
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ultraep_comm import env
 from ultraep_comm.errors import (
     BootstrapError,
     OutOfSharedMemoryError,
@@ -111,9 +112,14 @@ class TorchMemory:
     def rendezvous(
         self, tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[list[int], object]:
-        """Rendezvous under the group's name; torch finds the group's store by it."""
+        """Rendezvous under the group's name; torch finds the group's store by it.
+
+        Without the multicast object that torch would bind the memory to where GPUs report it: no
+        kernel uses it, and where the driver refuses it after all, the rendezvous would fail.
+        """
         self.met += 1
-        handle = self._module.rendezvous(tensor, group.group_name)
+        with env.without_multicast():
+            handle = self._module.rendezvous(tensor, group.group_name)
         if handle is None:
             raise RuntimeError("torch does not know the memory that it allocated")
         return [int(pointer) for pointer in handle.buffer_ptrs], handle

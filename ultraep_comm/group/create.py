@@ -79,7 +79,8 @@ def new_group(
         timeout: limit of every wait in seconds; 0: no limit. None: the process group's timeout
             until every rank of a plan has called, then 30 s.
         num_sms: workers per rank: threads (None: the machine's cores divided by its ranks) or
-            blocks on the GPU (None: 64, or all multiprocessors if there are fewer).
+            blocks on the GPU (None: 64, or 24 in a call with ``async_op=True``; or all
+            multiprocessors if there are fewer). Ranks may differ.
         tile_bytes: unit of the transfer, a power of two; on the CUDA engine 16384 or 32768.
         check: compare every slot with its main instance after each transfer, on the host engine;
             None: ULTRAEP_CHECK, else False. The same on every rank.

@@ -148,8 +148,10 @@ class DeliveryPolicy {
 //                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
 //   bool asks_why()                         optional: whether to look, this time, for a reason why
-//   a
-//                                           flag has not come
+//                                           a flag has not come
+//   void acquire_from(rank, offset, seen)   optional: a flag that `rank` writes shows what was
+//                                           waited for; an observe alone does not order what came
+//                                           before it there
 // and for counters in this rank's private memory, shared by its workers:
 //   int32_t arrive(Delivered, int32_t*, n)  adds n, acquire-release; returns what there is then
 //
@@ -198,6 +200,14 @@ UEC_HD inline Fault blame(CallRecord seen, const Epoch& epoch) {
   return ahead >= 0 ? Fault::kMismatch : Fault::kNone;
 }
 
+// What was waited for has been seen in a flag that `rank` writes.
+template <class Memory>
+UEC_HD Verdict arrived(Memory& memory, int32_t rank, int64_t offset, uint64_t seen) {
+  if constexpr (requires { memory.acquire_from(rank, offset, seen); })
+    memory.acquire_from(rank, offset, seen);
+  return Verdict::kArrived;
+}
+
 // Whether `rank` is in the same call as we are: the gate for storing to it or loading from it.
 // Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
 // digest. A peer that owes us its record but is beyond this epoch has made a different call.
@@ -205,7 +215,7 @@ template <class Memory>
 UEC_HD Verdict judge_call(Memory& memory, int64_t call_offset, int32_t rank, const Epoch& epoch,
                           Fault* fault) {
   const CallRecord seen{memory.observe(call_offset)};
-  if (seen.word == epoch.record.word) return Verdict::kArrived;
+  if (seen.word == epoch.record.word) return arrived(memory, rank, call_offset, seen.word);
   Fault found = blame(seen, epoch);
   if (found == Fault::kNone) {
     if (!memory.peer_gone(rank)) return Verdict::kWaiting;
@@ -224,7 +234,7 @@ template <class Memory>
 UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, int32_t rank,
                           const Epoch& epoch, Fault* fault, uint64_t* seen) {
   *seen = memory.observe(offset);
-  if (*seen == epoch.number) return Verdict::kArrived;
+  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   if constexpr (requires { memory.asks_why(); })
     if (!memory.asks_why()) return Verdict::kWaiting;
   const CallRecord record{memory.observe(call_offset)};
@@ -232,7 +242,7 @@ UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, i
   if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;
   if (suspicion == Fault::kNone) return Verdict::kWaiting;
   *seen = memory.observe(offset);
-  if (*seen == epoch.number) return Verdict::kArrived;
+  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   *fault = suspicion;
   return Verdict::kFault;
 }

@@ -284,11 +284,11 @@ class OwnStripe {
   UEC_HD Verdict judge_open(int32_t r, Fault* fault) {
     const int64_t open = call_.layout.open(r);
     const uint64_t record = call_.epoch.record.word;
-    if (memory_.observe(open) == record) return Verdict::kArrived;
+    if (memory_.observe(open) == record) return arrived(memory_, r, open, record);
     const Verdict called = judge_call(memory_, call_.layout.call(r), r, call_.epoch, fault);
     if (called != Verdict::kArrived) return called;
     if (!memory_.peer_gone(r)) return Verdict::kWaiting;
-    if (memory_.observe(open) == record) return Verdict::kArrived;
+    if (memory_.observe(open) == record) return arrived(memory_, r, open, record);
     *fault = Fault::kGone;
     return Verdict::kFault;
   }

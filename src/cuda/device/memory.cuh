@@ -61,10 +61,13 @@ class DeviceMemory {
 
   // Acquire at system scope, on the flag itself.
   UEC_DEVICE uint64_t observe(int64_t offset) const {
-    const uint64_t seen = ptx::load_acquire_system(flag(offset));
-    // A network card's writes are ordered by NVSHMEM's own wait, not by an acquire.
-    if constexpr (kFar) far::acquire(flag(offset), seen);
-    return seen;
+    return ptx::load_acquire_system(flag(offset));
+  }
+  // A network card's writes are ordered by NVSHMEM's own wait, not by an acquire. That may ask its
+  // proxy on the host, so it is for what far peers have written, and not for each look.
+  UEC_DEVICE void acquire_from(int32_t rank, int64_t offset, uint64_t seen) const {
+    if constexpr (kFar)
+      if (is_far(rank)) far::acquire(flag(offset), seen);
   }
 
   // Release at system scope, on the flag itself. The token says that a thread of this warp, or one
@@ -101,10 +104,11 @@ class DeviceMemory {
   UEC_DEVICE uint64_t* flag(int32_t rank, int64_t offset) const {
     return reinterpret_cast<uint64_t*>(block_.call.addresses.bases[rank] + offset);
   }
-  // Of a far peer.
+  UEC_DEVICE bool is_far(int32_t rank) const {
+    return kFar && block_.call.addresses.bases[rank] == nullptr;
+  }
   UEC_DEVICE bool signals(int32_t rank, int64_t offset, uint64_t value) const {
-    if constexpr (!kFar) return false;
-    if (block_.call.addresses.bases[rank] != nullptr) return false;
+    if (!is_far(rank)) return false;
     far::signal(flag(offset), value, pe_of(*block_.state, rank));
     return true;
   }

@@ -11,8 +11,8 @@
 // words on the stream before the call (group.bank(i).ready.zero_()), and wait for 0.
 //
 // A call's blocks begin together, so a kernel that waits must not keep them from the device: leave
-// room for the group's num_sms blocks, or have its stream wait for one slot, work.wait(slots=[s]):
-// then the call has begun.
+// room for the call's blocks (24, or num_sms), or have its stream wait for one slot,
+// work.wait(slots=[s]): then the call has begun.
 //
 // Compile with -I<ultraep_comm.get_include()>, for sm_90 or later.
 #pragma once

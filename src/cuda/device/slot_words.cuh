@@ -47,7 +47,10 @@ UEC_APART void tell_filled(const BlockCall& block, int32_t slots, uint64_t* word
       const Expected& e = call.work.expected[i];
       if (e.kind != Expected::kDone || e.idx != s) continue;
       is_filled = true;
-      is_complete = all || memory.observe(call.layout.done(e.idx, e.peer)) == call.epoch.number;
+      if (all) continue;
+      const int64_t done = call.layout.done(e.idx, e.peer);
+      is_complete = memory.observe(done) == call.epoch.number;
+      if (is_complete) arrived(memory, e.peer, done, call.epoch.number);
     }
     // Release: pairs with wait_slot(). Every sender's stores have come before its `done`.
     if (is_filled && is_complete) ptx::store_release_device(words + s, number);

@@ -21,6 +21,7 @@ struct FakeMemory {
 
   std::map<int64_t, std::deque<uint64_t>> words;
   bool gone = false;
+  int acquires = 0;
 
   uint64_t observe(int64_t offset) {
     auto& values = words[offset];
@@ -30,6 +31,11 @@ struct FakeMemory {
     return value;
   }
   bool peer_gone(int32_t) const { return gone; }
+  void acquire_from(int32_t rank, int64_t offset, uint64_t seen) {
+    CHECK_EQ(rank, 3);
+    CHECK_EQ(words[offset].front(), seen);
+    ++acquires;
+  }
 };
 
 constexpr int64_t kCall = 128, kFlag = 256;
@@ -89,6 +95,7 @@ Judged judge_call(std::deque<uint64_t> record, uint64_t number, bool gone = fals
   FakeMemory memory{{{kCall, std::move(record)}}, gone};
   Judged judged{Verdict::kWaiting, Fault::kNone};
   judged.verdict = uec::judge_call(memory, kCall, 3, epoch_of(number), &judged.fault);
+  CHECK_EQ(memory.acquires, judged.verdict == Verdict::kArrived);  // not at each look
   CHECK_EQ(judged.verdict == Verdict::kFault, judged.fault != Fault::kNone);
   return judged;
 }
@@ -120,6 +127,7 @@ Judged judge_flag(std::deque<uint64_t> flag, std::deque<uint64_t> record, uint64
   judged.verdict = uec::judge_flag(memory, kFlag, kCall, 3, epoch_of(number), &judged.fault, &seen);
   CHECK_EQ(judged.verdict == Verdict::kFault, judged.fault != Fault::kNone);
   CHECK_EQ(judged.verdict == Verdict::kArrived, seen == number);
+  CHECK_EQ(memory.acquires, seen == number);
   return judged;
 }
 

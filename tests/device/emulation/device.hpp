@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -188,6 +189,15 @@ struct Network {
     static Network network;
     return network;
   }
+  // A flag's new value, by a signal, and the last one.
+  UEC_UNSEEN void set(uint64_t* flag, uint64_t value) {
+    signals_[flag] = value;
+    std::atomic_ref(*flag).store(value, std::memory_order_release);
+  }
+  UEC_UNSEEN uint64_t signalled(const uint64_t* flag) const {
+    const auto found = signals_.find(flag);
+    return found == signals_.end() ? 0 : found->second;
+  }
   // What `symmetric`, in this rank's memory, is called on a peer.
   uint8_t* translate(const void* symmetric, int32_t pe) const {
     const auto* const at = static_cast<const uint8_t*>(symmetric);
@@ -195,6 +205,9 @@ struct Network {
       if (at >= base && at < base + bytes) return bases[pe] + (at - base);
     violate("a put to memory that is not symmetric");
   }
+
+ private:
+  std::map<const uint64_t*, uint64_t> signals_;  // by flag
 };
 
 // A slow one arrives when its warp waits for it, or when nothing else goes on. A quick one that

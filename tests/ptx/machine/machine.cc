@@ -67,6 +67,7 @@ Options Options::read() {
   options.costs = variable("UEC_PTX_COSTS");
   options.seed = static_cast<uint64_t>(number("UEC_PTX_SEED", 1));
   options.resident = number("UEC_PTX_RESIDENT", 0);
+  options.multiprocessors = static_cast<uint32_t>(number("UEC_PTX_MULTIPROCESSORS", 0));
   options.holes = variable("UEC_PTX_HOLES");
   return options;
 }
@@ -135,6 +136,7 @@ Grid* Machine::begin(const PtxLaunch& launch) {
   g.dynamic_shared = launch.shared_bytes;
   g.first_rank = launch.first_rank;
   g.is_beside = launch.beside != 0;
+  g.is_together = launch.together != 0;
   if (g.threads == 0 || g.threads > 1024) trap(g.kernel + ": blocks of 1 to 1024 threads");
   g.params.resize(g.function->entry_bytes + 64);
   for (size_t k = 0; k < g.function->entry_params.size(); ++k) {
@@ -174,7 +176,7 @@ Grid* Machine::begin(const PtxLaunch& launch) {
 bool Machine::advance(Grid* grid) {
   const std::lock_guard lock(mutex_);
   for (const auto& g : grids_)
-    if (g->admitted == 0) admit(*g);
+    if (g->admitted < g->blocks.size()) admit(*g);
   if (!grid->done) {
     if (options_.timed())
       slice_in_time();
@@ -223,17 +225,27 @@ void Machine::order_behind_stream(Grid& g) {
   }
 }
 
+bool Machine::has_room(uint32_t device, size_t blocks) {
+  return options_.multiprocessors == 0 || busy_[device] + blocks <= options_.multiprocessors;
+}
+
+// In the order of the launches, but one that has no room holds up nobody.
 void Machine::admit(Grid& g) {
-  if (g.origins.empty()) order_behind_stream(g);
   const auto of_cluster = static_cast<size_t>(g.function->cluster_blocks);
+  if (g.admitted == 0 && g.is_together)
+    for (uint32_t y = 0; y < g.blocks_y; ++y)
+      if (!has_room(g.blocks[y * g.blocks_x]->device, g.blocks_x)) return;
+  if (g.origins.empty()) order_behind_stream(g);
   while (g.admitted < g.blocks.size() &&
-         g.running + of_cluster <= std::max<size_t>(g.resident, of_cluster))
+         g.running + of_cluster <= std::max<size_t>(g.resident, of_cluster) &&
+         has_room(g.blocks[g.admitted]->device, of_cluster))
     for (size_t i = 0; i < of_cluster; ++i) admit_block(*g.blocks[g.admitted++]);
 }
 
 void Machine::admit_block(Block& block) {
   Grid& g = *block.grid;
   ++g.running;
+  ++busy_[block.device];
   block.shared_bytes = module_.dynamic_shared_at() + g.dynamic_shared;
   const size_t bytes = (block.shared_bytes + 2047) / 1024 * 1024;
   block.shared = static_cast<uint8_t*>(std::aligned_alloc(1024, bytes));
@@ -339,6 +351,7 @@ void Machine::end_of_block(Block& block) {
   block.ended = true;
   Grid& g = *block.grid;
   --g.running;
+  --busy_[block.device];
   ++g.finished;
   for (const auto& w : block.warps)
     for (const Lane& lane : w->lanes) {

@@ -33,7 +33,9 @@ struct Options {
                          // time, without one it checks orders under random schedules.
   uint64_t seed = 1;     // $UEC_PTX_SEED
   int64_t resident = 0;  // $UEC_PTX_RESIDENT: blocks of a grid at a time; 0: drawn for each grid
-  std::string holes;     // $UEC_PTX_HOLES: file:line,... that copy memory with holes
+  uint32_t multiprocessors =
+      0;              // $UEC_PTX_MULTIPROCESSORS of each rank, a block on each; 0: enough
+  std::string holes;  // $UEC_PTX_HOLES: file:line,... that copy memory with holes
   static Options read();
   bool timed() const { return !costs.empty(); }
 };
@@ -201,7 +203,8 @@ struct Grid {
   uint32_t blocks_x = 1, blocks_y = 1, threads = 32;
   int64_t dynamic_shared = 0;
   int32_t first_rank = 0;
-  bool is_beside = false;  // others on its device
+  bool is_beside = false;    // others on its device
+  bool is_together = false;  // all its blocks begin at once
   std::vector<uint8_t> params;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Cluster>> clusters;
@@ -334,6 +337,7 @@ class Machine {
 
   // ---- machine.cc: grids and turns
   void order_behind_stream(Grid& grid);
+  bool has_room(uint32_t device, size_t blocks);
   void admit(Grid& grid);
   void admit_block(Block& block);
   void add_warp(Block& block, uint32_t in_block);
@@ -513,6 +517,7 @@ class Machine {
 
   uint64_t steps_ = 0, changed_at_ = 0, idle_ = 0, elapsed_ns_ = 0;
   uint32_t num_blocks_ = 0;
+  std::map<uint32_t, uint32_t> busy_;  // multiprocessors, by device
 
   // Cycles.
   struct Due {

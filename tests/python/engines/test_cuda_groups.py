@@ -15,7 +15,7 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda import kernels as kernels_module
-from ultraep_comm.engines.cuda.kernels import choose_num_sms
+from ultraep_comm.engines.cuda.kernels import choose_background_sms, choose_num_sms
 from ultraep_comm.model import MACHINES
 
 E, S = 6, 2
@@ -204,6 +204,18 @@ def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
         _groups(9)
 
 
+@pytest.mark.parametrize(("num_sms", "blocks"), [(None, (64, 24)), (40, (40, 40))])
+def test_a_call_in_the_background_has_fewer_blocks_unless_told(
+    device: FakeDevice, num_sms: int | None, blocks: tuple[int, int]
+) -> None:
+    (group,) = groups = _groups(1, num_sms=num_sms)
+    plan = uec.Plan.from_slots([[-1, -1]], num_experts=E)
+    for async_op in (False, True):
+        uec.replicate_experts(make_weights(group), plan, group=group, async_op=async_op)
+    assert device.grids == [(count, 1) for count in blocks]
+    close_all(groups)
+
+
 def test_blocks_that_the_device_does_not_hold_are_refused(device: FakeDevice) -> None:
     """By what the driver says of the kernels, before anything is allocated."""
     device.num_sms, device.blocks_per_sm = 8, {"ultraep_replicate": 0}
@@ -230,6 +242,7 @@ def test_nothing_waits_for_the_whole_device(device: FakeDevice) -> None:
 def test_blocks_of_a_rank_by_default(on_device: int, num_ranks: int, blocks: int) -> None:
     device = FakeDevice(num_sms=on_device)
     assert choose_num_sms(None, device, num_ranks) == blocks
+    assert choose_background_sms(None, blocks) == min(blocks, 24)
     assert MACHINES["nvl72"].num_sms == choose_num_sms(None, FakeDevice(), 1)  # as predicted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import types
 from pathlib import Path
@@ -28,7 +29,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
-from ultraep_comm.engines.cuda import make
+from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.fabrics import torch_memory
 from ultraep_comm.fabrics.torch_memory import TorchMemory
 
@@ -36,6 +37,7 @@ E, S = 6, 2
 EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
 PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
 NO_GPU = not torch.cuda.is_available()
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def _new_group(
@@ -71,10 +73,14 @@ def _new_group(
 
 
 def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> None:
+    """In each call some ranks are in the background, and have other numbers of blocks."""
     device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    device.num_sms = 2 + rank
     num_ranks = dist.get_world_size(process_group)
-    options = {"expert": MIXED, "num_sms": 2, "timeout": 60.0}
-    group = _new_group(process_group, memory, device, fabric="torch", **options)
+    options = {"expert": MIXED, "timeout": 60.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BACKGROUND_NUM_SMS", 1)
+        group = _new_group(process_group, memory, device, fabric="torch", **options)
     assert group.topology.domain.tolist() == [0] * num_ranks
     weights, epoch = group.empty_weights(), 0
     plans = [fan_out_plan(num_ranks, E, S), random_plan(3, num_ranks, E, S)]
@@ -83,9 +89,10 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
             epoch += 1
             fill_weights(group, weights, epoch)
             clear_slots(group)
-            work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=True)
-            assert work is not None
-            work.synchronize()
+            async_op = (rank + epoch) % 2 == 0
+            work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=async_op)
+            assert (work is not None) == async_op
+            device.settle()
             assert wrong_bytes(group, plan, epoch) == 0, (rank, mode)
     load = uec.gather_load(torch.tensor([[rank, 0]]), group=group)
     assert load.sum(dim=1).tolist() == [2] * num_ranks
@@ -464,7 +471,22 @@ class FakeModule(types.ModuleType):
 
     def rendezvous(self, tensor: torch.Tensor, group_name: str) -> Any:
         self.log.append(group_name)
+        self.multicast = os.environ[NO_MULTICAST]
         return types.SimpleNamespace(buffer_ptrs=[16, 0]) if group_name == "5" else None
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
+def test_memory_is_not_bound_to_a_multicast_object(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    """Unless the user says otherwise; other code's memory is not concerned."""
+    monkeypatch.setenv(NO_MULTICAST, given or "")  # which puts back what was there
+    if given is None:
+        monkeypatch.delenv(NO_MULTICAST)
+    module, group = FakeModule(None), types.SimpleNamespace(group_name="5")
+    TorchMemory(module).rendezvous(torch.empty(1), group)  # type: ignore[arg-type]
+    assert module.multicast == found
+    assert os.environ.get(NO_MULTICAST) == given
 
 
 def test_torch_is_asked_for_memory_of_its_own() -> None:

@@ -51,6 +51,7 @@ class Device(Protocol):
         cuda_major: CUDA major version of the Python bindings.
         context: CUDA context to make current around driver calls; 0: none.
         driver: addresses of the driver's functions.
+        bindings: the module ``cuda.bindings.driver``.
     """
 
     torch_device: torch.device
@@ -61,6 +62,7 @@ class Device(Protocol):
     cuda_major: int
     context: int
     driver: _core.CudaDriver
+    bindings: Any
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 device memory, already zeroed: usable from every stream."""

@@ -57,6 +57,7 @@ class SharedLauncher:
         first_rank: int,
         num_ranks: int,
         num_sms: int,
+        background_sms: int,
     ) -> None:
         stream, stream_owner = device.new_stream()
         captured_stream, captured_owner = device.new_stream()
@@ -76,6 +77,7 @@ class SharedLauncher:
             first_rank=first_rank,
             num_ranks=num_ranks,
             num_sms=num_sms,
+            background_sms=background_sms,
             config=config,
         )
         blocks_per_sm = _translated(launcher_config.blocks_per_multiprocessor)

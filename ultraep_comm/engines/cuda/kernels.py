@@ -184,6 +184,9 @@ def check_info(
 # With 4 tile buffers each they keep 256 tiles in flight. By the model (docs/model.md), with half as
 # many, tiles for a rank that imports two experts delay its senders' tiles for other ranks.
 DEFAULT_NUM_SMS = 64
+# With async_op=True: so few find room beside a GEMM, which starts none of them before there is room
+# for all. docs/engines.md has what fewer and more cost.
+BACKGROUND_NUM_SMS = 24
 PLAN_WARPS = 16  # at most; each runs its own probes, so two rounds suffice. Not measured
 NOTICE = "ultraep_replicate_notice"
 REDUCE = "ultraep_reduce"
@@ -344,6 +347,11 @@ def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
             f" {device.num_sms} multiprocessors; expected at most {most}, or fewer ranks"
         )
     return wanted
+
+
+def choose_background_sms(given: int | None, num_sms: int) -> int:
+    """Return the same for calls with ``async_op=True``: a ``given`` number is for all calls."""
+    return num_sms if given is not None else min(num_sms, BACKGROUND_NUM_SMS)
 
 
 def check_residency(num_sms: int, device: Device, ranks_here: int, blocks_per_sm: int) -> None:

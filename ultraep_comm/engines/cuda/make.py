@@ -17,12 +17,14 @@ from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
     GroupKernels,
+    choose_background_sms,
     choose_num_sms,
     choose_tile_bytes,
     load_kernels,
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
 from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
 from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
@@ -35,7 +37,6 @@ from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
 T = TypeVar("T")
 PROBE_BYTES = 128
-PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
 
 # Of the cost model where all ranks share one GPU: `bench calibrate` on an H100 80 GB, 4 ranks.
@@ -320,6 +321,7 @@ def _make_one(
             first_rank=meeting.rank,
             num_ranks=1,
             num_sms=num_sms,
+            background_sms=choose_background_sms(options.num_sms, num_sms),
         ),
     )
 
@@ -384,15 +386,28 @@ def make_loopback_parts(
     tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)
     for config in configs:
         config.tile_bytes = tile_bytes
+    num_sms = choose_num_sms(options.num_sms, device, num_ranks)
     shared = SharedLauncher(
         device,
         GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,
-        num_sms=choose_num_sms(options.num_sms, device, num_ranks),
+        num_sms=num_sms,
+        background_sms=choose_background_sms(options.num_sms, num_sms),
     )
-    memory = LoopbackMemory(num_ranks, device.allocate)
+    layout = _core.EngineLayout(configs[0])
+
+    def allocate_for_rank(num_bytes: int) -> torch.Tensor:
+        if not options.instances or num_bytes != layout.total_bytes:
+            return device.allocate(num_bytes)
+        held = [*options.segments.values()] * options.banks
+        held += [*options.grads.values()] * options.grad_banks
+        offsets = [*layout.slot_offset, *layout.grad_offset]
+        sizes = [topology.slots_per_rank * segment.nbytes for segment in held]
+        return allocate(device, num_bytes, offsets, sizes)
+
+    memory = LoopbackMemory(num_ranks, allocate_for_rank)
     return [
         make_parts(
             rank,

@@ -1,9 +1,7 @@
 """Virtual memory of a device: slots that appear behind other mains once more.
 
-Never run on a device: it follows the driver's documentation, and a fake driver in the tests.
-
-``cuMemMap`` is documented to take a piece of memory from its beginning only, "currently". Slots lie
-behind the flags of their allocation, so a driver that means it refuses, which is UnsupportedError.
+``cuMemMap`` takes an allocation from its beginning only, says the driver's header. So the slots of
+each segment are an allocation of their own, side by side with mains in one range of addresses.
 """
 
 from __future__ import annotations
@@ -12,9 +10,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ultraep_comm.engines.cuda.device import Device, checked
 from ultraep_comm.errors import DeviceError, OutOfSharedMemoryError, UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
+
+PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
 
 class Mapping:
@@ -22,22 +24,21 @@ class Mapping:
 
     Args:
         device: whose work has to end before that.
-        driver: the module ``cuda.bindings.driver``.
         num_bytes: of the range, whole pages.
     """
 
-    def __init__(self, device: Device, driver: Any, num_bytes: int) -> None:
-        self._driver, self._num_bytes = driver, num_bytes
-        self.start = int(checked(driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self._driver, self._num_bytes = device.bindings, num_bytes
+        self.start = int(checked(self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
         self._mapped: list[tuple[int, int]] = []
-        free = weakref.finalize(self, _free, device, driver, self.start, num_bytes, self._mapped)
+        free = weakref.finalize(self, _free, device, self.start, num_bytes, self._mapped)
         free.atexit = False
 
-    def add(self, offset: int, num_bytes: int, handle: Any, at: int) -> None:
-        """Map a piece of memory from ``at`` on; takes its handle."""
+    def add(self, offset: int, num_bytes: int, handle: Any) -> None:
+        """Map an allocation from its beginning; takes its handle."""
         begin = self.start + offset
         try:
-            checked(self._driver.cuMemMap(begin, num_bytes, at, handle, 0))
+            checked(self._driver.cuMemMap(begin, num_bytes, 0, handle, 0))
         finally:
             checked(self._driver.cuMemRelease(handle))
         self._mapped.append((begin, num_bytes))
@@ -50,13 +51,29 @@ class Mapping:
         checked(self._driver.cuMemSetAccess(self.start, self._num_bytes, [access], 1))
 
 
-def _free(
-    device: Device, driver: Any, start: int, num_bytes: int, mapped: list[tuple[int, int]]
-) -> None:
+def _free(device: Device, start: int, num_bytes: int, mapped: list[tuple[int, int]]) -> None:
     device.settle()
     for begin, size in mapped:
-        driver.cuMemUnmap(begin, size)
-    driver.cuMemAddressFree(start, num_bytes)
+        device.bindings.cuMemUnmap(begin, size)
+    device.bindings.cuMemAddressFree(start, num_bytes)
+
+
+def allocate(
+    device: Device, num_bytes: int, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return zeroed memory, uint8, that :func:`show_again` can show parts of.
+
+    Args:
+        device: where it is.
+        num_bytes: of it.
+        offsets: of these parts, in ascending order, whole pages.
+        sizes: of them; what lies between them is never shown again.
+
+    Raises:
+        OutOfSharedMemoryError: the device has too little memory.
+    """
+    parts = [Place(at, 0, pages(size)) for at, size in zip(offsets, sizes, strict=True)]
+    return _compose(device, num_bytes, parts)
 
 
 def show_again(device: Device, num_bytes: int, places: Sequence[Place]) -> SharedRegion:
@@ -66,41 +83,63 @@ def show_again(device: Device, num_bytes: int, places: Sequence[Place]) -> Share
         UnsupportedError: that memory can be mapped only once.
         OutOfSharedMemoryError: the device has too little memory for the rest.
     """
-    from cuda.bindings import driver
+    return SharedRegion(bases=[], local=_compose(device, num_bytes, places))
 
+
+def pages(num_bytes: int) -> int:
+    """Return the bytes of whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.Tensor:
+    """Map allocations side by side: new ones at places without an address, and between places."""
+    driver = device.bindings
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = device.torch_device.index or 0
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = location
-    mapping = Mapping(device, driver, num_bytes)
-    own, end = [], 0  # what lies between the places
-    for place in [*places, Place(num_bytes, 0, 0)]:
-        if place.offset > end:
-            own.append((end, place.offset - end))
+    mapping = Mapping(device, pages(num_bytes))
+    parts, end = list[Place](), 0
+    for place in [*places, Place(pages(num_bytes), 0, 0)]:
+        parts += [Place(end, 0, place.offset - end), place]
         end = place.offset + place.num_bytes
+    parts = [part for part in parts if part.num_bytes]
     try:
-        for place in places:
-            start, _ = checked(driver.cuMemGetAddressRange(place.address))
-            handle = checked(driver.cuMemRetainAllocationHandle(place.address))
-            mapping.add(place.offset, place.num_bytes, handle, place.address - int(start))
-    except DeviceError as error:
-        raise UnsupportedError(
-            f"the memory of this group's slots can be mapped only once ({error}); create the group"
-            " with a bank for each layer"
-        ) from error
-    try:
-        for offset, size in own:
-            mapping.add(offset, size, checked(driver.cuMemCreate(size, properties, 0)), 0)
+        for part in parts:
+            if part.address:
+                handle = _retained(driver, part.address)
+            else:
+                handle = checked(driver.cuMemCreate(part.num_bytes, properties, 0))
+            mapping.add(part.offset, part.num_bytes, handle)
         mapping.open(location)
     except DeviceError as error:
         raise OutOfSharedMemoryError(
-            f"the device has too little memory for {num_bytes} bytes of main weights ({error}); use"
-            " fewer slots_per_rank or smaller experts, or leave more device memory free"
+            f"the device has too little memory for {num_bytes} bytes of main weights and slots"
+            f" ({error}); use fewer slots_per_rank or smaller experts, or leave more device memory"
+            " free"
         ) from error
     memory = device.view(mapping.start, num_bytes, mapping)
-    for offset, size in own:
-        memory.narrow(0, offset, size).zero_()
+    for part in parts:
+        if not part.address:
+            memory[part.offset : part.offset + part.num_bytes].zero_()
     device.settle_stream()
-    return SharedRegion(bases=[], local=memory)
+    return memory
+
+
+def _retained(driver: Any, address: int) -> Any:
+    """Return a handle of the allocation that begins at an address."""
+    instead = "create the group with a bank for each layer"
+    try:
+        start, size = checked(driver.cuMemGetAddressRange(address))
+        if int(start) == address:
+            return checked(driver.cuMemRetainAllocationHandle(address))
+    except DeviceError as error:
+        raise UnsupportedError(
+            f"the memory of this group's slots can be mapped only once ({error}); {instead}"
+        ) from error
+    raise UnsupportedError(
+        f"slots lie {address - int(start)} bytes into an allocation of {int(size)} bytes, and CUDA"
+        f" maps allocations from their beginning only, so they can be mapped only once; {instead}"
+    )

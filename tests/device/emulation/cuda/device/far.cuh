@@ -17,8 +17,7 @@ inline void put(void* symmetric, const void* source, int64_t bytes, int32_t pe) 
 
 inline void signal(uint64_t* flag, uint64_t value, int32_t pe) {
   auto* const to = reinterpret_cast<uint64_t*>(emulation::Network::instance().translate(flag, pe));
-  emulation::submit_far(false,
-                        [=] { std::atomic_ref(*to).store(value, std::memory_order_release); });
+  emulation::submit_far(false, [=] { emulation::Network::instance().set(to, value); });
 }
 
 inline void put_signal(void* symmetric, const void* source, int64_t bytes, uint64_t* flag,
@@ -33,7 +32,7 @@ inline void put_signal(void* symmetric, const void* source, int64_t bytes, uint6
     auto* const there = reinterpret_cast<uint64_t*>(network.translate(flag, pe));
     emulation::submit_far(false, [=] {
       std::memcpy(to, source, static_cast<size_t>(bytes));
-      std::atomic_ref(*there).store(value, std::memory_order_release);
+      emulation::Network::instance().set(there, value);
     });
   }
   ptx::sync_warp();
@@ -41,6 +40,10 @@ inline void put_signal(void* symmetric, const void* source, int64_t bytes, uint6
 
 inline void fence() { emulation::far_quiet(); }
 inline void quiet() { emulation::far_quiet(); }
-inline void acquire(uint64_t*, uint64_t) {}
+// May ask a proxy on the host: only for what far peers have written, once it is there.
+inline void acquire(uint64_t* flag, uint64_t seen) {
+  if (emulation::Network::instance().signalled(flag) != seen)
+    emulation::violate("the network is asked about a flag that no far peer has written");
+}
 
 }  // namespace uec::cuda::far
