@@ -133,9 +133,7 @@ void bind_cuda(nb::module_& m) {
   });
   m.def(
       "cuda_shared_bytes",
-      [](const EngineConfig& config) {
-        return cuda::shared_bytes(largest_capacity(config));
-      },
+      [](const EngineConfig& config) { return cuda::shared_bytes(largest_capacity(config)); },
       "config"_a);
   m.def(
       "cuda_reduce_shared_bytes",

@@ -146,8 +146,8 @@ void check_residency() {
   uec::cuda::LauncherConfig config = ranks.launcher->config();
   recorder::state().occupancy = [&](Handle kernel, int32_t threads, size_t shared) {
     const bool reduces = kernel == recorder::kReduce;
-    const int32_t warps = reduces ? uec::cuda::kReduceWarps
-                                  : 2 * uec::cuda::block_workers(config.tile_bytes);
+    const int32_t warps =
+        reduces ? uec::cuda::kReduceWarps : 2 * uec::cuda::block_workers(config.tile_bytes);
     CHECK_EQ(threads, warps * config.warp_size);
     CHECK_EQ(shared, reduces ? uec::cuda::reduce_shared_bytes(config.capacity)
                              : uec::cuda::shared_bytes(config.capacity));

@@ -8,9 +8,10 @@ namespace uec::cuda {
 // Of the library that kernels and host are part of: 10000 major + 100 minor + patch.
 inline constexpr int32_t kVersion = 100;
 
-// A block of the replicate kernel has several workers: each a warp that fetches, one that stores, and
-// a ring of stages between them. A warp takes about a microsecond for a tile, whatever its size, so
-// that one worker alone moves 18 GB/s, of 50 that a multiprocessor could (bench/results/h100).
+// A block of the replicate kernel has several workers: each a warp that fetches, one that stores,
+// and a ring of stages between them. A warp takes about a microsecond for a tile, whatever its
+// size, so that one worker alone moves 18 GB/s, of 50 that a multiprocessor could
+// (bench/results/h100).
 inline constexpr int32_t kMaxBlockWorkers = 4;
 inline constexpr uint32_t kNumStages = 3;
 inline constexpr int32_t kTileMemory = 192 << 10;  // of a block, for the stages of its workers

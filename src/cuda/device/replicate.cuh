@@ -41,9 +41,8 @@ UEC_ROLE void fetch_all(BlockShared& shared, int32_t worker) {
       StripeScratch::cut(nullptr, capacity.num_ranks, capacity.pieces(), &scratch);
   StripeScratch::cut(reinterpret_cast<std::byte*>(&shared) + kScratchAt + worker * bytes,
                      capacity.num_ranks, capacity.pieces(), &scratch);
-  Fetcher<Memory, Mover> fetcher(
-      block.call, memory, mover, scratch,
-      {rank_worker(worker), ptx::num_blocks_x() * num_workers()});
+  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
+                                 {rank_worker(worker), ptx::num_blocks_x() * num_workers()});
   if (may_begin(block, memory) && drive(fetcher, block, shared.workers[worker].clock, memory))
     return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
