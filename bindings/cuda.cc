@@ -133,8 +133,12 @@ void bind_cuda(nb::module_& m) {
   });
   m.def(
       "cuda_shared_bytes",
-      [](const EngineConfig& config) { return cuda::shared_bytes(largest_capacity(config)); },
-      "config"_a);
+      [](const EngineConfig& config, int64_t max_shared_bytes) {
+        const Capacity capacity = largest_capacity(config);
+        const int32_t workers = cuda::block_workers(capacity, config.tile_bytes, max_shared_bytes);
+        return cuda::shared_bytes(capacity, config.tile_bytes, workers);
+      },
+      "config"_a, "max_shared_bytes"_a);
   m.def(
       "cuda_reduce_shared_bytes",
       [](const EngineConfig& config) {
@@ -179,7 +183,7 @@ void bind_cuda(nb::module_& m) {
              uint64_t captured_stream, uint64_t kernel, uint64_t bank_kernel, uint64_t reduce,
              uint64_t notice, uint64_t load, uint64_t load_plan, int32_t plan_warps,
              int32_t warp_size, int32_t first_rank, int32_t num_ranks, int32_t num_sms,
-             int32_t background_sms, const EngineConfig& config) {
+             int32_t background_sms, int64_t max_shared_bytes, const EngineConfig& config) {
             new (self) LauncherConfig{driver,
                                       handle(context),
                                       handle(stream),
@@ -197,6 +201,7 @@ void bind_cuda(nb::module_& m) {
                                       num_sms,
                                       background_sms,
                                       config.tile_bytes,
+                                      max_shared_bytes,
                                       largest_capacity(config),
                                       0,
                                       nullptr,
@@ -204,7 +209,8 @@ void bind_cuda(nb::module_& m) {
           },
           nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "captured_stream"_a, "kernel"_a,
           "bank_kernel"_a, "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a,
-          "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a, "background_sms"_a, "config"_a)
+          "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a, "background_sms"_a,
+          "max_shared_bytes"_a, "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes)
       .def("blocks_per_multiprocessor", &Launcher::blocks_per_multiprocessor);

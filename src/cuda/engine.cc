@@ -11,7 +11,7 @@
 namespace uec::cuda {
 
 int64_t Engine::staging_bytes(int32_t num_sms, int64_t tile_bytes) {
-  return num_sms * int64_t{block_workers(tile_bytes)} * kNumFarStages * tile_bytes;
+  return num_sms * (kTileMemory / (kNumStages * tile_bytes)) * kNumFarStages * tile_bytes;
 }
 
 Engine::Engine(host::EngineConfig config, const PeerConfig& peers,

@@ -76,8 +76,8 @@ int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
 }
 
 Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c, Handle kernel) {
-  const int32_t warps = 2 * block_workers(c.tile_bytes);
-  return {kernel, warps * c.warp_size, shared_bytes(c.capacity)};
+  const int32_t workers = block_workers(c.capacity, c.tile_bytes, c.max_shared_bytes);
+  return {kernel, 2 * workers * c.warp_size, shared_bytes(c.capacity, c.tile_bytes, workers)};
 }
 Launcher::BlockShape Launcher::reduce_blocks(const LauncherConfig& c) {
   return {c.reduce, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)};

@@ -75,6 +75,7 @@ class Ranks {
                      kNumSms,
                      kBackgroundSms,
                      config.tile_bytes,
+                     227 << 10,
                      capacity(),
                      0,
                      nullptr,

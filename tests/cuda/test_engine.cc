@@ -119,9 +119,9 @@ void check_in_place() {
     CHECK(launch.together);  // blocks wait for each other
     CHECK_EQ(launch.grid[0], kNumSms);
     CHECK_EQ(launch.grid[1], 1);
-    const int32_t workers = uec::cuda::block_workers(ranks.config.tile_bytes);
-    CHECK_EQ(launch.block[0], 2 * workers * ranks.launcher->config().warp_size);
-    CHECK_EQ(launch.shared_bytes, uec::cuda::shared_bytes(ranks.capacity()));
+    CHECK_EQ(launch.block[0], 64 * uec::cuda::kMaxBlockWorkers);
+    CHECK_EQ(launch.shared_bytes,
+             uec::cuda::shared_bytes(ranks.capacity(), 16 << 10, uec::cuda::kMaxBlockWorkers));
     CHECK(launch.args.states == ranks.launcher->state(rank));
     CHECK_EQ(launch.args.call_bytes, bytes);
     check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
@@ -144,15 +144,22 @@ void check_residency() {
   const PlanCase plan = make_plan();
   const Ranks ranks(plan, 0, 1);
   uec::cuda::LauncherConfig config = ranks.launcher->config();
+  int32_t workers = uec::cuda::kMaxBlockWorkers;
   recorder::state().occupancy = [&](Handle kernel, int32_t threads, size_t shared) {
     const bool reduces = kernel == recorder::kReduce;
-    const int32_t warps =
-        reduces ? uec::cuda::kReduceWarps : 2 * uec::cuda::block_workers(config.tile_bytes);
-    CHECK_EQ(threads, warps * config.warp_size);
-    CHECK_EQ(shared, reduces ? uec::cuda::reduce_shared_bytes(config.capacity)
-                             : uec::cuda::shared_bytes(config.capacity));
+    CHECK_EQ(threads, 32 * (reduces ? uec::cuda::kReduceWarps : 2 * workers));
+    CHECK_EQ(shared, reduces
+                         ? uec::cuda::reduce_shared_bytes(config.capacity)
+                         : uec::cuda::shared_bytes(config.capacity, config.tile_bytes, workers));
     return reduces ? 2 : 3;
   };
+  CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
+  config.tile_bytes *= 2;  // half as many workers
+  workers = 2;
+  CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
+  config.max_shared_bytes = 99 << 10;  // room for the tiles of one small worker
+  config.tile_bytes /= 2;
+  workers = 1;
   CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
   config.reduce = nullptr;
   CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 3);

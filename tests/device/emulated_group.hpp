@@ -20,6 +20,11 @@ namespace device_tests {
 
 inline constexpr int64_t kTile = 16 << 10;  // or twice that
 
+// Of a block, on a device with shared memory for them.
+inline int32_t most_workers(int64_t tile_bytes) {
+  return static_cast<int32_t>(uec::cuda::kTileMemory / (uec::cuda::kNumStages * tile_bytes));
+}
+
 using uec::Fault;
 using uec::Mode;
 using uec::cuda::Notice;
@@ -252,7 +257,9 @@ class EmulatedGroup {
   virtual void run(const uec::cuda::LaunchArgs& args, emulation::Grid grid) {
     grid.warps = 2 * options_.block_workers;
     for (const RankState& state : states_)
-      grid.shared_bytes = std::max(grid.shared_bytes, uec::cuda::shared_bytes(state.capacity));
+      grid.shared_bytes = std::max(
+          grid.shared_bytes,
+          uec::cuda::shared_bytes(state.capacity, options_.tile_bytes, options_.block_workers));
     const auto launch = [&](const char* name, auto kernel) {
       emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });
     };

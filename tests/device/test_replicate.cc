@@ -40,7 +40,7 @@ void check_random(uint32_t seed, bool far, Plans plans) {
   for (int32_t i = 0; i < num_segments; ++i) options.segment_bytes.push_back(draw_bytes(random));
   if (draw(random, 0, 2) == 0) options.skew = draw(random, 1, 15);
   if (draw(random, 0, 2) == 0) options.tile_bytes = 2 * kTile;
-  options.block_workers = draw(random, 1, uec::cuda::block_workers(options.tile_bytes));
+  options.block_workers = draw(random, 1, most_workers(options.tile_bytes));
   EmulatedGroup ranks(group, options);
   const int calls = scaled(6) + 1;
   for (int call = 0; call < calls; ++call) {

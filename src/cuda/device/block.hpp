@@ -95,9 +95,16 @@ UEC_HD inline int64_t tiles_offset(const Capacity& c) {
   return round_up(kScratchAt + kMaxBlockWorkers * scratch, kTileAlign);
 }
 
+// Workers of a block: as many as there is shared memory for, and at least one.
+UEC_HD inline int32_t block_workers(const Capacity& c, int64_t tile_bytes,
+                                    int64_t max_shared_bytes) {
+  const int64_t room = min64(kTileMemory, max_shared_bytes - tiles_offset(c));
+  return max32(1, static_cast<int32_t>(room / (kNumStages * tile_bytes)));
+}
+
 // Bytes of dynamic shared memory that a launch asks for.
-UEC_HD inline int64_t shared_bytes(const Capacity& c) {
-  return tiles_offset(c) + max64(kTileMemory, prepare_bytes(c));
+UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes, int32_t num_workers) {
+  return tiles_offset(c) + max64(num_workers * kNumStages * tile_bytes, prepare_bytes(c));
 }
 
 // What is to be done with one tile: see Reducer.

@@ -14,15 +14,12 @@ inline constexpr int32_t kVersion = 100;
 // (bench/results/h100).
 inline constexpr int32_t kMaxBlockWorkers = 4;
 inline constexpr uint32_t kNumStages = 3;
-inline constexpr int32_t kTileMemory = 192 << 10;  // of a block, for the stages of its workers
+inline constexpr int32_t kTileMemory = 192 << 10;  // at most, of a block for its workers' stages
 // Ranks that share launches: their arguments are passed by value.
 inline constexpr int32_t kMaxLaunchRanks = 64;
 inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};  // the default first
 
-constexpr int32_t block_workers(int64_t tile_bytes) {
-  return static_cast<int32_t>(kTileMemory / (kNumStages * tile_bytes));
-}
-static_assert(block_workers(kTileSizes[0]) == kMaxBlockWorkers);
+static_assert(kTileMemory / (kNumStages * kTileSizes[0]) == kMaxBlockWorkers);
 
 // Commits that the store side leaves in flight before it waits for the oldest: enough to keep a
 // link busy, few enough for a flag to follow its bytes closely.

@@ -78,6 +78,7 @@ class SharedLauncher:
             num_ranks=num_ranks,
             num_sms=num_sms,
             background_sms=background_sms,
+            max_shared_bytes=device.max_shared_bytes,
             config=config,
         )
         blocks_per_sm = _translated(launcher_config.blocks_per_multiprocessor)

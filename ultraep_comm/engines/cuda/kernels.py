@@ -244,7 +244,7 @@ class GroupKernels:
 
         plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
         suffix = "_far" if far else ""
-        transfer_bytes = _core.cuda_shared_bytes(config)
+        transfer_bytes = _core.cuda_shared_bytes(config, device.max_shared_bytes)
         return cls(
             replicate=kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
             to_bank=kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
@@ -324,13 +324,15 @@ def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Dev
     sizes = _core.cuda_tile_sizes()
     if given is not None and given not in sizes:
         raise InvalidArgumentError(f"tile_bytes is {given}; the CUDA engine takes {sizes}")
-    needed = _core.cuda_shared_bytes(config)
+    config.tile_bytes = sizes[0] if given is None else given
+    needed = _core.cuda_shared_bytes(config, device.max_shared_bytes)
     if needed > device.max_shared_bytes:
         raise UnsupportedError(
-            f"a block needs {needed} bytes of shared memory, but this device has"
-            f" {device.max_shared_bytes}; use fewer ranks, slots_per_rank or experts of a rank"
+            f"a block needs {needed} bytes of shared memory with tiles of {config.tile_bytes}, but"
+            f" this device has {device.max_shared_bytes}; use tiles of {sizes[0]} bytes, or fewer"
+            " ranks or slots_per_rank"
         )
-    return sizes[0] if given is None else given
+    return config.tile_bytes
 
 
 def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
