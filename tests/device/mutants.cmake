@@ -171,6 +171,10 @@ ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/
   FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]
   REPLACE [[]])
 
+ultraep_add_device_mutant(device_slots_given_up_first FILE cuda/device/mover.cuh
+  FIND [[    return block_.call.work.pieces[stage.piece].source_idx >= 0;]]
+  REPLACE [[    return true;]])
+
 # ---- far peers -----------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_network_asked_about_near_flags FILE cuda/device/memory.cuh

@@ -61,9 +61,13 @@ __device__ void init_barriers(uint64_t* barriers, int32_t count, uint32_t arriva
   for (int32_t i = 0; i < count; ++i) ptx::mbarrier_init(barriers + i, arrivals);
   ptx::fence_mbarrier_init();
 }
-__device__ void load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+__device__ void load(void* to, const void* from, uint32_t bytes, uint64_t* barrier,
+                     bool once = false) {
   ptx::mbarrier_arrive_expect(barrier, bytes);
-  ptx::bulk_load(to, from, bytes, barrier);
+  if (once)
+    ptx::bulk_load_once(to, from, bytes, barrier);
+  else
+    ptx::bulk_load(to, from, bytes, barrier);
 }
 __device__ uint64_t* barriers_at(int32_t offset) {
   return reinterpret_cast<uint64_t*>(dynamic + offset);
@@ -79,7 +83,7 @@ UEC_PROBE(check_bulk_load) {
   ptx::fence_proxy_async_global();
   if (ptx::thread_idx() == 0) init_barriers(barrier, 1, 1);
   ptx::sync_block();
-  if (ptx::thread_idx() == 0) load(dynamic, memory, kTileBytes, barrier);
+  if (ptx::thread_idx() == 0) load(dynamic, memory, kTileBytes, barrier, true);
   if (await(r, [&] { return ptx::mbarrier_test(barrier, 0); })) check(r, dynamic, kTileWords, 1);
   end(r);
 }

@@ -27,8 +27,8 @@ UEC_DEVICE void init_ring(Ring& ring) {
   ptx::fence_mbarrier_init();
 }
 
-// One of a worker's two sides. Each has its own.
-template <bool kFarPeers>
+// One of a worker's two sides. Each has its own. kTransfers: stages are of a transfer's pieces.
+template <bool kFarPeers, bool kTransfers = true>
 class DeviceMover : public DeliveryPolicy {
  public:
   static constexpr uint32_t kStages = kNumStages;
@@ -63,7 +63,10 @@ class DeviceMover : public DeliveryPolicy {
       // peer wrote need not be ordered after them. Done by the thread that issues the load.
       ptx::fence_proxy_async_global();
       ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(in_bulk));
-      ptx::bulk_load(to, source, static_cast<uint32_t>(in_bulk), full);
+      if (reads_main(stage))
+        ptx::bulk_load_once(to, source, static_cast<uint32_t>(in_bulk), full);
+      else
+        ptx::bulk_load(to, source, static_cast<uint32_t>(in_bulk), full);
     } else {
       ptx::mbarrier_arrive(full);
     }
@@ -177,6 +180,12 @@ class DeviceMover : public DeliveryPolicy {
   }
 
  private:
+  // What is in a slot will be read again, by who computes with it. Looked up for each tile: a warp
+  // has few registers.
+  UEC_DEVICE bool reads_main(const Stage& stage) const {
+    if constexpr (!kTransfers) return false;
+    return block_.call.work.pieces[stage.piece].source_idx >= 0;
+  }
   UEC_DEVICE static bool is_aligned(const void* at) {
     return reinterpret_cast<uint64_t>(at) % 16 == 0;
   }

@@ -265,6 +265,19 @@ UEC_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
+// The same, of what is not read again soon: L2 gives it up first.
+UEC_DEVICE void bulk_load_once(void* shared, const void* global, uint32_t bytes,
+                               uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 first;\n"
+      "createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], first;\n"
+      "}" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
 UEC_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)

@@ -633,6 +633,11 @@ class Parser {
     }
     if (name == "mov")
       return compute(of[0].front() == '{' || of[1].front() == '{' ? Op::kMovVector : Op::kMov);
+    if (name == "createpolicy") {  // a hint: of no effect here
+      i.op = Op::kMov;
+      give(i, of[0]);
+      return take(i, "0");
+    }
     if (name == "mul")
       return compute(s.has("wide") ? Op::kMulWide : s.has("hi") ? Op::kMulHigh : Op::kMulLow);
     if (name == "mad" && !s.has("hi")) return compute(s.has("wide") ? Op::kMadWide : Op::kMadLow);
