@@ -60,7 +60,7 @@ def rehearse(
 
 def failed(why: str) -> dict[str, Any]:
     """Return the record of what is wrong in no command."""
-    command = {"command": "the rehearsal", "status": "failed", "last": why}
+    command = {"name": "the rehearsal", "command": "", "status": "failed", "last": why}
     return {"stage": "rehearsal", "status": "failed", "seconds": 0.0, "commands": [command]}
 
 

@@ -10,35 +10,32 @@ from xml.etree import ElementTree
 
 LIMIT = 12_000  # characters
 LINES, WIDTH = 10, 200  # of a failure
+UNFINISHED = re.compile(r"::\S+\s*$")  # pytest -v says which test it runs, and later its result
 TELLING = re.compile(r"(?i)\w*(error|exception)\b|\bfail|\bassert|fatal|abort|\bfault\b|killed")
 
 
 def telling_lines(text: str) -> list[str]:
-    """Return the ten lines that matter: those that name an error, the first and the last ones."""
+    """Return the ten lines that matter: the test that ran, errors, the last lines, the first."""
     lines = [line[:WIDTH] for line in text.splitlines() if line.strip()]
-    found = [i for i, line in enumerate(lines) if TELLING.search(line)]
-    chosen: list[int] = []
-    # By turns, so that neither a long traceback nor a long message has all of the lines.
-    for i in [*found[-4:], *range(len(lines))[-3:], *range(len(lines))[:1], *found[::-1]]:
-        if i not in chosen and len(chosen) < LINES:
-            chosen.append(i)
-    for i in reversed(range(len(lines))):
-        if i not in chosen and len(chosen) < LINES:
-            chosen.append(i)
-    return [lines[i] for i in sorted(chosen)]
+    every = range(len(lines))
+    tests = [i for i in every if UNFINISHED.search(lines[i])]
+    errors = [i for i in every if TELLING.search(lines[i])]
+    wanted = [*tests[-1:], *errors[-4:], *every[-3:], *every[:1], *errors[::-1], *every[::-1]]
+    return [lines[i] for i in sorted(list(dict.fromkeys(wanted))[:LINES])]
 
 
-def explain(record: dict[str, Any], text: str, xml: Path | None) -> dict[str, Any]:
+def explain(name: str, record: dict[str, Any], text: str, xml: Path | None) -> dict[str, Any]:
     """Return what a command's record says besides: its tests, and its failures with their lines."""
     tests: dict[str, Any] = {}
     failures: list[dict[str, Any]] = []
     if xml is not None and xml.exists():
         tests, failures = read_xml(xml)
-    if record["status"] != "passed" and not failures:
-        words = record["command"].split()
-        name = " ".join(Path(word).name for word in words[-4:])
+        if tests and record["status"] == "timeout":  # the test that ran is there without a failure
+            tests["passed"] = max(0, tests["passed"] - 1)
+    if record["status"] == "timeout" or (record["status"] != "passed" and not failures):
         error = f"{record['status']}, exit status {record.get('exit_status')}: {record['last']}"
-        failures = [{"name": name, "error": error[:WIDTH], "lines": telling_lines(text)}]
+        lines = telling_lines(text)
+        failures.append({"name": name, "error": error[:WIDTH], "lines": lines})
     return {**({"tests": tests} if tests else {}), **({"failures": failures} if failures else {})}
 
 
@@ -69,15 +66,15 @@ def write(title: str, records: Iterable[dict[str, Any]], notes: Iterable[str]) -
         head.append(_line(record))
         for command in record["commands"]:
             if command["status"] == "replaced":  # its failure is not the stage's
-                head += [f"    instead of: {command['command'][:WIDTH]}"]
+                head += [f"    instead of: {command['name']}"[:WIDTH]]
                 head += [f"      {line}" for line in command["failures"][0]["lines"][-2:]]
                 continue
             failures += [(record["stage"], failure) for failure in command.get("failures", [])]
             if command["status"] == "not run" or (
                 command["status"] == "failed" and "failures" not in command
             ):
-                words = " ".join(Path(word).name for word in command["command"].split()[-3:])
-                head.append(f"    {command['status']}: {words}: {command['last']}"[:WIDTH])
+                text = f"    {command['status']}: {command['name']}: {command['last']}"
+                head.append(text[:WIDTH])
     head += [note[:WIDTH] for note in notes]
     text = "\n".join(head)
     if len(text) > LIMIT // 2:

@@ -10,6 +10,7 @@ import select
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,6 +48,13 @@ class Command:
     needs_gpu: bool = False
     xml: Path | None = None
     otherwise: tuple[Command, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, in a few words."""
+        own = self.words[1:] if self.words[:1] == [sys.executable] else self.words
+        named = [Path(word).name for word in own if not word.startswith("-")]
+        return " ".join([*named[:3], *(word for word in named[3:] if word == named[-1])])
 
 
 @dataclass(frozen=True)
@@ -212,7 +220,7 @@ def run_stage(
     def attempt(command: Command, *, planned: bool = True) -> dict[str, Any]:
         if not command.words:
             status = "skipped" if command.needs_gpu else "failed"
-            record: dict[str, Any] = {"command": name, "status": status, "last": command.why}
+            record: dict[str, Any] = {"command": "", "status": status, "last": command.why}
         elif (share := budget.share(command, planned=planned)) < command.seconds / 4:
             why = f"{share:.0f} s are its share of what is left of {budget.limit:.0f} s"
             line = shlex.join(command.words)
@@ -221,10 +229,10 @@ def run_stage(
             record, text = run(command, share, log, folder, env)
             if "gpu_probes/probes.py" in " ".join(command.words):
                 lines.extend(found for line in text.splitlines() if (found := as_json(line)))
-            record |= report.explain(record, text, command.xml)
+            record |= report.explain(command.name, record, text, command.xml)
+        record = {"name": command.name or name, **record}
         records.append(record)
-        shown = " ".join(Path(word).name for word in command.words[-3:])
-        print(f"  {record['status']:8}{shown}: {record['last'][:120]}", flush=True)
+        print(f"  {record['status']:8}{command.name}: {record['last'][:120]}", flush=True)
         return record
 
     with replacing(out / f"{name}.log") as partial:

@@ -29,7 +29,7 @@ CALLS = {
     "e": ["build", "links"],  # of several GPUs
 }
 BLOCKS = (8, 16, 24, 32, 64)
-SANITIZERS = ("memcheck", "synccheck", "racecheck")
+SANITIZERS = {"memcheck": 35.0, "synccheck": 35.0, "racecheck": 90.0}  # seconds of their tests
 
 
 def find(program: str, *roots: str) -> str | None:
@@ -271,18 +271,18 @@ class Plan:
         program = cuda_program("compute-sanitizer")
         if program is None and not self._rehearsal:
             return [Command([], why="no compute-sanitizer: it comes with CUDA's toolkit")]
-        small, parts = [], []
+        small: list[Command] = []
         if not self._rehearsal:
+            small = self._compile()
             for name in ("check_mbarrier_phases", "check_relay"):
                 for tool in SANITIZERS:
                     options = (str(program), "--tool", tool, "--error-exitcode", "86")
                     small.append(self._probe(name, options))
-        for part, seconds in (("one_call", 15), ("reductions", 20), ("stages", 25), ("modes", 25)):
-            for tool in SANITIZERS:
-                cost = seconds * (2 if tool == "racecheck" and part != "one_call" else 1)
-                parts += self._pytest(file, "-k", f"{part} and {tool}", seconds=cost, on_cpu=False)
-        controls = self._pytest(file, "-k", "out_of_bounds", seconds=12)
-        return [*([] if self._rehearsal else self._compile()), *small, *parts, *controls]
+        tests = [
+            self._pytest(file, "-k", tool, seconds=seconds, on_cpu=tool == "memcheck")
+            for tool, seconds in SANITIZERS.items()
+        ]
+        return [*small, *(command for commands in tests for command in commands)]
 
     # ---- benchmarks
 
