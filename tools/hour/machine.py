@@ -85,8 +85,8 @@ def unpack(carried: Path, place: Path, has: Callable[[str], bool] = is_installed
 
 def listed() -> set[str]:
     """Return the names of the packages of the machine."""
-    lines = (line.partition("#")[0].strip() for line in PACKAGES.read_text().splitlines())
-    return {plain(line) for line in lines if line}
+    lines = (line for line in PACKAGES.read_text().splitlines() if not line.startswith("#"))
+    return {plain(name) for line in lines for name in line.split()}
 
 
 def bare_env(carried: Path) -> dict[str, str]:

@@ -74,7 +74,8 @@ class Stage:
 class Budget:
     """A call's time: each command may take what is left in proportion to its seconds.
 
-    So what hangs takes nothing from what comes later, and what is quick leaves it more.
+    So what hangs takes nothing from what comes later, and what is quick leaves it more. What is
+    very short gets some seconds: a first process takes longer.
     """
 
     def __init__(self, limit: float, stages: list[Stage], most: float) -> None:
@@ -90,7 +91,8 @@ class Budget:
     def share(self, command: Command, *, planned: bool = True) -> float:
         """Return a command's seconds; it is the next, or another in place of one that failed."""
         rest = self._rest + (0 if planned else command.seconds)
-        share = self.left() * command.seconds / rest
+        left = self.left()
+        share = max(left * command.seconds / rest, min(8.0, left / 8))
         self._rest -= command.seconds if planned else 0
         return min(share, max(30.0, self._most * command.seconds))
 
