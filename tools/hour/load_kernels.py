@@ -55,7 +55,7 @@ def main() -> int:
     """Load them; 1: this is another library."""
     folder, here = Path(sys.argv[1]).resolve(), Path(_core.__file__).resolve()
     if folder not in here.parents or folder not in Path(ultraep_comm.__file__).resolve().parents:
-        print(f"ultraep_comm is {here}, not of {folder}: run pip uninstall ultraep_comm")
+        print(f"run pip uninstall ultraep_comm: it is {here}, not that of {folder}")
         return 1
     device = stand_in() if "--stand-in" in sys.argv else find_device()
     names = list(json.loads((ROOT / "tests/device/budget.json").read_text()))

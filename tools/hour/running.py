@@ -54,7 +54,7 @@ class Command:
         """What tells it from others, in a few words."""
         own = self.words[1:] if self.words[:1] == [sys.executable] else self.words
         named = [Path(word).name for word in own if not word.startswith("-")]
-        return " ".join([*named[:3], *(word for word in named[3:] if word == named[-1])])
+        return " ".join(dict.fromkeys([*named[:3], *named[-1:]]))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,21 +165,17 @@ class Plan:
         """
         by_pip, by_cmake = self._build_by_pip(), self._build_by_cmake()
         if self._rehearsal:
-            return [*by_cmake, self._load(), *self._clear(), *by_pip, self._load()]
-        (pip,) = by_pip
-        return [Command(pip.words, pip.seconds, pip.env, otherwise=tuple(by_cmake)), self._load()]
+            clear = Command([str(self._cmake), "-E", "rm", "-r", str(self.package)])
+            return [*by_cmake, self._load(), clear, by_pip, self._load()]
+        return [replace(by_pip, otherwise=tuple(by_cmake)), self._load()]
 
-    def _clear(self) -> list[Command]:
-        code = f"import shutil; shutil.rmtree({str(self.package)!r})"
-        return [Command([*PYTHON, "-c", code], seconds=1)]
-
-    def _build_by_pip(self) -> list[Command]:
+    def _build_by_pip(self) -> Command:
         install = ["-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps"]
         install += ["--upgrade", "--target", str(self.package)]
         install += ["-C", f"build-dir={self._build / 'pip'}"]
         install += ["-C", f"cmake.define.ULTRAEP_CUDA_ARCHS={self._arch}"]
         env = {"ULTRAEP_CUDA": "AUTO" if self._rehearsal else "ON"}
-        return [Command([*PYTHON, *install, str(ROOT)], seconds=60, env=env)]
+        return Command([*PYTHON, *install, str(ROOT)], seconds=60, env=env)
 
     def _build_by_cmake(self) -> list[Command]:
         cmake = self._cmake
@@ -196,12 +193,10 @@ class Plan:
             settings |= {"CMAKE_GENERATOR": "Ninja", "CMAKE_MAKE_PROGRAM": self._ninja}
         folder, source = str(self._build / "cmake"), str(ROOT)
         defined = [f"-D{name}={value}" for name, value in settings.items()]
-        copy = f"import shutil; shutil.copytree({str(ROOT / 'ultraep_comm')!r}, "
-        copy += f"{str(self.package / 'ultraep_comm')!r}, dirs_exist_ok=True, "
-        copy += "ignore=shutil.ignore_patterns('*.so', 'cubins', '__pycache__'))"
+        copied = [str(place / "ultraep_comm") for place in (ROOT, self.package)]
         to = ["--prefix", str(self.package)]
         return [
-            Command([*PYTHON, "-c", copy], seconds=1),
+            Command([cmake, "-E", "copy_directory", *copied], seconds=1),
             Command([cmake, "-S", source, "-B", folder, *defined], seconds=5),
             Command([cmake, "--build", folder, "--parallel", str(os.cpu_count())], seconds=50),
             Command([cmake, "--install", folder, "--component", "python", *to], seconds=2),

@@ -81,7 +81,7 @@ def test_pins_stand_only_in_constraints() -> None:
 
 
 def test_the_nvshmem_that_cubins_are_built_with_is_pinned() -> None:
-    # No constraints file applies to build requirements, and any later host library loads the cubins.
+    # No constraints file applies to build requirements; any later host library loads the cubins.
     (for_cuda,) = re.findall(
         r"^build\.requires = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
