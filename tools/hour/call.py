@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import platform
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hour.machine import python_version
 from hour.running import Budget, Stage, replacing, run_stage, write_whole
 from hour.stages import Plan
 
@@ -60,7 +60,7 @@ class Results:
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         """Write the summary and the archive, without the largest files if they are too many."""
-        summary = {**self.header, "python": python_version(), "stages": records}
+        summary = {**self.header, "python": platform.python_version(), "stages": records}
         write_whole(self.files / "summary.json", json.dumps(summary, indent=1) + "\n")
         self.out.mkdir(parents=True, exist_ok=True)
         sizes = sorted((p.stat().st_size, p.name) for p in self.files.iterdir() if p.is_file())

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,3 @@ def bare_env(carried: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(BARE), os.environ.get("PYTHONPATH", "")]),
         "PYTHONNOUSERSITE": "1",
     }
-
-
-def python_version() -> str:
-    """Return 3.12.3."""
-    return sys.version.split()[0]

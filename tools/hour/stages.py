@@ -317,7 +317,7 @@ class Plan:
         engine = ["--engine", "host", "-b", "64K", "-n", "2"]
         num_ranks, blocks = 4, BLOCKS[:1]
         if not self._rehearsal:
-            engine = ["--engine", "cuda", "-b", "64M", "-n", "10"]
+            engine = ["--engine", "cuda", "-b", "32M", "-n", "5", "-w", "1"]
             num_ranks, blocks = self._num_gpus, BLOCKS
         return [
             Command(
@@ -325,7 +325,7 @@ class Plan:
                     *("links", "--ranks", str(num_ranks), *engine, "--num-sms", str(n), *options),
                     file=f"{name}_{n}",
                 ),
-                seconds=15,
+                seconds=17,
             )
             for name, options in patterns.items()
             for n in blocks
