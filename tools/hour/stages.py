@@ -223,7 +223,7 @@ class Plan:
         words = [str(self._nvcc), *form, *flags, "-o", self._kernels, source]
         compiled = [Command(words, seconds=15)]
         if self._rehearsal:
-            make, folder = f"-DCMAKE_MAKE_PROGRAM={self._ninja}", str(ROOT / "build" / "cpu")
+            make, folder = f"-DCMAKE_MAKE_PROGRAM={self._ninja}", str(self._build / "cpu")
             preset = [str(self._cmake), "-S", str(ROOT), "-B", folder, "--preset", "cpu", make]
             compiled += [Command(preset), Command([str(self._ninja), "-C", folder, "ptx_machine"])]
         return compiled
@@ -237,7 +237,7 @@ class Plan:
         if name in probes.HOST_ONLY:
             return Command([], why=f"{name}: needs a GPU", needs_gpu=True)
         timed = {"UEC_PTX_COSTS": str(CLOCK)} if name in probes.MEASURES else {}
-        machine = ["--machine", str(ROOT / "build/cpu/tests/ptx/libptx_machine.so")]
+        machine = ["--machine", str(self._build / "cpu/tests/ptx/libptx_machine.so")]
         env = {"UEC_PTX": self._kernels, **timed}
         return Command([*program, *machine, self._kernels, name], env=env)
 
