@@ -16,6 +16,8 @@ from ranks import run_python
 
 from ultraep_comm.errors import UltraEPError
 
+NUM_GPUS = [pytest.param(count, id=f"{count}gpus") for count in (2, 4, 8)]  # with a rank on each
+
 
 @functools.cache
 def missing() -> str:
@@ -42,6 +44,12 @@ def give_up(reason: str) -> NoReturn:
     if os.environ.get("ULTRAEP_REQUIRE_GPU") == "1":
         pytest.fail(f"ULTRAEP_REQUIRE_GPU=1, but {reason}")
     pytest.skip(reason)
+
+
+def need_gpus(count: int) -> None:
+    """Skip where there are fewer: ULTRAEP_REQUIRE_GPU=1 asks for one."""
+    if count > torch.cuda.device_count():
+        pytest.skip(f"{torch.cuda.device_count()} GPU here, {count} needed")
 
 
 def script_environment() -> dict[str, str]:

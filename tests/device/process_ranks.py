@@ -84,7 +84,8 @@ def every_mode(fabric: str) -> None:
                 uec.replicate_experts(weights, plan, group=group, mode=mode)
                 wrong = int((rank.slots().cpu().numpy() != rank.expected(plan, epoch, None)).sum())
                 assert wrong == 0, (group.rank, mode, plan.slot_expert.tolist(), wrong)
-        load = uec.gather_load(torch.tensor([[group.rank, 0]], device=group.device), group=group)
+        ids = torch.tensor([[group.rank % EXPERTS, 0]], device=group.device)
+        load = uec.gather_load(ids, group=group)
         assert load.sum(dim=1).tolist() == [2] * group.num_ranks
     print(f"rank {dist.get_rank()}: {epoch} calls, every byte right", flush=True)
 
@@ -100,7 +101,7 @@ def several_groups(fabric: str) -> None:
 
 
 def missing_rank(fabric: str) -> None:
-    """The last rank never calls: the others time out in their kernels and name it."""
+    """The last rank never calls: the others' kernels time out, and their errors name it."""
     group = make_group(fabric, timeout=1.0 if fabric == "shm" else 2.0)
     last = group.num_ranks - 1
     home = group.topology.home.tolist()
@@ -115,8 +116,10 @@ def missing_rank(fabric: str) -> None:
     work = uec.replicate_experts(weights, plan, group=group, async_op=True)
     assert work is not None
     error = raised(work.synchronize)
-    assert isinstance(error, errors.TransferTimeoutError), error
-    assert error.peer == last, error
+    # With more ranks some are told by the first that waited long enough.
+    kind = errors.TransferTimeoutError if group.num_ranks == 2 else errors.TransferError
+    assert isinstance(error, kind), error
+    assert last in (error.peer, error.root), error
     dist.barrier()
     error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
     assert isinstance(error, errors.GroupClosedError), error

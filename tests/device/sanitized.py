@@ -1,8 +1,9 @@
 """A short run over all modes and all kernels for compute-sanitizer.
 
-PYTHONPATH=tests/python python tests/device/sanitized.py ENGINE [CONTROL]
+PYTHONPATH=tests/python python tests/device/sanitized.py ENGINE [PART]
 
-With CONTROL=out-of-bounds it reads beyond an allocation instead, which memcheck has to report.
+PART is one of `PARTS`, by default all. With out_of_bounds it reads beyond an allocation instead,
+which memcheck has to report.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import ultraep_comm as uec
 MODES = ["push", "pull", "direct"]
 
 
-def run(engine: str) -> int:
+def run_one_call(engine: str) -> int:
+    """The smallest: a tool that takes a hundred times as long gets through it."""
+    with Ranks(engine, 2, {"w": 5_001}, num_experts=2, num_sms=1, timeout=300) as ranks:
+        ranks.replicate(ranks.shared(), ranks.plan([[1, -1], [0, -1]]), mode="push")
+    return 1
+
+
+def run_modes(engine: str) -> int:
     """Return the number of calls; each has been compared byte by byte."""
     calls = 0
     for num_ranks, tile_bytes in ((3, 16384), (4, 32768)):
@@ -37,7 +45,7 @@ def run(engine: str) -> int:
     return calls
 
 
-def run_on_device(engine: str) -> int:
+def run_stages(engine: str) -> int:
     """From ids to slots and physical ids where the ids are, and plans there in every mode."""
     calls, num_experts, draw = 0, 7, torch.Generator().manual_seed(1)
     sizes = {"w13": 70_001, "w2": 32_768, "bias": 5}
@@ -128,9 +136,16 @@ def read_out_of_bounds() -> None:
     print(int(device.view(memory.data_ptr(), 1 << 16).sum()))
 
 
+PARTS = {
+    "one_call": run_one_call,
+    "reductions": run_reductions,
+    "stages": run_stages,
+    "modes": run_modes,
+}
+
 if __name__ == "__main__":
-    if sys.argv[2:] == ["out-of-bounds"]:
+    if sys.argv[2:] == ["out_of_bounds"]:
         read_out_of_bounds()
     else:
-        calls = run(sys.argv[1]) + run_on_device(sys.argv[1]) + run_reductions(sys.argv[1])
-        print(f"{calls} calls, every byte right")
+        chosen = sys.argv[2:] or list(PARTS)
+        print(f"{sum(PARTS[part](sys.argv[1]) for part in chosen)} calls, every byte right")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import give_up
+from gpu import give_up, need_gpus
 
 from ultraep_comm.bench.clock import Gpu
 
@@ -23,9 +23,7 @@ def test_a_view_of_its_own_memory(gpu: torch.device) -> None:
 
 def test_copies_from_another_gpu_are_fresh(gpu: torch.device) -> None:
     """A tensor from `__cuda_array_interface__` must be a view, not a copy."""
-    if torch.cuda.device_count() < 2:
-        # Not a reason to fail under ULTRAEP_REQUIRE_GPU=1, which asks for one.
-        pytest.skip("1 GPU here, 2 needed")
+    need_gpus(2)
     peer = torch.device("cuda", (gpu.index + 1) % torch.cuda.device_count())
     if not torch.cuda.can_device_access_peer(gpu, peer):
         give_up(f"{gpu} cannot access the memory of {peer}")

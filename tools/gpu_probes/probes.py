@@ -174,15 +174,17 @@ class Gpu:
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the device and its driver."""
-        name, version = c.create_string_buffer(128), c.c_int()
+        name, version, count = c.create_string_buffer(128), c.c_int(), c.c_int()
         self.call("cuDeviceGetName", name, 128, 0)
         self.call("cuDriverGetVersion", c.byref(version))
+        self.call("cuDeviceGetCount", c.byref(count))
         clocks = {"max_mhz": self.attribute(13) // 1000, "l2_bytes": self.attribute(38)}
         return {
             "name": name.value.decode(),
             "arch": self.arch,
             "driver_cuda": version.value,
             "multiprocessors": self.multiprocessors,
+            "gpus": count.value,
             **clocks,
         }
 

@@ -291,7 +291,7 @@ def make_turns(filling: Filling, *, slots: int, experts: int, in_a_turn: int) ->
     return plans
 
 
-def link_plan(num_ranks: int, links: Sequence[tuple[int, int]]) -> Plan:
+def link_plan(num_ranks: int, links: Sequence[tuple[int, int]], slots: int = 1) -> Plan:
     """Return the plan that copies, over each link, the expert of its source to its destination."""
     filling = [[(a, 0) for a, b in links if b == rank] for rank in range(num_ranks)]
-    return make_turns(filling, slots=1, experts=1, in_a_turn=1)[0]
+    return make_turns(filling, slots=slots, experts=1, in_a_turn=1)[0]

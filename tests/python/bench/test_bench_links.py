@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benched import bench, check_csv, run_on
+from benched import bench, check_csv, run_on, settings_of
 from emulated_device import EmulatedDevice
 from numpy.typing import NDArray
 from stand_in import Emulated, StandIn
@@ -29,6 +29,7 @@ from ultraep_comm.bench.commands.links.report import (
 from ultraep_comm.bench.commands.links.run import LinkTimes, make_rounds
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import WeightRanks
+from ultraep_comm.errors import InvalidArgumentError
 
 RECORD_KEYS = {
     *("op", "engine", "fabric", "ranks", "source", "destination", "source_host"),
@@ -66,6 +67,15 @@ def test_rounds_stay_inside_domains() -> None:
 def test_rounds_of_one_link() -> None:
     rounds = make_rounds([0, 0, 0], one_at_a_time=True)
     assert rounds == [[(0, 1)], [(0, 2)], [(1, 0)], [(1, 2)], [(2, 0)], [(2, 1)]]
+
+
+def test_rounds_of_many_senders_and_of_a_ring() -> None:
+    assert make_rounds([0] * 3, "incast") == [[(1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2), (1, 2)]]
+    assert make_rounds([0, 1, 0], "incast") == [[(2, 0)], [(0, 2)]]
+    for pattern in ("ring", "ring-beside-incast"):
+        assert make_rounds([0] * 4, pattern) == [[(1, 2), (2, 3), (3, 1)]]
+        assert make_rounds([0, 0, 1, 0], pattern) == [[(1, 3), (3, 1)]]
+        assert make_rounds([0, 0, 1], pattern) == []
 
 
 # ---- the matrix ---------------------------------------------------------------------------------
@@ -110,7 +120,8 @@ def test_times_of_links_out_of_times_of_ranks() -> None:
     spans = np.zeros((3, 2, 1, 2))  # rank, start and end, round, iteration
     spans[0, :, 0] = [[5, 5], [20, 30]]
     spans[1, :, 0] = [[7, 1], [26, 28]]
-    wrong = np.array([[0, 4, 9]])
+    wrong = np.zeros((1, 3, 3), np.int64)
+    wrong[0, :, 1] = [4, 0, 9]
     found = LinkTimes.make([[(0, 1)]], spans, wrong, one_clock=True)
     assert found.times_us[0, 1].tolist() == [21, 29]
     assert found.links == [(0, 1)]
@@ -186,6 +197,52 @@ def test_links_of_processes(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stderr.startswith("gate not met by 6 of 6, expected at least 1e+06 GB/s: ")
     assert "one at a time" in done.stdout
+
+
+@pytest.mark.parametrize("pattern", ["incast", "ring", "ring-beside-incast"])
+def test_patterns_of_processes(tmp_path: Path, pattern: str) -> None:
+    few = ["links", "--ranks", "4", "-b", "64K", "-n", "2", "-w", "1", "-c", "--sms", "1"]
+    done = bench(tmp_path, *few, "--pattern", pattern, "--json", "o.json")
+    assert done.returncode == 0, done.stderr
+    found = {(r["source"], r["destination"]): r for r in done.document()["records"]}
+    wanted = {link for links in make_rounds([0] * 4, pattern) for link in links}
+    assert found.keys() == wanted
+    assert all(r["wrong_bytes"] == 0 < r["gbps"] for r in found.values())
+    assert done.document()["settings"]["pattern"] == pattern
+
+
+def test_what_runs_beside_a_ring_is_checked_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Negative control: a byte of what rank 0 received, in a group of its own."""
+    finish = links.Crowd.finish
+
+    def broken(crowd: links.Crowd) -> None:
+        finish(crowd)
+        crowd._ranks.groups[0].slots["w"][2, 5] ^= 1
+
+    beside = [*HERE, "--pattern", "ring-beside-incast"]
+    assert run_on(StandIn(), *beside) == 0
+    monkeypatch.setattr(links.Crowd, "finish", broken)
+    assert run_on(StandIn(), *beside) == 1
+    assert "beside that as much to rank 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "2", "--pattern", "ring"], "no links between 2 ranks"),
+        (["--pattern", "incast", "--one-at-a-time"], "omit one"),
+    ],
+)
+def test_patterns_that_cannot_be(options: list[str], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        settings_of("links", *options)
+
+
+def test_two_groups_on_the_cuda_engine(emulated: EmulatedDevice) -> None:
+    beside = [*HERE, "--ranks", "4", "--pattern", "ring-beside-incast", "--check", "--sms", "2"]
+    assert run_on(Emulated(), *beside) == 0
 
 
 def test_a_link_that_is_slowed_down_fails_the_gate(

@@ -23,6 +23,7 @@ from ultraep_comm.errors import InvalidArgumentError
 
 DEFAULT_LINK_BYTES = 16 << 20
 STATISTICS = ("median", "min")
+PAIRS, INCAST, RING, BESIDE = PATTERNS = ("pairs", "incast", "ring", "ring-beside-incast")
 _MINIMA = {"ranks": 2, "iters": 1, "warmup": 0, "seed": 0, "num_sms": 1, "slowest": 0}
 
 
@@ -33,6 +34,7 @@ class LinksSettings(Settings):
     Attributes:
         link_bytes: bytes over each link in an iteration.
         one_at_a_time: measure no two links at the same time.
+        pattern: which links are used at the same time, one of PATTERNS.
         statistic: bandwidth of the median iteration, or "min": of the slowest one.
         slowest: number of slowest links to name.
         num_sms: workers of a rank; None: the engine's default.
@@ -40,6 +42,7 @@ class LinksSettings(Settings):
 
     link_bytes: int = DEFAULT_LINK_BYTES
     one_at_a_time: bool = False
+    pattern: str = PAIRS
     statistic: str = "median"
     slowest: int = 5
     num_sms: int | None = None
@@ -57,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes over each link in an iteration, e.g. 64M (default 16M)",
     )
     add("--one-at-a-time", action="store_true", help="measure no two links at the same time")
+    add(
+        "--pattern",
+        choices=PATTERNS,
+        default=PAIRS,
+        help="pairs that share no rank (default); all to one; a ring of all but rank 0, alone or"
+        " while the same ranks also send to rank 0",
+    )
     add(
         "--statistic",
         choices=STATISTICS,
@@ -83,14 +93,25 @@ def make_settings(options: argparse.Namespace) -> LinksSettings:
     num_ranks = found["num_ranks"]
     if num_ranks < 2:
         raise InvalidArgumentError(f"there is {num_ranks} rank; expected at least 2")
+    if options.pattern in (RING, BESIDE) and num_ranks < 3:
+        raise InvalidArgumentError(
+            f"--pattern {options.pattern} has no links between {num_ranks} ranks; use at least 3"
+        )
+    if options.pattern != PAIRS and options.one_at_a_time:
+        raise InvalidArgumentError(
+            f"--pattern {options.pattern} is of links at the same time, and --one-at-a-time was"
+            " given; omit one"
+        )
     link_bytes = parse_size(options.link_bytes, "--bytes")
-    check_memory(2 * num_ranks * link_bytes, found["engine"])
+    per_rank = {PAIRS: 2, INCAST: num_ranks, RING: 2, BESIDE: num_ranks + 2}[options.pattern]
+    check_memory(per_rank * num_ranks * link_bytes, found["engine"])
     return LinksSettings(
         **found,
         link_bytes=link_bytes,
         # Loopback has one clock for all ranks, so links at the same time cannot be told apart.
-        one_at_a_time=options.one_at_a_time or found["fabric"] == "loopback",
-        **take(options, "statistic", "slowest", "num_sms"),
+        one_at_a_time=options.one_at_a_time
+        or (options.pattern == PAIRS and found["fabric"] == "loopback"),
+        **take(options, "pattern", "statistic", "slowest", "num_sms"),
     )
 
 

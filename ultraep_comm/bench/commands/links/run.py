@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.clock import Clock, HostClock, HostMeter, Meter, own_gpu
-from ultraep_comm.bench.commands.links import LinksSettings
+from ultraep_comm.bench.commands.links import BESIDE, INCAST, PAIRS, RING, LinksSettings
 from ultraep_comm.bench.commands.links.report import Link, print_links, slow_ranks, slowest_links
 from ultraep_comm.bench.measure import add_up, figures_of, gather, interleave
 from ultraep_comm.bench.payload import Payload
@@ -19,6 +20,7 @@ from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks, link_plan
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
 _SEGMENT = "w"
@@ -39,41 +41,84 @@ def run(settings: LinksSettings, report: Report) -> int:
 def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
     """Measure with a meter's clock, or with the host's if the settings name the host engine."""
     on_host = settings.engine == "host"
-    ranks = WeightRanks(
-        meter,
-        num_ranks=settings.num_ranks,
-        num_experts=settings.num_ranks,  # rank r sends expert r
-        fabric=settings.fabric,
-        slots=1,
-        segments={_SEGMENT: settings.link_bytes},
-        tile_bytes=settings.tile_bytes or (None if on_host else TILE_BYTES),
-        num_sms=settings.num_sms
-        if on_host
-        else meter.num_sms(settings.num_sms, settings.ranks_here),
-    )
+    many = settings.num_ranks - 1
+
+    def make_ranks(slots: int) -> WeightRanks:
+        return WeightRanks(
+            meter,
+            num_ranks=settings.num_ranks,
+            num_experts=settings.num_ranks,  # rank r sends expert r
+            fabric=settings.fabric,
+            slots=slots,
+            segments={_SEGMENT: settings.link_bytes},
+            tile_bytes=settings.tile_bytes or (None if on_host else TILE_BYTES),
+            num_sms=settings.num_sms
+            if on_host
+            else meter.num_sms(settings.num_sms, settings.ranks_here),
+        )
+
+    ranks = make_ranks(many if settings.pattern == INCAST else 1)
     group = ranks.groups[0]
     domains = group.topology.domain.tolist()
-    rounds = make_rounds(domains, one_at_a_time=settings.one_at_a_time)
+    rounds = make_rounds(domains, settings.pattern, one_at_a_time=settings.one_at_a_time)
     if not rounds:
-        raise InvalidArgumentError(f"the ranks' domains are {domains}; expected two ranks in one")
+        raise InvalidArgumentError(
+            f"--pattern {settings.pattern} has no links: the ranks' domains are {domains}"
+        )
+    crowd = Crowd(make_ranks(many), domains, settings) if settings.pattern == BESIDE else None
     report.place(group, None if on_host else meter.describe())
     report.header("links", _describe(settings, len(rounds)))
     clock = HostClock(group) if on_host else ranks.clock()
-    found = measure_links(settings, ranks, clock, rounds, report)
+    found = measure_links(settings, ranks, clock, rounds, report, crowd)
+    wrong = int(found.wrong_bytes.sum()) + (0 if crowd is None else crowd.close())
     ranks.close()
     records = [report.judge(record) for record in make_records(settings, found, report.places)]
     described = settings.describe(
-        *("link_bytes", "one_at_a_time", "statistic", "num_sms", "tile_bytes", "fabric"),
+        *("link_bytes", "one_at_a_time", "pattern", "statistic", "num_sms", "tile_bytes", "fabric"),
         *("iters", "warmup", "check", "seed"),
     )
     more: dict[str, Any] = {"header": True, "more": describe_matrix(settings, found)}
     if report.prints:
         print_links(report.document(records, described, **more))
-    return report.finish(records, described, wrong=int(found.wrong_bytes.sum()), **more)
+    return report.finish(records, described, wrong=wrong, **more)
+
+
+class Crowd:
+    """Ranks that send to rank 0, beside what is measured: of a group of their own."""
+
+    def __init__(self, ranks: WeightRanks, domains: Sequence[int], settings: LinksSettings) -> None:
+        (links,) = make_rounds(domains, INCAST)[:1]
+        self._ranks, num_ranks = ranks, settings.num_ranks
+        self._plan = link_plan(num_ranks, links, num_ranks - 1)
+        self._payload = Payload(settings.seed, {_SEGMENT: settings.link_bytes})
+        ranks.fill(self._plan, self._payload, 1)
+        self._works: list[Work] = []
+
+    def start(self) -> None:
+        """Send, in the background."""
+        self._works += self._ranks.start(self._plan, "direct")
+
+    def finish(self) -> None:
+        """Wait for what was started."""
+        for work in self._works:
+            work.synchronize()
+        self._works.clear()
+
+    def close(self) -> int:
+        """Close the group; return the wrong bytes of all ranks. Collective, but in loopback."""
+        wrong = np.array([self._ranks.count_wrong(self._plan, self._payload, 1)])
+        self._ranks.close()
+        return int(add_up(wrong, self._ranks.loopback)[0])
 
 
 def _describe(settings: LinksSettings, num_rounds: int) -> list[str]:
     order = "one at a time" if settings.one_at_a_time else "links of a round at the same time"
+    order += {
+        PAIRS: "",
+        INCAST: "; in each, all ranks send to one",
+        RING: "; each rank but rank 0 sends to the next",
+        BESIDE: "; each rank but rank 0 sends to the next, and beside that as much to rank 0",
+    }[settings.pattern]
     gate = settings.gate.min_gbps
     return [
         f"{format_size(settings.link_bytes)} over each link, {num_rounds} rounds, {order}",
@@ -84,17 +129,31 @@ def _describe(settings: LinksSettings, num_rounds: int) -> list[str]:
     ]
 
 
-def make_rounds(domains: Sequence[int], *, one_at_a_time: bool = False) -> list[list[Link]]:
-    """Return every link inside a domain once, in rounds.
+def make_rounds(
+    domains: Sequence[int], pattern: str = PAIRS, *, one_at_a_time: bool = False
+) -> list[list[Link]]:
+    """Return every link inside a domain once, in rounds; of a ring only its links.
 
-    No two links of a round share a rank: a round-robin tournament by the circle method, with each
-    pairing once in each direction. In every round rank 0 meets one rank of the circle of all
-    others, and ranks at equal distances from that one meet. An odd G gets a dummy rank.
+    No two links of a round of pairs share a rank: a round-robin tournament by the circle method,
+    with each pairing once in each direction. In every round rank 0 meets one rank of the circle of
+    all others, and ranks at equal distances from that one meet. An odd G gets a dummy rank.
 
     Args:
         domains: ``[G]``, equal for ranks that reach each other.
+        pattern: PAIRS; INCAST: a round for each receiver, of all others; RING, BESIDE: one round,
+            of the ranks of rank 0's domain but itself.
         one_at_a_time: put each link in a round of its own.
     """
+    everybody = range(len(domains))
+    if pattern == INCAST:
+        into = [
+            [(a, b) for a in everybody if a != b and domains[a] == domains[b]] for b in everybody
+        ]
+        return [links for links in into if links]
+    if pattern in (RING, BESIDE):
+        members = [rank for rank in everybody[1:] if domains[rank] == domains[0]]
+        ring = list(zip(members, [*members[1:], *members[:1]], strict=True))
+        return [ring] if len(members) > 1 else []
     num_ranks = len(domains)
     size = num_ranks + num_ranks % 2
     circle = size - 1
@@ -136,7 +195,7 @@ class LinkTimes:
         Args:
             rounds: of links.
             spans_us: ``[G, 2, rounds, iters]``, start and end of every rank in every round.
-            wrong_bytes: ``[rounds, G]``, received by each rank.
+            wrong_bytes: ``[rounds, source, destination]``.
             one_clock: the ranks' times are comparable. Otherwise the time of a link is that of the
                 slower of its two ranks.
         """
@@ -148,7 +207,7 @@ class LinkTimes:
                 starts, ends = spans_us[[source, destination], :, r].swapaxes(0, 1)
                 whole = ends.max(axis=0) - starts.min(axis=0)
                 times[source, destination] = whole if one_clock else (ends - starts).max(axis=0)
-                wrong[source, destination] = wrong_bytes[r, destination]
+                wrong[source, destination] = wrong_bytes[r, source, destination]
         return cls(times_us=times, wrong_bytes=wrong)
 
     @property
@@ -170,17 +229,27 @@ def measure_links(
     clock: Clock,
     rounds: Sequence[Sequence[Link]],
     report: Report,
+    crowd: Crowd | None = None,
 ) -> LinkTimes:
     """Time every round in every iteration, shuffled. Collective, but in loopback."""
     payload = Payload(settings.seed, {_SEGMENT: settings.link_bytes})
-    plans = [link_plan(settings.num_ranks, links) for links in rounds]
+    slots = ranks.groups[0].topology.slots_per_rank
+    plans = [link_plan(settings.num_ranks, links, slots) for links in rounds]
     spans = np.zeros((2, len(rounds), settings.iters))
-    wrong = np.zeros((len(rounds), settings.num_ranks), np.int64)
+    wrong = np.zeros((len(rounds), settings.num_ranks, settings.num_ranks), np.int64)
+
+    def call(plan: Plan) -> None:
+        if crowd is not None:
+            crowd.start()
+        ranks.call(plan, "direct")
+
     text = f"iterations of {len(rounds)} rounds"
     for turn in interleave(settings, len(rounds), report.progress, text):
         plan = plans[turn.item]
         ranks.fill(plan, payload, turn.epoch)
-        span = clock.span(lambda plan=plan: ranks.call(plan, "direct"))  # type: ignore[misc]
+        span = clock.span(partial(call, plan))
+        if crowd is not None:
+            crowd.finish()
         if turn.checked:
             wrong[turn.item] += count_wrong(ranks, plan, payload, turn.epoch)
         if turn.i >= 0:
@@ -192,14 +261,15 @@ def measure_links(
 
 
 def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) -> NDArray[np.int64]:
-    """Return the wrong bytes received by each rank, ``[G]``; 0 for ranks of other processes."""
-    wrong = np.zeros(plan.slot_expert.shape[0], np.int64)
+    """Return the wrong bytes, ``[source, destination]``; 0 where another process received them."""
+    num_ranks = plan.slot_expert.shape[0]
+    wrong = np.zeros((num_ranks, num_ranks), np.int64)
     for group in ranks.groups:
-        expert = int(plan.slot_expert[group.rank, 0])
-        if expert >= 0:
-            data = group.slots[_SEGMENT][0].cpu().numpy()
-            where = {"epoch": epoch, "expert": expert}
-            wrong[group.rank] = payload.count_wrong(data, **where, segment=_SEGMENT)
+        for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
+            if expert >= 0:
+                data = group.slots[_SEGMENT][slot].cpu().numpy()
+                where = {"epoch": epoch, "expert": expert}
+                wrong[expert, group.rank] = payload.count_wrong(data, **where, segment=_SEGMENT)
     return wrong
 
 

@@ -1,0 +1,1 @@
+"""What tools/gpu_hour is made of: the stages, how they run, the report, and the rehearsal."""

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Loads each kernel of the library in FOLDER, which was built there, as a group does.
+
+python tools/hour/load_kernels.py FOLDER [--stand-in]     # --stand-in: in the driver's place
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ultraep_comm
+from ultraep_comm import _core
+from ultraep_comm.engines.cuda.device import find_device
+from ultraep_comm.engines.cuda.kernels import cubin_folder, load_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def stand_in() -> Any:
+    """Return a device whose driver has the kernels that are in the cubin, and runs nothing."""
+    sys.path[1:1] = [str(ROOT / "tests/python/engines"), str(ROOT / "tests/python")]
+    from test_cuda_device import KERNEL, FakeDriver, device_of
+
+    class Driver(FakeDriver):
+        data = b""
+
+        def cuLibraryLoadData(self, data: bytes, *_: Any) -> tuple[int, int]:  # noqa: N802
+            self.data = data
+            return 0, 7
+
+        def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, int]:  # noqa: N802
+            return (0, KERNEL) if b"\0" + name + b"\0" in self.data else (500, 0)
+
+    device = device_of(Driver([]))
+    device.compute_capability, device.cuda_major = (9, 0), 13
+    device._loaded = {}  # noqa: SLF001
+    return device
+
+
+def table() -> Path:
+    """Return what has a cubin's table, and no kernels: the host's compiler makes it."""
+    from test_cubins import INFO_MAGIC, elf_with_info
+
+    folder, layout = Path(tempfile.mkdtemp()), list(_core.cuda_layout())
+    versions = [_core.CUDA_KERNELS_VERSION, 13, 0, 3, 4, 90]
+    made = elf_with_info(folder, [INFO_MAGIC, *versions, len(layout), *layout])
+    return made.rename(folder / "ultraep_comm-sm_90.cubin")
+
+
+def main() -> int:
+    """Load them; 1: this is another library."""
+    folder, here = Path(sys.argv[1]).resolve(), Path(_core.__file__).resolve()
+    if folder not in here.parents or folder not in Path(ultraep_comm.__file__).resolve().parents:
+        print(f"run pip uninstall ultraep_comm: it is {here}, not that of {folder}")
+        return 1
+    device = stand_in() if "--stand-in" in sys.argv else find_device()
+    names = list(json.loads((ROOT / "tests/device/budget.json").read_text()))
+    if "--stand-in" in sys.argv and not cubin_folder().exists():
+        import os
+
+        os.environ["ULTRAEP_CUBINS"] = str(table().parent)
+        names = []
+    kernels = load_kernels(device, None)
+    for name in names:
+        kernels.handle(name, 0)
+    print(f"{here}: {len(names)} kernels loaded" if names else f"{here}: no cubin is built here")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
