@@ -130,6 +130,7 @@ class Plan:
                     bench("links", "-b", "64M", seconds=20),
                     bench("calibrate", seconds=20),
                     bench("replicate", "-b", "64M", name="large", seconds=25),
+                    self._kernel_times(),
                     self._plan_speed(),
                     self._critical_path(),
                 ],
@@ -300,6 +301,13 @@ class Plan:
         words = self._words("plan", *few, sizes, file="plan")
         engine = [] if self._rehearsal else ["--engine", "cuda"]
         return Command([*words, *engine], seconds=25)
+
+    def _kernel_times(self) -> Command:
+        if self._rehearsal:
+            return Command([], why="kernel_times: needs a GPU", needs_gpu=True)
+        script = str(ROOT / "bench" / "speed" / "kernel_times.py")
+        file = str(self._out / "kernel_times.json")
+        return Command([*PYTHON, script, "--json", file], seconds=30)
 
     def _critical_path(self) -> Command:
         if self._rehearsal:
