@@ -211,7 +211,7 @@ class Plan:
 
     def _doctor(self) -> Command:
         required = [] if self._rehearsal else ["--require", "cuda"]
-        return Command([*PYTHON, "-m", "ultraep_comm.doctor", "--json", *required], seconds=10)
+        return Command([*PYTHON, "-m", "ultraep_comm.doctor", "--json", *required], seconds=20)
 
     # ---- probes
 
