@@ -135,7 +135,8 @@ void bind_cuda(nb::module_& m) {
       "cuda_shared_bytes",
       [](const EngineConfig& config, int64_t max_shared_bytes) {
         const Capacity capacity = largest_capacity(config);
-        const int32_t workers = cuda::block_workers(capacity, config.tile_bytes, max_shared_bytes);
+        const int32_t workers =
+            cuda::block_workers(capacity, config.tile_bytes, max_shared_bytes, 1);
         return cuda::shared_bytes(capacity, config.tile_bytes, workers);
       },
       "config"_a, "max_shared_bytes"_a);

@@ -75,12 +75,15 @@ int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
   return c.num_ranks * (kStatusBytes + static_cast<int64_t>(kDepth) * call_block_bytes(c.capacity));
 }
 
-Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c, Handle kernel) {
-  const int32_t workers = block_workers(c.capacity, c.tile_bytes, c.max_shared_bytes);
-  return {kernel, 2 * workers * c.warp_size, shared_bytes(c.capacity, c.tile_bytes, workers)};
-}
-Launcher::BlockShape Launcher::reduce_blocks(const LauncherConfig& c) {
-  return {c.reduce, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)};
+Launcher::Shapes Launcher::shapes(const LauncherConfig& c, int32_t num_blocks) {
+  const int32_t workers = block_workers(c.capacity, c.tile_bytes, c.max_shared_bytes, num_blocks);
+  const BlockShape replicate{c.kernel, num_blocks, 2 * workers * c.warp_size,
+                             shared_bytes(c.capacity, c.tile_bytes, workers)};
+  BlockShape to_bank = replicate;
+  to_bank.kernel = c.bank_kernel;
+  return {replicate,
+          to_bank,
+          {c.reduce, num_blocks, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)}};
 }
 
 int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
@@ -93,17 +96,16 @@ int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
             "cuOccupancyMaxActiveBlocksPerMultiprocessor");
     return blocks;
   };
-  const int32_t blocks =
-      std::min(fitting(replicate_blocks(c, c.kernel)), fitting(replicate_blocks(c, c.bank_kernel)));
-  return c.reduce == nullptr ? blocks : std::min(blocks, fitting(reduce_blocks(c)));
+  const Shapes all = shapes(c, c.num_sms);
+  const int32_t blocks = std::min(fitting(all.replicate), fitting(all.to_bank));
+  return c.reduce == nullptr ? blocks : std::min(blocks, fitting(all.reduce));
 }
 
 Launcher::Launcher(const LauncherConfig& config)
     : config_(config),
       layout_(config),
-      replicate_(replicate_blocks(config, config.kernel)),
-      to_bank_(replicate_blocks(config, config.bank_kernel)),
-      reduce_(reduce_blocks(config)) {
+      shapes_(shapes(config, config.num_sms)),
+      background_(shapes(config, config.background_sms)) {
   const ContextScope current = scope();
   noticed_ = make_event();
   line_ = make_line();
@@ -268,12 +270,11 @@ void Launcher::launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_thre
 // Each block has its own share of a call's pieces, and blocks wait for each other's. A cooperative
 // launch starts none before there is room for all, those of every rank in it: in a plain one, the
 // first ranks' blocks could fill the device and wait for others. A capture keeps that.
-void Launcher::launch_together(const BlockShape& shape, int32_t num_blocks, void* args,
-                               Handle stream) {
+void Launcher::launch_together(const BlockShape& shape, void* args, Handle stream) {
   void* arguments[] = {args};
   require(config_.driver,
           config_.driver.cuLaunchCooperativeKernel(
-              shape.kernel, static_cast<unsigned>(num_blocks),
+              shape.kernel, static_cast<unsigned>(shape.num_blocks),
               static_cast<unsigned>(config_.num_ranks), 1, static_cast<unsigned>(shape.num_threads),
               1, 1, static_cast<unsigned>(shape.shared_bytes), stream, arguments),
           "cuLaunchCooperativeKernel");
@@ -297,10 +298,11 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const bool reduces = first.operation == Operation::kReduce;
   const bool background = std::any_of(e.requests.begin(), e.requests.end(),
                                       [](const Request& r) { return r.background; });
-  launch_together(reduces           ? reduce_
-                  : first.bank >= 0 ? to_bank_
-                                    : replicate_,
-                  background ? c.background_sms : c.num_sms, &args, stream);
+  const Shapes& shapes = background ? background_ : shapes_;
+  launch_together(reduces           ? shapes.reduce
+                  : first.bank >= 0 ? shapes.to_bank
+                                    : shapes.replicate,
+                  &args, stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {

@@ -173,8 +173,11 @@ class Launcher {
   // A kernel whose blocks all have to be resident at the same time.
   struct BlockShape {
     Handle kernel;
-    int32_t num_threads;
+    int32_t num_blocks, num_threads;  // of a rank, of a block
     int64_t shared_bytes;
+  };
+  struct Shapes {
+    BlockShape replicate, to_bank, reduce;
   };
   struct End {
     int32_t rank = -1;  // -1: not ended
@@ -186,8 +189,7 @@ class Launcher {
   static uint64_t number(uint64_t call) { return call & ~kCaptured; }
   Line& line(uint64_t call) { return is_captured(call) ? captured_ : line_; }
   const Line& line(uint64_t call) const { return is_captured(call) ? captured_ : line_; }
-  static BlockShape replicate_blocks(const LauncherConfig& config, Handle kernel);
-  static BlockShape reduce_blocks(const LauncherConfig& config);
+  static Shapes shapes(const LauncherConfig& config, int32_t num_blocks);
   Line make_line() const;
   void destroy(const Line& line) const;
   void enter(int32_t rank, uint64_t call, const Request& request, Handle stream);
@@ -196,7 +198,7 @@ class Launcher {
   void launch_load(const Entry& entry, uint64_t call, Handle stream);
   void launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
                      void* args, Handle stream);
-  void launch_together(const BlockShape& shape, int32_t num_blocks, void* args, Handle stream);
+  void launch_together(const BlockShape& shape, void* args, Handle stream);
   bool agree(const Entry& entry, uint64_t call);
   void copy_blocks(const Entry& entry, uint64_t call, Handle stream);
   void join(const Line& line, Handle stream);
@@ -210,7 +212,7 @@ class Launcher {
 
   LauncherConfig config_;
   const DeviceLayout layout_;
-  const BlockShape replicate_, to_bank_, reduce_;
+  const Shapes shapes_, background_;
   Handle noticed_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;

@@ -56,7 +56,7 @@ ultraep_add_cuda_mutant(stages_fault_given_up_before_read PROGRAM test_stages FI
 
 ultraep_add_cuda_mutant(launcher_counts_blocks_of_transfers_only PROGRAM test_engine
   FILE cuda/launcher.cc
-  FIND [[std::min(blocks, fitting(reduce_blocks(c)))]]
+  FIND [[std::min(blocks, fitting(all.reduce))]]
   REPLACE [[blocks]])
 
 ultraep_add_cuda_mutant(launcher_waits_outside_the_capture PROGRAM test_engine_plans
@@ -71,8 +71,8 @@ ultraep_add_cuda_mutant(launcher_waits_in_a_capture_for_outside PROGRAM test_eng
 
 ultraep_add_cuda_mutant(launcher_background_call_with_all_blocks PROGRAM test_engine
   FILE cuda/launcher.cc
-  FIND [[background ? c.background_sms : c.num_sms]]
-  REPLACE [[c.num_sms]])
+  FIND [[background ? background_ : shapes_;]]
+  REPLACE [[shapes_;]])
 
 ultraep_add_cuda_mutant(launcher_one_stream_in_and_out_of_captures PROGRAM test_engine_plans
   FILE cuda/launcher.cc

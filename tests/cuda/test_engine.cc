@@ -154,7 +154,11 @@ void check_residency() {
     return reduces ? 2 : 3;
   };
   CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
-  config.tile_bytes *= 2;  // half as many workers
+  config.num_sms = 64;  // a rank has 128 workers at most
+  workers = 2;
+  CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
+  config.num_sms = kNumSms;
+  config.tile_bytes *= 2;  // half as many fit
   workers = 2;
   CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
   config.max_shared_bytes = 99 << 10;  // room for the tiles of one small worker

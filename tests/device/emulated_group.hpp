@@ -20,9 +20,9 @@ namespace device_tests {
 
 inline constexpr int64_t kTile = 16 << 10;  // or twice that
 
-// Of a block, on a device with shared memory for them.
-inline int32_t most_workers(int64_t tile_bytes) {
-  return static_cast<int32_t>(uec::cuda::kTileMemory / (uec::cuda::kNumStages * tile_bytes));
+// Of each of a rank's blocks, on a device with shared memory for them.
+inline int32_t most_workers(int64_t tile_bytes, int32_t num_blocks = 1) {
+  return uec::cuda::block_workers({}, tile_bytes, 1 << 20, num_blocks);
 }
 
 using uec::Fault;

@@ -56,7 +56,7 @@ Options options_of(const std::vector<int64_t>& segments, int32_t blocks, Plans p
   options.segment_bytes = segments;
   options.max_blocks = blocks;
   options.tile_bytes = tile_bytes;
-  options.block_workers = most_workers(tile_bytes);
+  options.block_workers = most_workers(tile_bytes, blocks);
   options.plans = plans;
   return options;
 }

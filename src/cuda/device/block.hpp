@@ -95,11 +95,12 @@ UEC_HD inline int64_t tiles_offset(const Capacity& c) {
   return round_up(kScratchAt + kMaxBlockWorkers * scratch, kTileAlign);
 }
 
-// Workers of a block: as many as there is shared memory for, and at least one.
-UEC_HD inline int32_t block_workers(const Capacity& c, int64_t tile_bytes,
-                                    int64_t max_shared_bytes) {
+// Workers of each of a rank's blocks: as many as there is shared memory for, and at least one.
+UEC_HD inline int32_t block_workers(const Capacity& c, int64_t tile_bytes, int64_t max_shared_bytes,
+                                    int32_t num_blocks) {
   const int64_t room = min64(kTileMemory, max_shared_bytes - tiles_offset(c));
-  return max32(1, static_cast<int32_t>(room / (kNumStages * tile_bytes)));
+  const auto fitting = static_cast<int32_t>(room / (kNumStages * tile_bytes));
+  return max32(1, min32(fitting, kMaxRankWorkers / num_blocks));
 }
 
 // Bytes of dynamic shared memory that a launch asks for.

@@ -15,6 +15,9 @@ inline constexpr int32_t kVersion = 100;
 inline constexpr int32_t kMaxBlockWorkers = 4;
 inline constexpr uint32_t kNumStages = 3;
 inline constexpr int32_t kTileMemory = 192 << 10;  // at most, of a block for its workers' stages
+// At most, of a rank's blocks together: with more, tiles that wait for the links delay those that
+// hubs are waiting for.
+inline constexpr int32_t kMaxRankWorkers = 128;
 // Ranks that share launches: their arguments are passed by value.
 inline constexpr int32_t kMaxLaunchRanks = 64;
 inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};  // the default first
