@@ -260,11 +260,9 @@ class EmulatedGroup {
       grid.shared_bytes = std::max(
           grid.shared_bytes,
           uec::cuda::shared_bytes(state.capacity, options_.tile_bytes, options_.block_workers));
-    grid.is_slot = [this](const void* at) {
-      return std::any_of(memory_.begin(), memory_.end(), [&](const auto& memory) {
-        const auto offset = static_cast<const uint8_t*>(at) - memory->data();
-        return offset >= 0 && offset < layouts_[0].symmetric.total;
-      });
+    grid.is_own = [this, first = grid.first_rank](int32_t row, const void* at) {
+      const auto offset = static_cast<const uint8_t*>(at) - memory_[first + row]->data();
+      return offset >= 0 && offset < layouts_[0].symmetric.total;
     };
     const auto launch = [&](const char* name, auto kernel) {
       emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });

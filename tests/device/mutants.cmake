@@ -172,8 +172,8 @@ ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_slots_given_up_first FILE cuda/device/mover.cuh
-  FIND [[    return block_.call.work.pieces[stage.piece].source_idx >= 0;]]
-  REPLACE [[    return true;]])
+  FIND [[full, reads_main(source));]]
+  REPLACE [[full, true);]])
 
 # ---- far peers -----------------------------------------------------------------------------------
 

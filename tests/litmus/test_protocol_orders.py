@@ -245,7 +245,7 @@ ORDERS = {
     "loaded, then read": Order(
         program="""
             g0.b9.t0: st y 1; end before
-            g0.b0.f0: start before; {mbarrier_arrive_expect} %full; {bulk_load_once} %tile y %full
+            g0.b0.f0: start before; {mbarrier_arrive_expect} %full; {bulk_load} %tile y %full
             g0.b0.s0: {mbarrier_test} %full 2; {sync_warp} a
             g0.b0.s1: {sync_warp} a; r = ld %tile""",
         never=("r=0",),
@@ -452,7 +452,7 @@ def test_orders_have_all_instructions() -> None:
     known = instructions(PTX)
     assert {name for name, says in known.items() if says} == used | UNORDERED
     assert {w[0] for order in ORDERS.values() for w in order.weak} >= used - {
-        "load_global", "add_relaxed", "bulk_load", "bulk_load_once", "bulk_store", "bulk_commit",
+        "load_global", "add_relaxed", "bulk_load", "bulk_store", "bulk_commit",
     }  # fmt: skip
 
 

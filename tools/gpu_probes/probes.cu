@@ -64,10 +64,7 @@ __device__ void init_barriers(uint64_t* barriers, int32_t count, uint32_t arriva
 __device__ void load(void* to, const void* from, uint32_t bytes, uint64_t* barrier,
                      bool once = false) {
   ptx::mbarrier_arrive_expect(barrier, bytes);
-  if (once)
-    ptx::bulk_load_once(to, from, bytes, barrier);
-  else
-    ptx::bulk_load(to, from, bytes, barrier);
+  ptx::bulk_load(to, from, bytes, barrier, once);
 }
 __device__ uint64_t* barriers_at(int32_t offset) {
   return reinterpret_cast<uint64_t*>(dynamic + offset);

@@ -27,8 +27,8 @@ UEC_DEVICE void init_ring(Ring& ring) {
   ptx::fence_mbarrier_init();
 }
 
-// One of a worker's two sides. Each has its own. kTransfers: stages are of a transfer's pieces.
-template <bool kFarPeers, bool kTransfers = true>
+// One of a worker's two sides. Each has its own.
+template <bool kFarPeers>
 class DeviceMover : public DeliveryPolicy {
  public:
   static constexpr uint32_t kStages = kNumStages;
@@ -63,10 +63,7 @@ class DeviceMover : public DeliveryPolicy {
       // peer wrote need not be ordered after them. Done by the thread that issues the load.
       ptx::fence_proxy_async_global();
       ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(in_bulk));
-      if (reads_main(stage))
-        ptx::bulk_load_once(to, source, static_cast<uint32_t>(in_bulk), full);
-      else
-        ptx::bulk_load(to, source, static_cast<uint32_t>(in_bulk), full);
+      ptx::bulk_load(to, source, static_cast<uint32_t>(in_bulk), full, reads_main(source));
     } else {
       ptx::mbarrier_arrive(full);
     }
@@ -180,11 +177,11 @@ class DeviceMover : public DeliveryPolicy {
   }
 
  private:
-  // What is in a slot will be read again, by who computes with it. Looked up for each tile: a warp
-  // has few registers.
-  UEC_DEVICE bool reads_main(const Stage& stage) const {
-    if constexpr (!kTransfers) return false;
-    return block_.call.work.pieces[stage.piece].source_idx >= 0;
+  // What is in a slot, or in memory with slots, will be read again by who computes with it. By its
+  // address: to look up what a piece reads takes longer than issuing its load.
+  UEC_DEVICE bool reads_main(const uint8_t* source) const {
+    return static_cast<uint64_t>(source - block_.own) >=
+           static_cast<uint64_t>(block_.call.layout.total);
   }
   UEC_DEVICE static bool is_aligned(const void* at) {
     return reinterpret_cast<uint64_t>(at) % 16 == 0;

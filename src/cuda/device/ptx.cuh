@@ -257,25 +257,22 @@ UEC_DEVICE void fence_proxy_async_global() {
 UEC_DEVICE void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Addresses and size are multiples of 16. The barrier's phase counts the bytes as they arrive.
-UEC_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-// The same, of what is not read again soon: L2 gives it up first.
-UEC_DEVICE void bulk_load_once(void* shared, const void* global, uint32_t bytes,
-                               uint64_t* barrier) {
+// Addresses and size are multiples of 16. The barrier's phase counts the bytes as they arrive. L2
+// gives up first what is read `once`: without a branch, which would cost more.
+UEC_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                          bool once) {
   asm volatile(
       "{\n"
-      ".reg .b64 first;\n"
+      ".reg .pred once;\n"
+      ".reg .b64 first, normal, policy;\n"
+      "setp.ne.u32 once, %4, 0;\n"
       "createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+      "createpolicy.fractional.L2::evict_normal.b64 normal, 1.0;\n"
+      "selp.b64 policy, first, normal, once;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1], %2, [%3], first;\n"
+      " [%0], [%1], %2, [%3], policy;\n"
       "}" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "r"(static_cast<uint32_t>(once))
       : "memory");
 }
 UEC_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {

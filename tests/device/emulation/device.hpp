@@ -72,7 +72,7 @@ struct Lane {
   uint32_t observed = 0,
            fenced = 0;  // observations that it knows of, and those behind a proxy fence
   uint32_t looks = 0;   // since it last did something that others see
-  const std::function<bool(const void*)>* is_slot = nullptr;  // of the grid
+  const std::function<bool(int32_t, const void*)>* is_own = nullptr;  // of the grid
 };
 
 UEC_UNSEEN inline Lane& self() { return *static_cast<Lane*>(Fiber::running()->own()); }
@@ -249,11 +249,12 @@ inline void hold_up() {
 struct Grid {
   int32_t blocks = 1, ranks = 1;  // of each rank, a row
   int64_t shared_bytes = 0;
-  int32_t warps = kWarps;                      // of a block
-  int32_t first_rank = 0;                      // of the group, in the first row
-  bool together = false;                       // no block comes later than others
-  bool beside = false;                         // other kernels of the rank may be running
-  std::function<bool(const void*)> is_slot{};  // of a transfer: whether memory is a slot
+  int32_t warps = kWarps;  // of a block
+  int32_t first_rank = 0;  // of the group, in the first row
+  bool together = false;   // no block comes later than others
+  bool beside = false;     // other kernels of the rank may be running
+  // Of a transfer: whether an address is in the memory of slots of a row's rank.
+  std::function<bool(int32_t row, const void*)> is_own{};
 };
 
 // Runs `kernel(shared_memory)` in every thread of the grid, and waits for all.
@@ -277,7 +278,7 @@ inline void launch(const Grid& grid, const std::function<void(std::byte*)>& kern
           lane.block_y = y;
           lane.num_blocks_x = grid.blocks;
           lane.num_warps = grid.warps;
-          lane.is_slot = &grid.is_slot;
+          lane.is_own = &grid.is_own;
           lane.launch = &lanes;
           lane.block = block;
           lane.warp = &block->warps[t / kLanes];

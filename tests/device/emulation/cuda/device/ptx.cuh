@@ -194,15 +194,12 @@ inline void fence_proxy_async_global() {
 }
 inline void fence_proxy_async_shared() {}
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
-                      bool once = false) {
-  const auto& is_slot = *emulation::self().is_slot;
-  if (is_slot && is_slot(global) == once)
+                      bool once) {
+  const auto& is_own = *emulation::self().is_own;
+  if (is_own && is_own(block_y(), global) == once)
     emulation::violate("L2 is to keep main weights, or to give up slots");
   emulation::bulk_load(static_cast<uint8_t*>(shared), static_cast<const uint8_t*>(global), bytes,
                        barrier);
-}
-inline void bulk_load_once(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  bulk_load(shared, global, bytes, barrier, true);
 }
 inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
   emulation::bulk_store(static_cast<uint8_t*>(global), static_cast<const uint8_t*>(shared), bytes);
