@@ -283,7 +283,7 @@ def test_results_are_kept(run: Any, tmp_path: Path) -> None:
     assert files.keys() == {"clock_measured.env", "costs.log", "summary.json"}
     clock = files["clock_measured.env"].splitlines()
     assert "SHUFFLE=31" in clock
-    assert "REMOTE=1400  # not measured" in clock
+    assert "REMOTE=1584  # not measured" in clock
     assert [path.name for path in (tmp_path / "out").iterdir()] == [ARCHIVE]
 
 
