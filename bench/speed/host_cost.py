@@ -180,7 +180,13 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
     def make_engine(config: _core.EngineConfig, stages: IdleStages) -> CudaEngine:
         kernels = GroupKernels(replicate=1, to_bank=5, notice=2, load=3, load_plan=4, plan_warps=8)
         shared = SharedLauncher(
-            device, kernels, config, first_rank=rank, num_ranks=1, num_sms=num_sms
+            device,
+            kernels,
+            config,
+            first_rank=rank,
+            num_ranks=1,
+            num_sms=num_sms,
+            background_sms=num_sms,
         )
         return CudaEngine(config, cast(CudaStages, stages), shared)
 

@@ -177,7 +177,7 @@ def test_resources_are_within_the_budget(cubin: Path) -> None:
             assert value <= allowed, f"{cubin.name}: {kernel}: {name} {value}; {show} {allowed}"
 
 
-def test_budget_allows_64_registers_and_a_stack_only_for_calls() -> None:
+def test_budget_allows_few_registers_and_a_stack_only_for_calls() -> None:
     for kernel in PLANS:  # one block of it for each rank
         assert BUDGET[kernel] == {"registers": 128, "stack": 0, "shared": 0}
     assert BUDGET[BANK_PLAN] == {"registers": 255, "stack": BANK_PLAN_STACK, "shared": 0}
@@ -187,11 +187,12 @@ def test_budget_allows_64_registers_and_a_stack_only_for_calls() -> None:
             continue
         # What calls NVSHMEM's library has its code in line, and a stack for what it calls in turn.
         calls_nvshmem = kernel.endswith("_far") or kernel == "ultraep_replicate_notice"
-        assert allowed["registers"] <= (104 if kernel.endswith("_far") else 64), kernel
+        most = 104 if kernel.endswith("_far") else 80 if kernel in TRANSFERS else 64
+        assert allowed["registers"] <= most, kernel
         if not calls_nvshmem:
-            most = dict.fromkeys(TRANSFERS, MAKING_STACK)
-            most |= {"ultraep_replicate_bank": BANK_STACK, REDUCTION: REDUCING_STACK}
-            assert allowed["stack"] <= most.get(kernel, 0), kernel
+            stacks = dict.fromkeys(TRANSFERS, MAKING_STACK)
+            stacks |= {"ultraep_replicate_bank": BANK_STACK, REDUCTION: REDUCING_STACK}
+            assert allowed["stack"] <= stacks.get(kernel, 0), kernel
 
 
 def test_no_kernel_has_a_stack_of_its_own(cubin: Path) -> None:

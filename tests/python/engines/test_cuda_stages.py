@@ -459,9 +459,10 @@ def test_mixed_inputs_are_copied(device: EmulatedDevice) -> None:
     assert torch.equal(out, expected)
     assert not device.holds(out)
     out = uec.reroute(device.put(ids), here, group=case.group)
+    found, _ = uec.reroute_map(device.put(routing), None, here, group=case.group)
+    device.settle()
     assert torch.equal(out, expected)
     assert device.holds(out)
-    found, _ = uec.reroute_map(device.put(routing), None, here, group=case.group)
     assert torch.equal(found, uec.reroute_map(routing, None, plan, group=case.group)[0])
     case.close()
 

@@ -303,8 +303,6 @@ def _device_errors(rank: int, process_group: Any, folder: Path) -> None:
         "shared memory",
         device=small,
     )
-    uneven = FakeDevice(max_shared_bytes=(200 if rank == 0 else 99) << 10)
-    _refused(process_group, FakeMemory(folder), bootstrap, "tile_bytes", device=uneven)
     broken = FakeDevice()
     if rank == 1:
         broken.pinned = _out_of_order  # type: ignore[method-assign]
