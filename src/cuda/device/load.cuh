@@ -157,8 +157,7 @@ UEC_ROLE bool exchange_rows(LoadShared& shared, const LoadBlock& part, int32_t n
     return false;
   }
   RowMemory<kFar> memory(block);
-  DeviceMover<kFar> mover(shared.teams[team].ring, reinterpret_cast<uint8_t*>(part.row), block,
-                          ptx::block_x());
+  DeviceMover<kFar> mover(shared.teams[team].ring, reinterpret_cast<uint8_t*>(part.row), block);
   Gather gather(block.call, memory, mover, nullptr, num_experts, part.sent);
   if (drive(gather, block, shared.teams[team].clock, all)) return true;
   while (gather.drain_step() != Step::kFinished) ptx::pause();

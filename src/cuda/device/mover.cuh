@@ -16,6 +16,11 @@
 
 namespace uec::cuda {
 
+// Which of its block's workers this thread is of, and which of its rank's: few groups are shared
+// out over all blocks first.
+UEC_DEVICE int32_t worker_idx() { return ptx::thread_idx() / (2 * ptx::kWarpSize); }
+UEC_DEVICE int32_t rank_worker() { return worker_idx() * ptx::num_blocks_x() + ptx::block_x(); }
+
 // By one thread, before a block-wide barrier.
 UEC_DEVICE void init_ring(Ring& ring) {
   for (uint32_t i = 0; i < kNumStages; ++i) {
@@ -34,9 +39,8 @@ class DeviceMover : public DeliveryPolicy {
   static constexpr uint32_t kStages = kNumStages;
   static constexpr bool kFar = kFarPeers;
 
-  // `worker`: of its rank's.
-  UEC_DEVICE DeviceMover(Ring& ring, uint8_t* tiles, const BlockCall& block, int32_t worker)
-      : ring_(ring), tiles_(tiles), block_(block), worker_(worker) {}
+  UEC_DEVICE DeviceMover(Ring& ring, uint8_t* tiles, const BlockCall& block)
+      : ring_(ring), tiles_(tiles), block_(block) {}
 
   // ---- fetch side
 
@@ -71,11 +75,8 @@ class DeviceMover : public DeliveryPolicy {
 
   // ---- store side
 
-  UEC_DEVICE bool loaded(uint32_t k) {
-    if (!is_complete(ring_.full[k % kStages], k / kStages)) {
-      wait_read<0>();  // nothing is kept waiting, and the fetch side may wait for the last stage
-      return false;
-    }
+  UEC_DEVICE bool loaded(uint32_t k) const {
+    if (!is_complete(ring_.full[k % kStages], k / kStages)) return false;
     // That the destinations are open was observed through ordinary loads, by the fetch side. By
     // every lane: each issues bulk stores.
     ptx::fence_proxy_async_global();
@@ -140,6 +141,9 @@ class DeviceMover : public DeliveryPolicy {
   // Commit k + 1 closed the stores of stage k; a stage that was thrown away has none.
   UEC_DEVICE bool reusable(uint32_t k) const { return k < read_ || k >= commits_; }
 
+  // With nothing to store: the fetch side may wait for the last stage, which no commit follows yet.
+  UEC_DEVICE void wait_source_reusable() { wait_read<0>(); }
+
   UEC_DEVICE void release(uint32_t k) {
     // The next bulk load into the stage comes after these lanes' ordinary reads of it.
     ptx::fence_proxy_async_shared();
@@ -189,7 +193,6 @@ class DeviceMover : public DeliveryPolicy {
   // Until all commits but the last `kLast` have read their stages.
   template <uint32_t kLast>
   UEC_DEVICE void wait_read() {
-    if (read_ + kLast >= commits_) return;
     ptx::bulk_wait_read<kLast>();
     read_ = commits_ - kLast;
   }
@@ -218,13 +221,12 @@ class DeviceMover : public DeliveryPolicy {
   }
   UEC_DEVICE uint8_t* far_tile(uint32_t n) const {
     return reinterpret_cast<uint8_t*>(block_.state->staging) +
-           (int64_t{worker_} * kNumFarStages + n % kNumFarStages) * tile_bytes();
+           (int64_t{rank_worker()} * kNumFarStages + n % kNumFarStages) * tile_bytes();
   }
 
   Ring& ring_;
   uint8_t* tiles_;
   const BlockCall& block_;
-  int32_t worker_;
   static constexpr uint32_t kIdleLooks = 4;
   uint32_t commits_ = 0, read_ = 0, delivered_ = 0, idle_looks_ = 0;
 };

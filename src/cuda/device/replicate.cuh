@@ -15,19 +15,13 @@ namespace uec::cuda {
 // The roles of a worker's warps: loops of their own, both inlined into the kernel.
 
 UEC_DEVICE int32_t num_workers() { return ptx::num_threads() / (2 * ptx::kWarpSize); }
-UEC_DEVICE int32_t worker_idx() { return ptx::thread_idx() / (2 * ptx::kWarpSize); }
-// Among its rank's: few groups are shared out over all blocks first.
-UEC_DEVICE int32_t rank_worker(int32_t worker) {
-  return worker * ptx::num_blocks_x() + ptx::block_x();
-}
 UEC_DEVICE bool fetches() { return ptx::thread_idx() / ptx::kWarpSize % 2 == 0; }
 
 template <class Mover>
 UEC_DEVICE Mover make_mover(BlockShared& shared, int32_t worker) {
   const int64_t tiles = worker * kNumStages * shared.block.call.tiles.tile_bytes;
   return Mover(shared.workers[worker].ring,
-               reinterpret_cast<uint8_t*>(&shared) + shared.known.tiles_at + tiles, shared.block,
-               rank_worker(worker));
+               reinterpret_cast<uint8_t*>(&shared) + shared.known.tiles_at + tiles, shared.block);
 }
 
 template <class Memory, class Mover>
@@ -42,7 +36,7 @@ UEC_ROLE void fetch_all(BlockShared& shared, int32_t worker) {
   StripeScratch::cut(reinterpret_cast<std::byte*>(&shared) + kScratchAt + worker * bytes,
                      capacity.num_ranks, capacity.pieces(), &scratch);
   Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
-                                 {rank_worker(worker), ptx::num_blocks_x() * num_workers()});
+                                 {rank_worker(), ptx::num_blocks_x() * num_workers()});
   if (may_begin(block, memory) && drive(fetcher, block, shared.workers[worker].clock, memory))
     return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
@@ -65,6 +59,7 @@ UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
       fail(block, memory, storer.fault(), wait.peer, wait);
       break;
     }
+    if (step != Step::kProgress) mover.wait_source_reusable();
     if (step != Step::kProgress && ++idle % 8 != 0) continue;  // what comes next is rarely far
     goes_on = !stops();
     if (step != Step::kProgress) ptx::pause();
