@@ -70,11 +70,11 @@ ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/device/mov
 # ---- the ring ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[    ptx::bulk_wait_read<kLast>();]]
+  FIND [[    ptx::bulk_wait_read<1>();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[    read_ = commits_ - kLast;]]
+  FIND [[    read_ = commits_ - 1;]]
   REPLACE [[    read_ = commits_;]])
 
 ultraep_add_device_mutant(device_ring_overrun FILE cuda/device/mover.cuh

@@ -133,7 +133,8 @@ class DeviceMover : public DeliveryPolicy {
     ++commits_;
     idle_looks_ = 0;
     ptx::bulk_commit();
-    wait_read<1>();
+    ptx::bulk_wait_read<1>();
+    read_ = commits_ - 1;
     ptx::sync_warp();  // all lanes have read the stage, or stored from it
     return commits_;
   }
@@ -142,7 +143,10 @@ class DeviceMover : public DeliveryPolicy {
   UEC_DEVICE bool reusable(uint32_t k) const { return k < read_ || k >= commits_; }
 
   // With nothing to store: the fetch side may wait for the last stage, which no commit follows yet.
-  UEC_DEVICE void wait_source_reusable() { wait_read<0>(); }
+  UEC_DEVICE void wait_source_reusable() {
+    ptx::bulk_wait_read<0>();
+    read_ = commits_;
+  }
 
   UEC_DEVICE void release(uint32_t k) {
     // The next bulk load into the stage comes after these lanes' ordinary reads of it.
@@ -189,12 +193,6 @@ class DeviceMover : public DeliveryPolicy {
   }
   UEC_DEVICE static bool is_aligned(const void* at) {
     return reinterpret_cast<uint64_t>(at) % 16 == 0;
-  }
-  // Until all commits but the last `kLast` have read their stages.
-  template <uint32_t kLast>
-  UEC_DEVICE void wait_read() {
-    ptx::bulk_wait_read<kLast>();
-    read_ = commits_ - kLast;
   }
   UEC_DEVICE static void wait_for_all_but(uint32_t commits) {
     static_assert(kCommitsInFlight == 3);

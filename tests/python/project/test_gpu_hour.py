@@ -361,10 +361,10 @@ def test_a_fault_is_understood_from_the_report_alone(
     words += ["--junit-xml", str(xml), str(tmp_path / "test_it.py")]
     status, found = run(
         {
-            "tests": stage(Command(words, seconds=8, xml=xml)),
-            "fine": stage(python("print(1)", seconds=1)),
+            "tests": stage(Command(words, seconds=1, xml=xml)),
+            "fine": stage(python("print(1)", seconds=3)),
         },
-        *("--limit", "12"),
+        *("--limit", "60"),  # a quarter of it to start pytest in, on a busy machine
     )
     assert status == 1
     assert [found[name]["status"] for name in found] == ["failed", "passed"]

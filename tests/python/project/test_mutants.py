@@ -51,6 +51,7 @@ SAMPLE = re.findall(
     device_cancelled_before_unseen device_far_puts_not_awaited device_replay_counted
     reroute_run_before_left_out reduce_any_address_is_aligned load_epoch_not_advanced
     device_steps_swapped device_reach_in_any_order engine_version_not_told device_bank_not_noted
+    device_workers_share_tiles
 """,
 )
 NEEDS_SANITIZER = {"host: flags and counters"}

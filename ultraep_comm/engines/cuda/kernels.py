@@ -181,8 +181,8 @@ def check_info(
         )
 
 
-# With 4 tile buffers each they keep 256 tiles in flight. By the model (docs/model.md), with half as
-# many, tiles for a rank that imports two experts delay its senders' tiles for other ranks.
+# With two workers each they keep 384 tiles in flight. By the model (docs/model.md), with a third of
+# that, tiles for a rank that imports two experts delay its senders' tiles for other ranks.
 DEFAULT_NUM_SMS = 64
 # With async_op=True: so few find room beside a GEMM, which starts none of them before there is room
 # for all. docs/engines.md has what fewer and more cost.
