@@ -75,7 +75,7 @@ def test_the_constants_of_a_clock_are_found_again(
     given = {pair[0]: int(pair[1]) for pair in values if len(pair) == 2}
     assert given.keys() - found.keys() == {"REMOTE", "LINK_BYTES"}
     for constant, value in found.items():
-        assert value == pytest.approx(given[constant], rel=0.2), constant
+        assert value == pytest.approx(given[constant], rel=0.2, abs=0.5), constant  # whole cycles
 
 
 def test_probes_are_launched_by_the_driver(
