@@ -130,6 +130,7 @@ class EmulatedGroup {
     network.bases.clear();
     network.bytes = layout.symmetric.total;
     for (int32_t r = 0; r < ranks; ++r) network.bases.push_back(memory_[r]->data());
+    network.forget_signals();
     for (int32_t r = 0; r < ranks; ++r) init_state(r);
     if (const auto* const machine = ptx_machine::Client::instance()) describe(*machine);
   }

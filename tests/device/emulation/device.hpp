@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -190,14 +189,15 @@ struct Network {
     static Network network;
     return network;
   }
+  // Once the memory is known.
+  void forget_signals() { signals_.assign(bases.size() * bytes / sizeof(uint64_t), 0); }
   // A flag's new value, by a signal, and the last one.
   UEC_UNSEEN void set(uint64_t* flag, uint64_t value) {
-    signals_[flag] = value;
+    std::atomic_ref(signals_[index(flag)]).store(value, std::memory_order_relaxed);
     std::atomic_ref(*flag).store(value, std::memory_order_release);
   }
-  UEC_UNSEEN uint64_t signalled(const uint64_t* flag) const {
-    const auto found = signals_.find(flag);
-    return found == signals_.end() ? 0 : found->second;
+  UEC_UNSEEN uint64_t signalled(const uint64_t* flag) {
+    return std::atomic_ref(signals_[index(flag)]).load(std::memory_order_relaxed);
   }
   // What `symmetric`, in this rank's memory, is called on a peer.
   uint8_t* translate(const void* symmetric, int32_t pe) const {
@@ -208,7 +208,15 @@ struct Network {
   }
 
  private:
-  std::map<const uint64_t*, uint64_t> signals_;  // by flag
+  UEC_UNSEEN size_t index(const uint64_t* flag) const {
+    const auto* const at = reinterpret_cast<const uint8_t*>(flag);
+    for (size_t pe = 0; pe < bases.size(); ++pe)
+      if (at >= bases[pe] && at < bases[pe] + bytes)
+        return (pe * static_cast<size_t>(bytes) + static_cast<size_t>(at - bases[pe])) / 8;
+    violate("a signal to memory that is not symmetric");
+  }
+
+  std::vector<uint64_t> signals_;  // of each word of all symmetric memories
 };
 
 // A slow one arrives when its warp waits for it, or when nothing else goes on. A quick one that
