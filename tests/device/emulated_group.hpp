@@ -191,12 +191,12 @@ class EmulatedGroup {
     launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks, counted);
   }
 
-  // Every rank in a launch of its own, as on devices of their own, with 1 to `most` blocks: ranks
-  // differ in `async_op`, or in their multiprocessors. What a rank has finished is checked at once.
-  void launch_apart(Random& random, int32_t most) {
+  // Every rank in a launch of its own, as on devices of their own. What a rank has finished is
+  // checked at once.
+  void launch_apart(int32_t num_blocks) {
     Fibers ranks;
     for (int32_t r = 0; r < group_.num_ranks; ++r)
-      ranks.spawn([this, num_blocks = draw(random, 1, most), r] {
+      ranks.spawn([this, num_blocks, r] {
         launch_ranks(num_blocks, r, 1);
         if (statuses_[r].failed_call == 0) check_rank(r);
       });

@@ -180,7 +180,7 @@ int64_t check_random(uint32_t seed) {
       for (const int32_t i : segments) kept += expert < 0 ? 0 : options.segment_bytes[i];
     kept -= moved;
     if (options.far || draw(random, 0, 1) == 0)
-      ranks.launch_apart(random, 2);
+      ranks.launch_apart(draw(random, 1, 2));
     else
       ranks.launch(draw(random, 1, 2));
     ranks.check_all();

@@ -38,7 +38,7 @@ void check_random(uint32_t seed, bool far) {
       draw_plan(ranks.group(), random);
       ranks.prepare(kModes[far ? 2 * draw(random, 0, 1) : draw(random, 0, 2)], {0});
       if (apart)
-        ranks.launch_apart(random, 2);
+        ranks.launch_apart(draw(random, 1, 2));
       else
         ranks.launch(draw(random, 1, 2));
       ranks.check_success();

@@ -143,7 +143,7 @@ void check_beside_calls(uint32_t seed) {
     ranks.prepare_bank(bank, group.slot_expert);
     std::vector<std::vector<int32_t>> found(group.num_ranks);
     Fibers threads;
-    threads.spawn([&] { ranks.launch_apart(random, 2); });
+    threads.spawn([&] { ranks.launch_apart(draw(random, 1, 2)); });
     for (int32_t r = 0; r < group.num_ranks; ++r)
       threads.spawn([&, r] { found[r] = ranks.run_consumer(r, call, 0); });
     threads.wait();

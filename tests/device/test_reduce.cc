@@ -58,7 +58,7 @@ void check_random(uint32_t seed, Plans plans) {
     const int32_t bank = has_banks ? draw(random, -1, options.banks - 1) : -1;
     ranks.prepare_sums({kModes[draw(random, 0, 2)], draw(random, 0, 3) != 0, bank});
     if (draw(random, 0, 2) != 0)
-      ranks.launch_apart(random, 2);
+      ranks.launch_apart(draw(random, 1, 2));
     else
       ranks.launch(draw(random, 1, 2));
     if (call + 1 == calls || draw(random, 0, 1) == 0) ranks.check_states();

@@ -52,7 +52,7 @@ void check_random(uint32_t seed, bool far, Plans plans) {
     const Mode mode = far ? kModes[2 * draw(random, 0, 1)] : kModes[draw(random, 0, 2)];
     ranks.prepare(mode, segments);
     if (far || draw(random, 0, 1) == 0)
-      ranks.launch_apart(random, 2);
+      ranks.launch_apart(draw(random, 1, 2));
     else
       ranks.launch(draw(random, 1, 2));
     ranks.check_success();
@@ -74,7 +74,7 @@ void check_domains(Plans plans, bool far) {
   Random random(1);
   for (const Mode mode : {Mode::kPush, far ? Mode::kPush : Mode::kPull, Mode::kDirect}) {
     ranks.prepare(mode, {0});
-    ranks.launch_apart(random, 2);
+    ranks.launch_apart(draw(random, 1, 2));
     ranks.check_success();
   }
 }

@@ -50,7 +50,7 @@ void check_calls(uint32_t seed, Plans plans) {
     else
       all.prepare(static_cast<Mode>(draw(random, 0, 2)), {0, 1});
     if (draw(random, 0, 1) != 0) {
-      all.launch_apart(random, 4);
+      all.launch_apart(draw(random, 1, 4));
       all.check_states();
     } else {
       all.launch(draw(random, 1, 4));
