@@ -75,7 +75,9 @@ def test_the_constants_of_a_clock_are_found_again(
     given = {pair[0]: int(pair[1]) for pair in values if len(pair) == 2}
     assert given.keys() - found.keys() == {"REMOTE", "LINK_BYTES"}
     for constant, value in found.items():
-        assert value == pytest.approx(given[constant], rel=0.2, abs=0.5), constant  # whole cycles
+        # Whole cycles; and the time to a first byte has the probe's own instructions in it.
+        slack = 120 if constant == "BULK" else 0.5
+        assert value == pytest.approx(given[constant], rel=0.2, abs=slack), constant
 
 
 def test_probes_are_launched_by_the_driver(
