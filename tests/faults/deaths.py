@@ -6,6 +6,7 @@ import atexit
 import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from actor import BIG, GUARD, Actor, RankGroup, plan_of
@@ -14,6 +15,8 @@ from ranks import clear_slots
 from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike, told
 
 import ultraep_comm as uec
+from ultraep_comm.calibration import MeasuredCosts
+from ultraep_comm.engines.c10d import make
 from ultraep_comm.fabrics.shm import ShmFabric
 
 # Experts 0 (home 0) and 6 (home 3) on all other ranks: no rank finishes before ranks 0 and 3 call.
@@ -23,6 +26,9 @@ EARLY = [[6, -1], [0, 6], [0, 6], [-1, -1]]
 # Three hubs share expert 0, and its home is not done before all of them have called.
 THREE = [[-1, -1], [0, -1], [0, -1], [0, -1]]
 KILLED = -9
+GLOO = MeasuredCosts(
+    device="", ranks=4, store_gbps=3, load_gbps=1e6, flag_us=8, hop_us=50, parallel=1, call_us=60
+)
 
 
 def transfers(own: RankGroup, plan: Any, *, mode: str, wait: bool = False) -> Any:
@@ -78,7 +84,9 @@ def peers_wait(actor: Actor, *, late: int, mode: str = "push", wait: bool = Fals
 
 def in_transfer(actor: Actor, *, mode: str, rows: list[list[int]]) -> None:
     """Bytes are arriving at rank 2 when the victim is killed; rank 3 has yet to call."""
-    own = actor.make(expert=BIG, shared=mode == "pull")
+    # Which rank c10d serves first depends on what it measures, and rank 2 might wait for rank 3.
+    with mock.patch.object(make, "measure", lambda *_: GLOO):
+        own = actor.make(expert=BIG, shared=mode == "pull")
     plan = plan_of(rows)
     actor.together()
     if actor.rank == 3:
