@@ -171,6 +171,7 @@ def damage_error(
     )
 
 
+DIVERGED = -(1 << 31)  # in place of experts: passes found on a device that their plans differ
 _PLAN_FAULTS = {
     PlanFault.OUT_OF_RANGE: "expected an expert in [0, {num_experts}) or -1 for an empty slot",
     PlanFault.ON_HOME: "which is at home on that rank; expected a rank other than its home",
@@ -206,6 +207,12 @@ def placement_error(
 ) -> InvalidPlanError:
     """Return the error for an illegal replica at ``place``, a rank and its slot."""
     text = _PLAN_FAULTS[fault].format(num_experts=num_experts)
+    if expert == DIVERGED:
+        return InvalidPlanError(
+            f"rank {rank}: two passes of a layer shared slots and had different plans: the"
+            " recomputed forward pass routed differently, or passes overlap. Save the router's ids,"
+            " or keep the router and the plan out of what is recomputed"
+        )
     return InvalidPlanError(
         f"rank {rank}: slot {place[1]} of rank {place[0]} holds expert {expert}: {text}"
     )

@@ -49,6 +49,8 @@ class Session:
         selections: checks ``segments=``.
         plans: saved plans.
         filled_by: the plan or handle of the last transfer to each bank; without one: to bank 0.
+        recomputed: forward passes made in a backward pass, until that reduces: the number of the
+            backward pass, the layer, and the plan's ``slot_expert``.
         recorder: records calls; None: recording is off.
         run: names this group in its recordings; the same on all ranks.
         on_close: called at the end of a close.
@@ -99,6 +101,7 @@ class Session:
             engine=self.engine,
         )
         self.filled_by: dict[int, Plan | PlanHandle] = {}
+        self.recomputed: list[tuple[int, int, torch.Tensor]] = []
         self.recorder: Recorder | None = None
         self.run = ""
         self.on_close: Callable[[], object] | None = None

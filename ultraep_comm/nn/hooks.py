@@ -21,12 +21,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
 import ultraep_comm as uec
+from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import BoundGrads
@@ -106,6 +107,14 @@ class ExpertPass:
             expert >= 0 for row in self.slot_expert for expert in row
         )
         weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
+        task = _graph_task()
+        if task >= 0:  # a forward pass in a backward pass: recomputed
+            session = handle.group.session
+            # A copy: the handle ends with the recomputed graph, long before it is compared.
+            session.recomputed = [
+                *(known for known in session.recomputed if known[0] == task),
+                (task, handle.layer, slots.clone()),
+            ]
 
     @property
     def bank(self) -> uec.Bank:
@@ -165,27 +174,77 @@ def start_transfer(
     return work
 
 
+def _graph_task() -> int:
+    """Return the number of the backward pass that this thread is in; -1: none."""
+    return int(undocumented(torch._C, "_current_graph_task_id")())
+
+
+def _fail(run: ExpertPass, text: str) -> NoReturn:
+    error = InvalidArgumentError(f"rank {run.handle.group.rank}: {text}")
+    run.handle.group.session.reject(error)
+    raise error
+
+
 def _check_slots(run: ExpertPass, direction: str) -> None:
     """Raise InvalidArgumentError if another pass has filled the slots since this one's transfer."""
-    group, mine = run.handle.group, run.handle
-    last = group.session.filled_by.get(run.bank.index)
+    mine = run.handle
+    last = mine.group.session.filled_by.get(run.bank.index)
     if last is None or _brings_the_same(last, mine):
         return
     found = "another plan"
     if isinstance(last, uec.PlanHandle):
         found = f"layer {last.layer}, microbatch {last.microbatch}"
-    error = InvalidArgumentError(
-        f"rank {group.rank}: the experts of layer {mine.layer}, microbatch {mine.microbatch}"
-        f" had the replicas of {found} in their {direction} pass; passes that share a group's"
-        " slots have to run one after the other: start no transfer between a pass's transfer"
-        " and its experts, and make each layer's input depend on the output of the previous one"
+    _fail(
+        run,
+        f"the experts of layer {mine.layer}, microbatch {mine.microbatch} had the replicas of"
+        f" {found} in their {direction} pass; passes that share a group's slots have to run one"
+        " after the other: start no transfer between a pass's transfer and its experts, and make"
+        " each layer's input depend on the output of the previous one",
     )
-    group.session.reject(error)
-    raise error
+
+
+def _check_recomputed(run: ExpertPass) -> None:
+    """Raise InvalidArgumentError if this pass's recomputation had another plan.
+
+    The graph has the first pass's hooks, and its saved tensors are those of the recomputed one.
+    """
+    mine, session = run.handle, run.handle.group.session
+    key = (_graph_task(), mine.layer)
+    found = [known for known in session.recomputed if known[:2] == key]
+    if not found:
+        return
+    same = _find_same(mine, [slots for _, _, slots in found])
+    if same is None:
+        _fail(
+            run,
+            f"the recomputed forward pass of layer {mine.layer}, microbatch {mine.microbatch}"
+            " routed differently: its plan is not that of the forward pass, so its activations"
+            " belong to other replicas. Save the router's ids, or keep the router and the plan out"
+            " of what is recomputed",
+        )
+    session.recomputed = [known for known in session.recomputed if known is not found[same]]
+
+
+def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
+    """Return the last of some ``slot_expert`` that equals the handle's.
+
+    On a device, where to read them would synchronise, it is the last, and the handle's plan becomes
+    illegal if none is equal: the next call with it finds that, and its error says what it means.
+    """
+    mine = handle.saved.plan.slot_expert
+    if handle.group.session.local.holds(mine):
+        alike = [other for other in others if other.device == mine.device]
+        if alike:
+            differs = torch.stack([(mine != other).any() for other in alike]).all()
+            mine.masked_fill_(differs, DIVERGED)
+        return len(others) - 1
+    equal = [i for i, other in enumerate(others) if torch.equal(other.to(mine.device), mine)]
+    return equal[-1] if equal else None
 
 
 def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) -> Grads:
     """Start the reduction. ``grads`` are those of the input, of ``mains``, of ``slots``."""
+    _check_recomputed(run)
     if run.calls.has_restored:
         _check_slots(run, "backward")
     grad_x, *rest = grads
@@ -216,13 +275,12 @@ def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) ->
 
 def _join(run: ExpertPass, grads: Grads) -> Grads:
     if run.calls.reducing is None and run.handle.is_live:
-        error = InvalidArgumentError(
-            f"rank {run.handle.group.rank}: the reduction of layer {run.handle.layer}, microbatch"
-            f" {run.handle.microbatch} is joined but has not been started; pass the experts'"
-            " input, and the main weights, through start_reduction after join_reduction"
+        _fail(
+            run,
+            f"the reduction of layer {run.handle.layer}, microbatch {run.handle.microbatch} is"
+            " joined but has not been started; pass the experts' input, and the main weights,"
+            " through start_reduction after join_reduction",
         )
-        run.handle.group.session.reject(error)
-        raise error
     work, run.calls.reducing = run.calls.reducing, None
     if work is not None:
         work.wait()
@@ -232,23 +290,21 @@ def _join(run: ExpertPass, grads: Grads) -> Grads:
 def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) -> bool:
     """Return whether transfers of ``last`` and of ``handle`` fill the slots with the same replicas.
 
-    A recomputed forward pass has another handle, of the same layer and with an equal plan. Plans on
-    a device count as equal: to read them would synchronise.
+    A recomputed forward pass has another handle, of the same layer and with an equal plan.
     """
     if last is handle:
         return True
     mine = handle.saved.plan.slot_expert
-    readable = mine.device.type == "cpu"
-    if readable and not (mine >= 0).any():
+    if mine.device.type == "cpu" and not (mine >= 0).any():
         return True  # no replicas: frameworks may skip the transfer
     if isinstance(last, uec.PlanHandle):
         if last.layer != handle.layer:
             return False
-        if last.microbatch == handle.microbatch:
+        # On a device, the memory of a handle that has ended may have another plan by now.
+        if not last.is_live and handle.group.session.local.holds(mine):
             return True
         last = last.saved.plan
-    theirs = last.slot_expert
-    return not readable or theirs.device.type != "cpu" or torch.equal(theirs, mine)
+    return _find_same(handle, [last.slot_expert]) is not None
 
 
 def _or_zeros(main: Tensor, grad: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from ranks import make_weights, prepare_all, raised, start_all, synchronize_all,
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
-from ultraep_comm.nn.hooks import ExpertPass
+from ultraep_comm.nn.hooks import ExpertPass, restore_replicas
 
 E, S = 4, 1
 EXPERT = {"w": Segment((40, 4), torch.bfloat16)}
@@ -322,3 +322,28 @@ def test_a_save_that_is_refused_keeps_no_entry(
         if captured:
             emulated.end_capture()
             handle.release()
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["alike", "another"])
+def test_plans_of_passes_with_one_number_are_compared_on_the_device(
+    emulated: EmulatedDevice, groups: list[uec.Group], other: int
+) -> None:
+    weights = [make_weights(group) for group in groups]
+    prepare_all(groups, weights, 1)
+    first, second = (
+        [group.save(emulated.put_plan(plan_of(index)), layer=2) for group in groups]
+        for index in (0, other)
+    )
+    synchronize_all(start_all(groups, weights, first))
+    synchronize_all(start_all(groups, weights, second))
+    runs = [ExpertPass(handle, given) for handle, given in zip(first, weights, strict=True)]
+    for run in runs:
+        restore_replicas(torch.ones(1, requires_grad=True), run)
+    works = start_all(groups, weights, first)
+    found = [raised(work.synchronize) for work in works]
+    if other == 0:
+        assert found == [None, None]
+        return
+    for error in found:
+        assert isinstance(error, errors.InvalidPlanError)
+        assert "had different plans: the recomputed forward pass routed differently" in str(error)

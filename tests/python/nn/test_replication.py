@@ -358,3 +358,37 @@ def test_an_empty_slot_has_no_gradient() -> None:
     assert all(torch.equal(part, slots[i]) for i, part in enumerate(parts))
     assert [part.requires_grad for part in parts] == [True, False, True]
     assert not any(part.requires_grad for part in unbind_slots(slots, plan, 0))
+
+
+def diverge(rank: int, pg: Any, microbatch: int | None, prefetched: bool, engine: str) -> str:
+    """The recomputed router sends all ids to another expert, with the same shapes."""
+    with opened(pg, engine=engine) as group:
+        calls, weights = Replication(group, layer=3), own_weights("tensors", rank, 0)
+        hot = iter([0, 7])
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            run = calls.begin(weights, torch.full((24, 1), next(hot)), microbatch=microbatch)
+            x, mains, slots = run.before_experts(run.before_dispatch(x))
+            y = run.after_experts(x * (mains["w1"].sum() + slots["w1"].sum()))
+            # Behind a saved tensor, the layer is recomputed before its prefetch.
+            return run.after_combine(y if prefetched else y * y)
+
+        y = checkpoint(layer, torch.ones(4, requires_grad=True), use_reentrant=False)
+        y = y if prefetched else y * y
+        error = raised(lambda: y.sum().backward())
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+@pytest.mark.parametrize("prefetched", [True, False])
+@pytest.mark.parametrize("microbatch", [5, None])
+def test_a_recomputed_pass_that_routes_differently_is_an_error(
+    ranks: RankPool, microbatch: int | None, prefetched: bool, engine: str
+) -> None:
+    found = ranks.run(G, diverge, microbatch, prefetched, engine)
+    own = [text for text in found if text.startswith("InvalidArgumentError")]
+    assert own
+    for text in own:
+        assert "the recomputed forward pass of layer 3, microbatch" in text
+        assert "Save the router's ids" in text
+    assert all(text in own or text.startswith("PeerRejectedError") for text in found)
