@@ -247,7 +247,7 @@ def _gather_load(
 _WEIGHTS = f"Tensor[] weights, int[] counts, str[] given, {_PLAN}"
 _SLOTS = "Tensor(a!)[] slots, str[] names, Tensor(b!) order"
 # Versions grow from step to step: as a SymInt, a new one compiles nothing anew.
-_HOW = "str how, int? bank, SymInt? version, str group"
+_HOW = "str how, int? bank, SymInt? version, int? layer, str group"
 
 
 @_operator(
@@ -312,6 +312,7 @@ def _transfer_of(
     mode: str,
     bank: int | None,
     version: int | None,
+    layer: int | None,
     group_name: str,
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
     """Return the slots that are copies, the rows that the plan fills, and the call."""
@@ -325,6 +326,7 @@ def _transfer_of(
         mode=mode,
         segments=names,
         version=version,
+        layer=layer,
     )
     copies = _copies_among(slots, names, group, bank)
     return copies, _filled(slot_expert, group) if copies else [], call

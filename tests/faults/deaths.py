@@ -16,7 +16,6 @@ from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike,
 
 import ultraep_comm as uec
 from ultraep_comm.calibration import MeasuredCosts
-from ultraep_comm.engines.c10d import make
 from ultraep_comm.fabrics.shm import ShmFabric
 
 # Experts 0 (home 0) and 6 (home 3) on all other ranks: no rank finishes before ranks 0 and 3 call.
@@ -85,7 +84,7 @@ def peers_wait(actor: Actor, *, late: int, mode: str = "push", wait: bool = Fals
 def in_transfer(actor: Actor, *, mode: str, rows: list[list[int]]) -> None:
     """Bytes are arriving at rank 2 when the victim is killed; rank 3 has yet to call."""
     # Which rank c10d serves first depends on what it measures, and rank 2 might wait for rank 3.
-    with mock.patch.object(make, "measure", lambda *_: GLOO):
+    with mock.patch("ultraep_comm.engines.c10d.make.measure", return_value=GLOO):
         own = actor.make(expert=BIG, shared=mode == "pull")
     plan = plan_of(rows)
     actor.together()

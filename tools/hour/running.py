@@ -162,6 +162,8 @@ def run(
     command: Command, limit: float, log: Log, folder: Path, env: dict[str, str]
 ) -> tuple[dict[str, Any], str]:
     """Run a command within `limit` seconds; return its record and the end of its output."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun with `&`: commands inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     begin, output, status, late = time.monotonic(), b"", None, False
     line = shlex.join(command.words)
     log.write(f"$ {line}\n".encode())

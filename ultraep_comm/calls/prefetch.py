@@ -26,6 +26,7 @@ def prefetch_experts(
     mode: str = "auto",
     segments: Sequence[str] | None = None,
     version: int | None = None,
+    layer: int | None = None,
 ) -> Work | None:
     """Replicate the experts that a bank will need if the forecast comes true. Collective.
 
@@ -41,7 +42,7 @@ def prefetch_experts(
         group: the group.
         target: as for :func:`plan_replicas`.
         async_op: return a :class:`Work` at once.
-        mode, segments, version: as for :func:`replicate_experts`.
+        mode, segments, version, layer: as for :func:`replicate_experts`.
 
     Returns:
         The Work; None without ``async_op``, or where the forecast has seen no load yet.
@@ -67,4 +68,5 @@ def prefetch_experts(
         mode=mode,
         segments=segments,
         version=version,
+        layer=layer,
     )

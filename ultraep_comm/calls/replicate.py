@@ -30,6 +30,7 @@ def replicate_experts(
     mode: str = "auto",
     segments: Sequence[str] | None = None,
     version: int | None = None,
+    layer: int | None = None,
 ) -> Work | None:
     """Copy the experts of a plan into its slots. Collective.
 
@@ -63,6 +64,8 @@ def replicate_experts(
         segments: names of the segments to transfer; None: all.
         version: of the main weights, for a plan of a bank: a number that grows whenever they
             change, the same on every rank. None: that of the bank; see :meth:`Bank.invalidate`.
+        layer: whose weights they are, so that a rank that skips a layer gets a PlanMismatchError
+            instead of another layer's weights. None: a handle's layer, or not compared.
 
     Raises:
         InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
@@ -77,9 +80,10 @@ def replicate_experts(
     session = group.session
     if torch.compiler.is_dynamo_compiling():
         plan = plan_of(plan, "replicate_experts", session)
-        return traced.replicate_experts(weights, plan, group, async_op, mode, segments, version)
+        how = (group, async_op, mode, segments, version)
+        return traced.replicate_experts(weights, plan, *how, layer)
 
-    call = Call(session, plan, "replicate_experts")
+    call = Call(session, plan, "replicate_experts", layer)
     try:
         selection = session.selections.find(segments)
         bound = session.weights.bind(weights)

@@ -49,6 +49,7 @@ def replicate_experts(
     mode: str,
     segments: Sequence[str] | None,
     version: int | None = None,
+    layer: int | None = None,
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
@@ -69,7 +70,7 @@ def replicate_experts(
     plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     arguments: tuple[Any, ...] = (
         *(tensors, counts, list(given), *plan_fields),
-        *(slots, names, order, mode, plan.bank, version, group.name),
+        *(slots, names, order, mode, plan.bank, version, layer, group.name),
     )
     if not async_op:
         torch.ops.ultraep_comm.replicate_experts(*arguments)

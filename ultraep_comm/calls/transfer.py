@@ -33,7 +33,7 @@ class Call:
         plan: the plan as the engine reads it.
         view: its addresses and shape.
         on_device: a kernel reads it.
-        tag: the handle's tag, which ranks compare besides the plan; 0: no handle was given.
+        tag: layer and microbatch, which ranks compare besides the plan; 0: neither was given.
         bank: the plan's; -1: none.
         filled: the plan's slot_expert on the CPU, if it is known there.
     """
@@ -51,18 +51,19 @@ class Call:
         "view",
     )
 
-    def __init__(self, session: Session, given: Plan | PlanHandle, operation: str) -> None:
+    def __init__(
+        self,
+        session: Session,
+        given: Plan | PlanHandle,
+        operation: str,
+        layer: int | None = None,
+    ) -> None:
         self._session, self._given, self.tag = session, given, 0
-        if isinstance(given, PlanHandle):
-            try:
-                plan = session.plans.plan_of(given, operation)
-            except UltraEPError as error:
-                session.reject(error)
-                raise
-            self.tag = given.saved.tag
-            operation = f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
-        else:
-            plan = given
+        try:
+            plan, operation = self._identify(given, operation, layer)
+        except UltraEPError as error:
+            session.reject(error)
+            raise
         self._operation = operation
         session.enter(operation)
         self.plan, self.on_device = session.local.plan_for_call(plan, operation)
@@ -78,6 +79,24 @@ class Call:
         except Exception as error:
             self.reject(error)
             raise
+
+    def _identify(
+        self, given: Plan | PlanHandle, operation: str, layer: int | None
+    ) -> tuple[Plan, str]:
+        """Return the plan and the call's name; set the tag."""
+        plans = self._session.plans
+        if not isinstance(given, PlanHandle):
+            if layer is not None:
+                self.tag = plans.tag(layer, operation)
+                operation = f"{operation} of layer {layer}"
+            return given, operation
+        if layer not in (None, given.layer):
+            raise InvalidArgumentError(
+                f"rank {self._session.rank}: {operation} was given layer={layer} and a handle of"
+                f" layer {given.layer}; leave layer= out"
+            )
+        plan, self.tag = plans.plan_of(given, operation), given.saved.tag
+        return plan, f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
 
     def _enter_bank(self, session: Session) -> None:
         self.plan, self.on_device = session.local.plan_for_bank(self.plan)

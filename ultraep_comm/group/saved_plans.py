@@ -178,12 +178,16 @@ class Saved:
     @property
     def tag(self) -> int:
         """Return the tag that ranks compare; never 0, the tag of calls without a handle."""
-        return (self.layer + 1) << 32 | self.microbatch
+        return _tag(self.layer, self.microbatch)
 
     def release_unless_captured(self) -> None:
         """Release the plan of a dropped pass, unless it was captured: the graph still saves it."""
         if not self.captured:
             self.store.release(self)
+
+
+def _tag(layer: int, microbatch: int) -> int:
+    return (layer + 1) << 32 | microbatch
 
 
 class PlanStore:
@@ -274,11 +278,15 @@ class PlanStore:
         self._live[self._generation] = (layer, microbatch)
         return PlanHandle(saved)
 
-    def _number(self, value: int, name: str, limit: int) -> int:
+    def tag(self, layer: int, operation: str) -> int:
+        """Return the tag of a call of a layer without a handle."""
+        return _tag(self._number(layer, "layer", LAYERS, operation), 0)
+
+    def _number(self, value: int, name: str, limit: int, operation: str = "save") -> int:
         number = as_int(value, name)
         if not 0 <= number < limit:
             raise InvalidArgumentError(
-                f"rank {self._rank}: save was given {name}={number}; expected [0, {limit})"
+                f"rank {self._rank}: {operation} was given {name}={number}; expected [0, {limit})"
             )
         return number
 

@@ -100,6 +100,7 @@ class ReplicatedExperts(torch.nn.Module):
                 group=group,
                 mode=self._mode,
                 segments=self._segments,
+                layer=self.layer,
             )
         run = self._calls.begin(weights, plan=plan, microbatch=microbatch)
         x, mains, slots = run.before_experts(run.before_dispatch(x))

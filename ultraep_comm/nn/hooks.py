@@ -159,6 +159,7 @@ def start_transfer(
     mode: str,
     segments: Sequence[str] | None,
     expires: uec.Bank | None,
+    layer: int | None = None,
 ) -> uec.Work:
     """Start to fill slots; ``expires``: the bank, if what it holds may be of other weights."""
     work = uec.replicate_experts(
@@ -169,6 +170,7 @@ def start_transfer(
         mode=mode,
         segments=segments,
         version=None if expires is None else expires.version + 1,
+        layer=layer,
     )
     assert work is not None
     return work
@@ -176,7 +178,7 @@ def start_transfer(
 
 def _graph_task() -> int:
     """Return the number of the backward pass that this thread is in; -1: none."""
-    return int(undocumented(torch._C, "_current_graph_task_id")())
+    return int(undocumented(undocumented(torch, "_C"), "_current_graph_task_id")())
 
 
 def _fail(run: ExpertPass, text: str) -> NoReturn:

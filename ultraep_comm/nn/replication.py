@@ -164,6 +164,7 @@ class Replication:
             mode=self._mode,
             segments=None,
             expires=bank if shares else None,
+            layer=self.layer,
         )
         how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}
         if topk_ids is not None:

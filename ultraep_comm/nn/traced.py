@@ -35,12 +35,13 @@ class _Restore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        group, bank, mode, segments, names = ctx.how
+        group, bank, mode, segments, layer, names = ctx.how
         slot_expert, home, *weights = ctx.saved_tensors
         given = dict(zip(names, weights, strict=True))
         plan = uec.Plan(slot_expert=slot_expert, home=home, bank=bank)
         grad = grad.clone()
-        traced.replicate_experts(given, plan, group, False, mode, segments, order=grad)
+        how = (group, False, mode, segments)
+        traced.replicate_experts(given, plan, *how, layer=layer, order=grad)
         return None, grad, *(None for _ in range(len(weights) + 3))
 
 
@@ -89,12 +90,13 @@ def run_experts(
     group: uec.Group,
     mode: str,
     segments: Sequence[str] | None,
+    layer: int,
 ) -> Tensor:
     """Trace :class:`ReplicatedExperts`."""
     bank = plan.bank
     slots = dict(traced.bank_of(bank, group).slots)
     trained = find_trained(weights, group) if torch.is_grad_enabled() else []
-    uec.replicate_experts(weights, plan, group=group, mode=mode)
+    uec.replicate_experts(weights, plan, group=group, mode=mode, layer=layer)
     if not torch.is_grad_enabled():
         return experts(x, weights, slots, *args)
     names = [name for name in group.slot_grads if name in trained]
@@ -108,6 +110,6 @@ def run_experts(
     restored = list(weights) if segments is None else list(segments)
     saved = (plan.slot_expert, plan.home, *(weights[name].detach() for name in restored))
     y = experts(x, mains, slots, *args)
-    how = (group, bank, mode, segments, restored)
+    how = (group, bank, mode, segments, layer, restored)
     result: Tensor = _Restore.apply(how, y, x, *saved)  # type: ignore[no-untyped-call]
     return result

@@ -347,3 +347,32 @@ def test_plans_of_passes_with_one_number_are_compared_on_the_device(
     for error in found:
         assert isinstance(error, errors.InvalidPlanError)
         assert "had different plans: the recomputed forward pass routed differently" in str(error)
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize("layers", [(3, 3), (3, 4), (3, None)])
+def test_layers_are_compared_without_handles_too(
+    emulated: EmulatedDevice, groups: list[uec.Group], layers: Any, prefetched: bool
+) -> None:
+    load = torch.tensor([9, 1, 1, 1])
+    weights = [make_weights(group) for group in groups]
+    works = []
+    for group, own, layer in zip(groups, weights, layers, strict=True):
+        how: Any = {"group": group, "layer": layer, "async_op": True}
+        if prefetched:
+            works.append(uec.prefetch_experts(own, load, bank=0, **how))
+        else:
+            works.append(uec.replicate_experts(own, emulated.put_plan(plan_of(0)), **how))
+    found = {type(raised(work.synchronize)) for work in works}
+    if layers[0] == layers[1]:
+        assert found == {type(None)}
+    else:  # who is told first does not compare
+        assert errors.PlanMismatchError in found
+        assert found <= {errors.PlanMismatchError, errors.TransferAbortedError}
+
+
+def test_a_layer_is_that_of_the_handle(groups: list[uec.Group]) -> None:
+    group, handle = groups[0], groups[0].save(plan_of(2), layer=3)
+    with pytest.raises(errors.InvalidArgumentError, match="layer=2 and a handle of layer 3"):
+        uec.replicate_experts(make_weights(group), handle, group=group, layer=2)
+    handle.release()

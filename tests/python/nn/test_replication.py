@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.nn import Replication, local_weights
 from ultraep_comm.nn.weights import unbind_slots
 
@@ -392,3 +393,26 @@ def test_a_recomputed_pass_that_routes_differently_is_an_error(
         assert "the recomputed forward pass of layer 3, microbatch" in text
         assert "Save the router's ids" in text
     assert all(text in own or text.startswith("PeerRejectedError") for text in found)
+
+
+def skip_a_layer(rank: int, pg: Any, engine: str) -> str:
+    """Rank 0 goes on to layer 1 while the others are at layer 0; both layers have equal plans."""
+    ids = torch.zeros((24, 1), dtype=torch.int64)
+    with opened(pg, engine=engine) as group:
+        layers = [
+            Balancer(group, own_weights("tensors", rank, number), layer=number)
+            for number in range(2)
+        ]
+
+        def run() -> None:
+            layers[rank == 0].begin(ids)
+            layers[rank == 0].wait()
+
+        return type(raised(run)).__name__
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+def test_without_gradients_a_layer_is_not_taken_for_another(ranks: RankPool, engine: str) -> None:
+    found = ranks.run(G, skip_a_layer, engine)
+    assert "PlanMismatchError" in found
+    assert set(found) <= {"PlanMismatchError", "TransferAbortedError"}

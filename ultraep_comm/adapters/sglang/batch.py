@@ -97,7 +97,7 @@ class Batches:
                 slots_per_rank=layer.num_local_experts - mains,
                 num_experts=experts,
             ).group
-            layer.ultraep = LayerBalancer(group, {})
+            layer.ultraep = LayerBalancer(group, {}, layer=layer.layer_id)
             self._layers[layer.layer_id] = layer
         _LOGGER.info("SGLang: %d MoE layers have replicas for each batch", len(layers))
 
