@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ultraep_comm import env
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.fabrics.meeting import record_device
+from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.segments import local_part
 
@@ -165,17 +166,12 @@ def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str
 
 
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """All-gather what JSON can say."""
+    """All-gather what JSON can say; raise BootstrapError once it is known that a rank is absent."""
     text = json.dumps(value).encode()
-    device = record_device(process_group)
-    own = torch.tensor([len(text)], device=device)
-    sizes = [torch.empty_like(own) for _ in range(process_group.size())]
-    dist.all_gather(sizes, own, group=process_group)
-    most = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(device)
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded, group=process_group)
-    return [json.loads(bytes(row.cpu().numpy())) for row in rows]
+    meeting = Meeting(process_group, limit=env.timeout())
+    sizes = meeting.gather(torch.tensor([len(text)], device="cpu")).flatten().tolist()
+    rows = meeting.gather(torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8))
+    return [json.loads(bytes(row.numpy())) for row in rows]
 
 
 def agree(

@@ -343,7 +343,11 @@ def record_device(group: dist.ProcessGroup) -> torch.device:
 class Meeting:
     """Exchanges records over the caller's process group."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, *, limit: float | None = None
+    ) -> None:
+        """Begin; ``limit``: of each step in seconds, 0 or None: the process group's timeout."""
+        self._limit = limit
         if process_group is None and not dist.is_initialized():
             raise BootstrapError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group"
@@ -462,6 +466,7 @@ class Meeting:
     def _await(self, work: Any) -> None:
         """Return when a step has ended; raise once it is known that it never will."""
         pause, polled = 2e-5, time.monotonic()
+        start = polled
         failure: BootstrapError | None = None
         while not work.is_completed():
             time.sleep(pause)
@@ -474,6 +479,16 @@ class Meeting:
             polled = now
             # A rank may have ended after its part of the step, which then still ends in time.
             failure = self._find_failure(in_step=True)
+            if failure is None and self._limit and now - start > self._limit:
+                absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
+                self._break(
+                    BootstrapError(
+                        f"rank {self.rank}: ranks {absent or 'unknown'} did not come to the"
+                        f" adapter's exchange within {self._limit:g} s (ULTRAEP_TIMEOUT); expected"
+                        " every rank. Look for an earlier error there, or raise the limit",
+                        failed_rank=absent[0] if len(absent) == 1 else -1,
+                    )
+                )
 
     def _diagnose(self, error: RuntimeError) -> NoReturn:
         """Raise an error that names the rank by which the process group failed."""

@@ -6,6 +6,8 @@ import importlib.metadata
 import sys
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from fake_vllm import FakeBase, FakeElastic, FakeVllm, original
 from ranks import RankPool, raised, run_python
 
 from ultraep_comm import errors
+from ultraep_comm.adapters import seams
 from ultraep_comm.adapters import vllm as adapter
 
 G, L, LAYERS = 4, 3, 3
@@ -239,8 +242,8 @@ def disagree(rank: int, group: dist.ProcessGroup, kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "who", "says"),
     [
-        ("no such expert", (0, 1), "rank 0 expects expert 7 of rank 1, which has none"),
-        ("other memory", (0, 1), "rank 0 has expert 2 in memory that was not given at set-up"),
+        ("no such expert", (0,), "rank 0 expects expert 7 of rank 1, which has none"),
+        ("other memory", (0,), "rank 0 has expert 2 in memory that was not given at set-up"),
         ("no sender", (1,), "rank 1 sends [], (row, rank), and its peers need [(0, 0)]"),
     ],
 )
@@ -254,6 +257,33 @@ def test_maps_that_do_not_match_are_an_error(
             assert f"EPLB of layer 0: {says}" in text
         else:
             assert name == "PeerRejectedError"
+
+
+def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
+    """Rank 1 is absent: from an exchange at set-up, then from a layer's."""
+    del group
+    backend = dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, timedelta(seconds=100))
+    own = dist.ProcessGroup(dist.FileStore(path, 2), rank, 2)
+    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    weights, buffer = [[torch.zeros(2, 3)]], [torch.empty(2, 3)]
+    with FakeVllm() as state, pytest.MonkeyPatch.context() as short:
+        short.setenv("ULTRAEP_TIMEOUT", "2")
+        adapter.register()
+        coordinator = SimpleNamespace(cpu_group=own, device_group=own)
+        mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+        mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
+        if rank == 1:
+            return []
+        found = [raised(mover.execute), raised(lambda: seams.gather_json(own, "here"))]
+    mover.group.abort()
+    return [f"{type(error).__name__}: {error}" for error in found]
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(2, come_alone, str(tmp_path / "store"), timeout=90)[0]
+    assert found[0].startswith("TransferTimeoutError: ")
+    assert "rank 1" in found[0]
+    assert found[1].startswith("BootstrapError: rank 0: ranks [1] did not come to the adapter's")
 
 
 # ---- the plugin ----------------------------------------------------------------------------

@@ -118,18 +118,20 @@ class Mover:
         """Move what was noted. Collective; later work of the stream has the weights.
 
         Raises:
-            InvalidPlanError: ranks noted what does not match.
-            TransferError: the transfer failed.
+            InvalidPlanError: this rank noted what does not match.
+            TransferError: a rank did not come in time, ended, or rejected its input; or the
+                transfer failed.
         """
         group, count, sends = self.group, self._rows, self._sends
-        noted = (self._sources, self._problem)
+        own, problem = self._sources, self._problem
         self._forget()
-        every = seams.gather_json(self._cpu_group, noted)
+        # As a load: a call of the group, which is bounded and names who does not come.
+        noted = torch.zeros(group.num_ranks * count, dtype=torch.int32, device="cpu")
+        noted[:count] = torch.tensor(own, dtype=torch.int32, device="cpu") + 1
         try:
-            for rank, (_, problem) in enumerate(every):
-                if problem:
-                    raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {rank} {problem}")
-            sources = torch.tensor([own for own, _ in every], dtype=torch.int32, device="cpu")
+            if problem:
+                raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {group.rank} {problem}")
+            sources = uec.gather_load(counts=noted, group=group)[:, :count] - 1
             mine = (sources >= 0) & (sources // count == group.rank)
             needed = {(int(sources[r, s]) % count, r) for r, s in mine.nonzero().tolist()}
             if needed != sends:
