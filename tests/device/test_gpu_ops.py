@@ -171,7 +171,7 @@ def test_operators_are_what_torch_asks_of_them(place: Place) -> None:
     slots = list(group.slots.values())
     arguments = (
         *(weights, [-1], ["w"], *transferred),
-        *(slots, ["w"], ORDER, "auto", None, None, group.name),
+        *(slots, ["w"], ORDER, "auto", None, None, None, group.name),
     )
     opcheck(OPERATORS.replicate_experts.default, arguments)
     opcheck(OPERATORS.start_replicate_experts.default, arguments)

@@ -244,7 +244,7 @@ def test_operators_with_a_bank() -> None:
     for version in (None, 2):
         arguments = (
             *(weights, [-1, -1], names, *fields, slots, names),
-            *(ORDER, "auto", 1, version, group.name),
+            *(ORDER, "auto", 1, version, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)

@@ -222,7 +222,7 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         slots = list(group.slots.values())
         arguments = (
             *(tensors, [-1, -1], names, *plan_fields(plan)),
-            *(slots, names, ORDER, "auto", None, None, group.name),
+            *(slots, names, ORDER, "auto", None, None, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
@@ -262,7 +262,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
         mains = list(make_mains(rank, 0).values())
         arguments = (
             *(mains, [-1, -1], names, *plan_fields(plan), *rest),
-            *("auto", None, None, group.name),
+            *("auto", None, None, None, group.name),
         )
         if async_op:
             token = OPERATORS.start_replicate_experts(*arguments)
