@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +135,8 @@ def _describe(layer: Any) -> tuple[str, Any]:
         held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if held and not isinstance(module, linear):
             return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
+    if unlike := seams.find_unlike(experts.local_experts):
+        return unlike, None
     return seams.describe_experts([dict(e.named_parameters()) for e in experts.local_experts])
 
 
@@ -166,7 +168,7 @@ class _Replicas:
 
     def __init__(self, local_experts: Any, calls: Replication) -> None:
         self.calls = calls
-        every = local_experts.modules()
+        self._experts, every = local_experts, local_experts.modules()
         self._modules = [(undocumented(m, "_forward_pre_hooks"), m) for m in every]
         self._names = [name for name, _ in local_experts[0].named_parameters()]
         local = list(local_experts) + [local_experts[0]] * calls.group.topology.slots_per_rank
@@ -174,7 +176,25 @@ class _Replicas:
         self._mains = [instance.places for instance in self.instances[: len(local_experts)]]
         self.run: LayerPass | None = None
 
+    def _check(self) -> None:
+        """Refuse what has been done to the experts since, on peers too."""
+        group = self.calls.group
+        problem = seams.find_unlike(self._experts)
+        names = [name for name, _ in self._experts[0].named_parameters()]
+        every = zip_longest((module for _, module in self._modules), self._experts.modules())
+        if not problem and (names != self._names or any(old is not new for old, new in every)):
+            problem = f"its experts' modules were replaced; they had the parameters {self._names}"
+            problem += f", and expert 0 has {names} now"
+        if problem:
+            error = UnsupportedError(
+                f"rank {group.rank}: MoE layer {self.calls.layer} was changed after replicate():"
+                f" {problem}. Change all experts alike, before replicate()"
+            )
+            group.session.reject(error)
+            raise error
+
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:
+        self._check()
         # With overlap_param_gather DDP's hooks bring the weights, which the transfer reads now.
         for hooks, module in self._modules:
             for hook in hooks.values():

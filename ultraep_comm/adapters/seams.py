@@ -10,6 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -163,6 +164,52 @@ def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str
     if any(on and t not in ("torch.float32", "torch.bfloat16") for _, _, t, on in every[0]):
         return f"its experts are trained in {every[0]}; expected float32 or bfloat16", None
     return "", every[0]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_NO_HOOKS = ("DistributedDataParallel.",)  # Megatron's, one a module, which gather weights
+
+
+def find_unlike(experts: Sequence[torch.nn.Module]) -> str:
+    """Return what one expert's module does otherwise than expert 0's, which computes slots."""
+    first = _describe_code(experts[0])
+    for index, expert in enumerate(experts[1:], 1):
+        own = _describe_code(expert)
+        for what in [*first, *(own.keys() - first.keys())]:
+            here, there = own.get(what), first.get(what)
+            if here != there:
+                return (
+                    f"expert {index} has {what}: {here}, and expert 0 {there}; slots run"
+                    " expert 0's code: expected the same modules, hooks and settings in all experts"
+                )
+    return ""
+
+
+def _describe_code(expert: torch.nn.Module) -> dict[str, Any]:
+    """Return what decides what a module computes, apart from its weights."""
+    found: dict[str, Any] = {}
+    for path, module in expert.named_modules():
+        at = f"{path}." if path else ""
+        own = vars(module)
+        found[f"{at}class"] = type(module)
+        for name in _HOOKS:
+            hooks = [
+                hook
+                for hook in own[name].values()
+                if not getattr(hook, "__qualname__", "").startswith(_NO_HOOKS)
+            ]
+            if hooks:
+                found[f"{at}{name.strip('_')}"] = hooks
+        for kind in ("_parameters", "_buffers"):
+            found[f"{at}{kind.strip('_')}"] = [n for n, t in own[kind].items() if t is not None]
+        for name, value in own.items():
+            if isinstance(value, bool | int | float | str | FunctionType):
+                found[at + name] = value
+            elif isinstance(value, MethodType):
+                found[at + name] = value.__func__
+            elif isinstance(value, torch.Tensor):
+                found[at + name] = f"a tensor at {id(value):#x}"
+    return found
 
 
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -158,6 +159,89 @@ def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
     assert "it has a Linear, which the adapter has never run" in found[0]["linear"]
     assert "it has a MLP, which the adapter has never run" in found[0]["buffer"]
     assert "takes ['self', 'output', 'shared']" in found[0]["signature"]
+
+
+class Lora(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.bias = inner, None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)[0] + 1, None
+
+
+def wrap(expert: Any) -> None:
+    expert.linear_fc1 = Lora(expert.linear_fc1)
+
+
+def hook(module: Any, given: Any, output: Any) -> Any:
+    return 2 * output[0], output[1]
+
+
+def replace_layer(expert: Any) -> None:
+    expert.linear_fc1 = fake_megatron.ColumnParallelLinear(6, 10, bias=False)
+
+
+UNLIKE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "lora": (wrap, "linear_fc1"),
+    "hook": (lambda e: e.register_forward_hook(hook), "forward_hooks"),
+    "inner pre-hook": (
+        lambda e: e.linear_fc2.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
+        "linear_fc2.forward_pre_hooks",
+    ),
+    "patched": (lambda e: setattr(e, "forward", lambda *x: (x[0], None)), "forward"),
+    "setting": (lambda e: setattr(e, "scale", 2.0), "scale: 2.0"),
+    "mode": (lambda e: e.eval(), "training: False"),
+    "class": (lambda e: setattr(e, "__class__", type("Other", (type(e),), {})), "class"),
+}
+
+
+def unlike(pg: Any) -> dict[str, str]:
+    found = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        error = raised(call)
+        found[name] = f"{type(error).__name__}: {error}"
+
+    for name, (change, _) in UNLIKE.items():
+        model = Model(pg, layers=1)
+        if pg.rank() == 1:
+            change(model.layers[0].experts.local_experts[1])
+        note(f"{name}, before", lambda model=model: replicate(model))
+    for name, change in {**{n: c for n, (c, _) in UNLIKE.items()}, "other": replace_layer}.items():
+        model = Model(pg, layers=1)
+        (layer,) = replicate(model)
+        with torch.no_grad():
+            model(torch.randn(24, 6))
+            if pg.rank() == 1:
+                change(layer.experts.local_experts[1])
+            note(f"{name}, after", lambda model=model: model(torch.randn(24, 6)))
+        layer.replicas.calls.group.abort()
+    model = Model(pg, layers=1)
+    (layer,) = replicate(model)
+    for expert in layer.experts.local_experts:  # the same for all
+        expert.register_forward_hook(hook)
+    with torch.no_grad():
+        model(torch.randn(24, 6))
+    for expert in layer.experts.local_experts:
+        wrap(expert)
+    note("all", lambda: model(torch.randn(24, 6)))
+    layer.replicas.calls.group.abort()
+    return found
+
+
+def test_experts_that_do_not_compute_alike_are_refused(ranks: RankPool) -> None:
+    peer, own = ranks.run(2, on_the_stand_in, unlike, "0.16.1")
+    for name, (_, text) in UNLIKE.items():
+        assert own[f"{name}, before"] == peer[f"{name}, before"]
+        assert own[f"{name}, before"].startswith("UnsupportedError: MoE layer 0 of")
+        for when in ("before", "after"):
+            assert text in own[f"{name}, {when}"], (name, when, own)
+    for name in (*UNLIKE, "other"):
+        assert re.match(r"UnsupportedError: rank 1: MoE layer \d+ was", own[f"{name}, after"])
+        assert "rank 1" in peer[f"{name}, after"], peer
+    assert "its experts' modules were replaced" in own["other, after"]
+    assert "its experts' modules were replaced" in own["all"]
 
 
 def versions(pg: Any) -> list[str]:
