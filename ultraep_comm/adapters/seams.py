@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
@@ -23,6 +24,7 @@ from ultraep_comm.system import undocumented
 from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
+_NEEDS_NO_SCALE = re.compile("scale|zero|mask")  # in the name of a one-byte tensor
 
 
 def check_version(package: str, lowest: str, highest: str) -> None:
@@ -125,7 +127,9 @@ def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
             wrong.append(f"parameter {name}, a {type(part).__name__}")
         elif not part.dim() or len(part) != count:
             wrong.append(f"parameter {name} of shape {tuple(part.shape)}")
-        elif part.element_size() == 1 and not any(n.startswith(f"{name}_scale") for n in own):
+        elif part.element_size() == 1 and not (
+            _NEEDS_NO_SCALE.search(name) or _is_scaled(name, own)
+        ):
             wrong.append(f"parameter {name} of {part.dtype} without {name}_scale...")
     if wrong or not own:
         raise UnsupportedError(
@@ -133,6 +137,11 @@ def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
             f". Expected parameters of this module alone, with a row for each of a rank's {count}"
             f" experts, their scales and biases among them; {instead}"
         )
+
+
+def _is_scaled(name: str, own: Sequence[str]) -> bool:
+    """Return whether a weight has scales: ``w_scale...``; ``w_blocks`` has ``w_scales``."""
+    return any(n.startswith(f"{name.removesuffix('_blocks')}_scale") for n in own)
 
 
 def find(path: str) -> Any:

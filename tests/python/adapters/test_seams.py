@@ -97,6 +97,18 @@ def with_wrapper(module: Any) -> None:
 
 
 WEIGHTS = {"w": torch.ones(2, 3), "w_bias": torch.ones(2)}
+BYTES = torch.ones(2, 4, dtype=torch.uint8)
+QUANTISED = {
+    "NVFP4": {
+        "w": BYTES,
+        "w_scale": torch.ones(2, 1).to(torch.float8_e4m3fn),
+        "w_scale_2": torch.ones(2),
+    },
+    "MXFP4": {"w_blocks": BYTES, "w_scales": BYTES},
+    "MXFP8": {"w": BYTES, "w_scale": torch.ones(2, 1).to(torch.float8_e8m0fnu)},
+    "zero points": {"w": BYTES, "w_scale": torch.ones(2), "w_zero_point": BYTES},
+    "a mask": {"w": torch.ones(2, 3), "w_mask": torch.ones(2, 3, dtype=torch.bool)},
+}
 FP8 = {"w": torch.ones(2, 3, dtype=torch.float8_e4m3fn)}
 
 
@@ -105,9 +117,15 @@ def test_experts_in_rows_of_parameters_can_be_replicated() -> None:
     check_experts(experts(**FP8, w_scale_inv=torch.ones(2, 1)), 2, "")
 
 
+@pytest.mark.parametrize("weights", QUANTISED.values(), ids=QUANTISED)
+def test_scales_need_no_scales(weights: dict[str, torch.Tensor]) -> None:
+    check_experts(experts(**weights), 2, "")
+
+
 @pytest.mark.parametrize(
     ("weights", "change", "what"),
     [
+        ({"w_blocks": BYTES}, None, "parameter w_blocks of torch.uint8 without w_blocks_scale"),
         (WEIGHTS, with_buffer, "buffer w_scale"),
         (WEIGHTS, with_norm, r"parameter norm\.weight, of a module inside"),
         (WEIGHTS, with_attribute, "tensor packed_scale"),
