@@ -171,7 +171,7 @@ def damage_error(
     )
 
 
-DIVERGED = -(1 << 31)  # in place of experts: passes found on a device that their plans differ
+DIVERGED = -(1 << 31)  # overwrites the experts of a plan that a device found to differ
 _PLAN_FAULTS = {
     PlanFault.OUT_OF_RANGE: "expected an expert in [0, {num_experts}) or -1 for an empty slot",
     PlanFault.ON_HOME: "which is at home on that rank; expected a rank other than its home",

@@ -208,7 +208,7 @@ def _check_slots(run: ExpertPass, direction: str) -> None:
 def _check_recomputed(run: ExpertPass) -> None:
     """Raise InvalidArgumentError if this pass's recomputation had another plan.
 
-    The graph has the first pass's hooks, and its saved tensors are those of the recomputed one.
+    The graph has the hooks of the first pass, but the saved tensors of the recomputed one.
     """
     mine, session = run.handle, run.handle.group.session
     key = (_graph_task(), mine.layer)
@@ -230,8 +230,8 @@ def _check_recomputed(run: ExpertPass) -> None:
 def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
     """Return the last of some ``slot_expert`` that equals the handle's.
 
-    On a device, where to read them would synchronise, it is the last, and the handle's plan becomes
-    illegal if none is equal: the next call with it finds that, and its error says what it means.
+    On a device, where reading them would synchronize, return the last; if none is equal, invalidate
+    the handle's plan there. The next call with the handle then fails and reports the cause.
     """
     mine = handle.saved.plan.slot_expert
     if handle.group.session.local.holds(mine):

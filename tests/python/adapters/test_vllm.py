@@ -21,6 +21,7 @@ from ranks import RankPool, raised, run_python
 from ultraep_comm import errors
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters import vllm as adapter
+from ultraep_comm.fabrics.meeting import Meeting
 
 G, L, LAYERS = 4, 3, 3
 KINDS = {  # one dtype each, shapes of one expert; () is one scale for each expert
@@ -270,7 +271,9 @@ def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
         short.setenv("ULTRAEP_TIMEOUT", "2")
         adapter.register()
         coordinator = SimpleNamespace(cpu_group=own, device_group=own)
-        mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+        with pytest.MonkeyPatch.context() as patient:  # set-up may take longer on a busy machine
+            patient.setattr(seams, "Meeting", lambda group, **_: Meeting(group))
+            mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
         mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
         if rank == 1:
             return []

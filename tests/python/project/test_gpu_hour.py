@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -206,6 +204,7 @@ def test_what_is_run_instead_counts(run: Any, capsys: pytest.CaptureFixture[str]
 
 def test_a_child_that_outlives_its_parent_is_ended(run: Any, tmp_path: Path) -> None:
     code = f"""
+import shutil
 import subprocess
 child = subprocess.Popen(['sleep', '100'])
 open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))"""
@@ -512,99 +511,3 @@ def test_documented_calls_are_valid() -> None:
     parsed = [gpu_hour.parse(line.split()) for line in lines]
     named = [options.names for options in parsed]
     assert all(stages.CALLS[call] in named for call in "abcde")
-
-
-# ---- the rehearsal -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout, of which the build has been rehearsed."""
-    folder = tmp_path_factory.mktemp("rehearsal") / "checkout"
-    hidden = shutil.ignore_patterns(".*", "build", "results", "__pycache__", "*.so")
-    shutil.copytree(ROOT, folder, ignore=hidden)
-    done = rehearse(folder, "build", "doctor")
-    assert done.returncode == 0, done.stdout[-report.LIMIT :]
-    return folder
-
-
-def rehearse(folder: Path, *names: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, folder / "tools" / "gpu_hour", "--rehearse", *names]
-    env = os.environ | environment
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-
-
-@contextlib.contextmanager
-def planted(folder: Path, file: str, right: str, wrong: str) -> Iterator[None]:
-    """Change a file of a checkout."""
-    path = folder / file
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, wrong))
-    try:
-        yield
-    finally:
-        path.write_text(text)
-
-
-# What a first run on a GPU would have ended at: the change, the stages, and what is said.
-FAULTS = {
-    "pyelftools": (
-        "ultraep_comm/engines/cuda/kernels.py",
-        "    try:\n        data = read_symbol(",
-        "    import elftools\n    try:\n        data = read_symbol(",
-        ["build"],
-        "No module named 'elftools'",
-    ),
-    "nvshmem4py": (
-        "tools/hour/stages.py",
-        "first = [str(self.package), str(self.wheels)]",
-        "first = [str(self.package)]",
-        ["nvshmem"],
-        "No module named 'nvshmem'",
-    ),
-    "resume": (
-        "tools/hour/stages.py",
-        "self._builds(), of_machine=True)",
-        "self._builds())",
-        ["build"],
-        "--resume left out the build",
-    ),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_rehearsal_finds(checkout: Path, fault: str) -> None:
-    file, right, wrong, names, message = FAULTS[fault]
-    with planted(checkout, file, right, wrong):
-        done = rehearse(checkout, *names)
-    assert done.returncode == 1, done.stdout[-report.LIMIT :]
-    assert message in done.stdout.partition("====")[2]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
-def test_the_rehearsal_finds_a_build_that_needs_the_newest(checkout: Path, tmp_path: Path) -> None:
-    """With the real scikit-build-core 0.11, which the build as it is takes."""
-    words = ["-m", "pip", "install", "-q", "--target", tmp_path, "scikit-build-core==0.11.*"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"scikit-build-core 0.11 cannot be fetched: {done.stderr[-200:]}")
-    older = {"PYTHONPATH": str(tmp_path)}
-    assert rehearse(checkout, "build", **older).returncode == 0
-    with planted(checkout, "pyproject.toml", 'minimum-version = "0.10"', 'minimum-version = "1.1"'):
-        done = rehearse(checkout, "build", **older)
-    assert done.returncode == 1
-    assert "1.1" in done.stdout.partition("====")[2]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_the_rehearsal_passes(tmp_path: Path) -> None:
-    done = rehearse(ROOT, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout[-report.LIMIT :]
-    clock = unpacked(tmp_path).get("clock_measured.env", "")
-    if shutil.which("nvcc") is not None:
-        assert re.findall("(.*)=.*not measured", clock) == ["REMOTE", "LINK_BYTES"]

@@ -62,7 +62,7 @@ class Mover:
         expert_buffer: list[torch.Tensor],
     ) -> None:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
-        self._cpu_group = cpu_group = coordinator.cpu_group
+        cpu_group = coordinator.cpu_group
         problem = _find_problem(expert_weights, expert_buffer)
         rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", "vLLM")
         first = expert_weights[0]
@@ -86,8 +86,8 @@ class Mover:
 
     def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None:
         """Name the layer, and the experts in its physical rows: integers ``[G * L]``, -1: none."""
-        count = self._cpu_group.size()
-        self._old = [list(map(int, row)) for row in old_indices.reshape(count, self._rows)]
+        shape = (self.group.num_ranks, self._rows)
+        self._old = [list(map(int, row)) for row in old_indices.reshape(shape)]
         self._layer = layer_idx
 
     def add_send(self, tensors: list[torch.Tensor], dst_rank: int, expert_id: int) -> None:
