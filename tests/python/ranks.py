@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ultraep_comm.plan.topology import Topology, contiguous_home
 
 MAX_RANKS = 8
 SUBGROUPS: dict[int, dist.ProcessGroup] = {}
+_own_groups: list[dist.ProcessGroup] = []
 
 # One segment of each kind: bf16, fp8, packed bytes, a small scale, an odd size, transposed.
 MIXED = {
@@ -186,6 +188,16 @@ def raised(fn: Callable[[], Any]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def own_group(rank: int, num_ranks: int, path: str) -> dist.ProcessGroup:
+    """Return a process group that no other test uses, for one that leaves it in disorder."""
+    store, limit = dist.FileStore(path, num_ranks), timedelta(seconds=100)
+    group = dist.ProcessGroup(store, rank, num_ranks)
+    gloo = dist.ProcessGroupGloo(dist.FileStore(path, num_ranks), rank, num_ranks, limit)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    _own_groups.append(group)  # peers may still be connected to it
+    return group
 
 
 def run_python(

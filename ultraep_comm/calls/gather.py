@@ -127,9 +127,15 @@ def gather_and_plan(
     session = group.session
     given = _Given(topk_ids, routing_map, counts, num_tokens)
     at_once = source is None and session.loads is None and session.engine.plans_at_once
-    if torch.compiler.is_dynamo_compiling() or not (
-        at_once and any(map(session.local.holds, given))
-    ):
+    compiling = torch.compiler.is_dynamo_compiling()
+    try:
+        objective = plan_objective(target, cost, group)
+    except UltraEPError as error:
+        if source is None and session.loads is not None and not compiling:
+            _exchange(given, session, session.loads, error)
+        session.reject(error)
+        raise
+    if compiling or not (at_once and any(map(session.local.holds, given))):
         load = gather_load(
             topk_ids,
             group=group,
@@ -142,7 +148,6 @@ def gather_and_plan(
     local = session.local
     session.enter("gather_and_plan")
     try:
-        objective = plan_objective(target, cost, group)
         counted, load = local.count(*_find_routing(given, session)), local.empty_load()
     except Exception as error:
         session.reject(error)
@@ -204,8 +209,10 @@ def _count_alone(routing: torch.Tensor, form: Form, source: int, session: Sessio
     return load
 
 
-def _exchange(given: _Given, session: Session, loads: LoadExchange) -> torch.Tensor:
-    """Exchange loads outside the engine; a rank with a bad routing sends a row of REJECTED_ROW."""
+def _exchange(
+    given: _Given, session: Session, loads: LoadExchange, rejected: Exception | None = None
+) -> torch.Tensor:
+    """Exchange loads outside the engine; a rank that rejects its input sends REJECTED_ROW."""
     local, t = session.local, session.topology
     on_device = any(map(local.holds, given))
     if on_device:  # before anything is exchanged: a capture cannot hold it
@@ -215,11 +222,11 @@ def _exchange(given: _Given, session: Session, loads: LoadExchange) -> torch.Ten
             for v in given
         )
         given = _Given(*routing)  # type: ignore[arg-type]
-    rejected: Exception | None = None
+    counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
     try:
-        counts = local.counts_of(*_find_routing(given, session))
+        if rejected is None:
+            counts = local.counts_of(*_find_routing(given, session))
     except Exception as error:
-        counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
         rejected = error
     try:
         table = loads.exchange(counts)

@@ -140,6 +140,20 @@ class Notices:
         except ValueError:
             return None
 
+    def wait_in(self, step: int) -> None:
+        """Publish that this rank waits in a step of the creation."""
+        self._set(self._step(self._rank), str(step))
+
+    def absent(self, step: int) -> list[int]:
+        """Return the ranks that are not known to wait in a step, once this one does for a while."""
+        if self._store is None:
+            return []
+        found = (self._get(self._step(r)) for r in range(self._group.size()))
+        return [r for r, text in enumerate(found) if not text.isdecimal() or int(text) < step]
+
+    def _step(self, rank: int) -> str:
+        return f"ultraep_comm/step/{self._name}/{rank}"
+
     @staticmethod
     def _place(rank: int) -> str:
         return f"ultraep_comm/here/{rank}"
@@ -347,7 +361,8 @@ class Meeting:
         self, process_group: dist.ProcessGroup | None, *, limit: float | None = None
     ) -> None:
         """Begin; ``limit``: of each step in seconds, 0 or None: the process group's timeout."""
-        self._limit = limit
+        self.limit = limit
+        self._steps = 0  # that this rank has begun
         if process_group is None and not dist.is_initialized():
             raise BootstrapError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group"
@@ -441,6 +456,7 @@ class Meeting:
         return torch.frombuffer(bytearray(hello.pack(self.rank, self.num_ranks)), dtype=torch.uint8)
 
     def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        self._steps += 1
         mine = mine.to(self._device)
         gathered = torch.empty((self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device)
         return self.group.allgather([list(gathered)], [mine]), gathered
@@ -476,15 +492,17 @@ class Meeting:
                 continue
             if failure is not None:
                 self._break(failure)
+            if polled == start:
+                self._notices.wait_in(self._steps)
             polled = now
             # A rank may have ended after its part of the step, which then still ends in time.
             failure = self._find_failure(in_step=True)
-            if failure is None and self._limit and now - start > self._limit:
-                absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
+            if failure is None and self.limit and now - start > self.limit:
+                absent = self._notices.absent(self._steps)
                 self._break(
                     BootstrapError(
-                        f"rank {self.rank}: ranks {absent or 'unknown'} did not come to the"
-                        f" adapter's exchange within {self._limit:g} s (ULTRAEP_TIMEOUT); expected"
+                        f"rank {self.rank}: ranks {absent or 'unknown'} did not join this"
+                        f" collective within {self.limit:g} s (timeout=, ULTRAEP_TIMEOUT); expected"
                         " every rank. Look for an earlier error there, or raise the limit",
                         failed_rank=absent[0] if len(absent) == 1 else -1,
                     )
@@ -541,7 +559,7 @@ class Meeting:
 
     def _blame(self, rank: int, text: str) -> BootstrapError:
         return BootstrapError(
-            f"rank {self.rank}: no group was created, because rank {rank} failed: {text}",
+            f"rank {self.rank}: cannot go on, because rank {rank} failed: {text}",
             failed_rank=rank,
         )
 
@@ -615,6 +633,13 @@ class Meeting:
         if isinstance(error, EchoError):
             raise BootstrapError(str(error), failed_rank=error.failed_rank) from error
         raise self._blame(failed[0], hellos[failed[0]].error)
+
+    def begin(self, error: Exception | None) -> None:
+        """Begin steps outside of a creation, or tell the peers that begin them why not."""
+        with self.making():
+            if error is not None:
+                raise error
+            self.agree(None, last=True)
 
     def agree(self, error: Exception | None, *, last: bool = False) -> None:
         """Return if no rank has an error; else raise this rank's own error, or the first peer's.

@@ -317,6 +317,10 @@ class NvshmemFabric:
         """``[G]`` times -1: nor processes."""
         return [-1] * self._meeting.num_ranks
 
+    def begin(self, error: Exception | None) -> None:
+        """See :class:`Fabric`."""
+        self._meeting.begin(error)
+
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
 

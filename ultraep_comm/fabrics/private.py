@@ -43,6 +43,11 @@ class PrivateFabric:
         """``[G]`` times -1, likewise."""
         return [-1] * self._num_ranks
 
+    def begin(self, error: Exception | None) -> None:
+        """Raise the error: an allocation exchanges nothing."""
+        if error is not None:
+            raise error
+
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on this rank.
 

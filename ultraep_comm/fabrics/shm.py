@@ -185,6 +185,10 @@ class ShmFabric:
         """True: every rank of a machine maps the others' memory."""
         return True
 
+    def begin(self, error: Exception | None) -> None:
+        """See :class:`Fabric`."""
+        self._meeting.begin(error)
+
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Create this rank's memory, pass it to the peers, and map theirs.
 

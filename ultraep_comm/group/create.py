@@ -139,6 +139,7 @@ def new_group(
         parts = _make_parts(meeting, options, topology, domains is not None)
         if meeting.rank == 0:
             _say_domains(tuple(parts.topology.domain.tolist()))
+        meeting.limit = options.timeout  # of later allocations
         return _groups([parts], options, hellos[0].token)[0]
 
 

@@ -231,11 +231,17 @@ class Group:
                 are in memory of a device that can be mapped only once, and this is not the first
                 call; or the current stream is being captured.
         """
-        session, index = self.session, bank_index(bank, self.session)
+        session = self.session
         session.refuse_capture("empty_instances()")
         session.enter("empty_instances")
         self._require_instances("empty_instances()")
         with session.allocating(UnsupportedError):  # on all ranks alike
+            try:
+                index = bank_index(bank, session)
+            except InvalidArgumentError as error:
+                session.fabric.begin(error)
+                raise
+            session.fabric.begin(None)
             region, begins = self._instances.take(index)
         is_even = len(set(session.layout.num_mains)) == 1  # else mains begin at different places
         if is_even and region.bases and session.fabric.can_pull:

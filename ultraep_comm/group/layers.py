@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,10 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.errors import BootstrapError, UltraEPError
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
+from ultraep_comm.fabrics.meeting import Hello, Meeting
 from ultraep_comm.group.create import new_group
 from ultraep_comm.group.group import Group
-from ultraep_comm.weights.segments import Weights, segments_like
+from ultraep_comm.plan.topology import Topology
+from ultraep_comm.weights.segments import Segment, Weights, segments_like
 
 
 class LayerGroup(NamedTuple):
@@ -60,33 +63,61 @@ def group_for(
         like: this rank's main weights, of which shapes, dtypes and strides are taken: ``{name:
             tensor [M, *shape] or sequence of M tensors}``. A DTensor means its local part.
         slots_per_rank: S.
-        num_experts: E; None: M experts on every rank.
+        num_experts: E; None: the sum of the ranks' M.
         options: as for :func:`new_group`.
 
     Raises:
         InvalidArgumentError: ``like`` is no mapping of tensors, or the experts of a segment differ
-            in shape, dtype or strides.
+            in shape, dtype or strides; or a rank has another number of them than its home map says.
         BootstrapError, OutOfSharedMemoryError, UnsupportedError: as :func:`new_group`.
     """
-    if process_group is None:
-        if not dist.is_initialized():
-            raise BootstrapError(
-                "torch.distributed is not initialized; call torch.distributed.init_process_group"
-                " first"
-            )
-        process_group = dist.group.WORLD
-    assert process_group is not None
-    segments, num_mains = segments_like(like)
-    if num_experts is None:
-        num_experts = num_mains * process_group.size()
+    meeting = Meeting(process_group)
+    known = _groups.setdefault(meeting.group, {})
+    error: Exception | None = None
+    segments: dict[str, Segment] = {}
+    num_local, key, shared = 0, None, None
     options.update(num_experts=num_experts, slots_per_rank=slots_per_rank)
-    key = _hashable({**options, "expert": segments})
-    known = _groups.setdefault(process_group, {})
-    shared = known.get(key)
-    if shared is None or not shared.group.session.takes_calls:
+    try:
+        segments, num_local = segments_like(like)
+        key = _hashable({**options, "expert": segments})
+        shared = known.get(key)
+    except Exception as bad_argument:  # of any type: peers must not wait for this rank
+        error = bad_argument
+    if shared is not None and not shared.group.session.takes_calls:
+        shared = None
+    # A rank may not know a group that its peers have: it asked for other experts, or its own has
+    # failed. Then all create one, and differing arguments are noticed there.
+    token = _token("" if shared is None else shared.group.session.run)
+    hellos = meeting.exchange(Hello(token=token, values=(num_local,)), error)
+    counts = [hello.values[0] for hello in hellos]
+    if num_experts is None:
+        options["num_experts"] = sum(counts)
+    _check_counts(counts, options)
+    if shared is None or any(hello.token != token for hello in hellos):
         shared = known[key] = _Shared(new_group(process_group, expert=segments, **options))
     shared.layers += 1
     return LayerGroup(shared.group, shared.layers - 1)
+
+
+def _token(run: str) -> bytes:
+    return hashlib.sha256(run.encode()).digest()[:16]
+
+
+def _check_counts(counts: Sequence[int], options: Mapping[str, Any]) -> None:
+    """Raise on every rank if one has another number of experts than its home map gives."""
+    home = Topology.make(
+        num_ranks=len(counts),
+        num_experts=options["num_experts"],
+        slots_per_rank=options["slots_per_rank"],
+        home=options.get("home"),
+    ).home
+    for rank, (count, expected) in enumerate(zip(counts, np.bincount(home, minlength=len(counts)), strict=True)):
+        if count != expected:
+            raise InvalidArgumentError(
+                f"like has {count} experts on rank {rank}; expected {expected}, as home= gives it"
+                " (by default experts are contiguous, as even as possible, the first ranks with one"
+                " more). Pass home= [E], or num_experts="
+            )
 
 
 def _hashable(value: Any) -> Hashable:

@@ -332,12 +332,18 @@ def segments_like(weights: Weights) -> tuple[dict[str, Segment], int]:
         each = local_part(value) if isinstance(value, torch.Tensor) else list(value)
         experts = [local_part(t) for t in each]
         counts[name] = len(experts)
-        if not experts:
-            raise InvalidArgumentError(
-                f"like[{name!r}] has no expert, so its shape is unknown; use new_group on ranks of"
-                " which some have none"
+        if experts:
+            first = experts[0]
+        elif isinstance(each, torch.Tensor):
+            first = torch.empty_strided(
+                each.shape[1:], each.stride()[1:], dtype=each.dtype, device="meta"
             )
-        segments[name] = Segment.like(experts[0])
+        else:
+            raise InvalidArgumentError(
+                f"like[{name!r}] is an empty sequence, so an expert's shape is unknown; expected"
+                " tensors, or on a rank without experts one of shape [0, *shape]"
+            )
+        segments[name] = Segment.like(first)
         odd = next((i for i, t in enumerate(experts) if Segment.like(t) != segments[name]), None)
         if odd is not None:
             raise InvalidArgumentError(

@@ -6,7 +6,6 @@ import importlib.metadata
 import sys
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_vllm import FakeBase, FakeElastic, FakeVllm, original
-from ranks import RankPool, raised, run_python
+from ranks import RankPool, own_group, raised, run_python
 
 from ultraep_comm import errors
 from ultraep_comm.adapters import seams
@@ -263,9 +262,7 @@ def test_maps_that_do_not_match_are_an_error(
 def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
     """Rank 1 is absent: from an exchange at set-up, then from a layer's."""
     del group
-    backend = dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, timedelta(seconds=100))
-    own = dist.ProcessGroup(dist.FileStore(path, 2), rank, 2)
-    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    own = own_group(rank, 2, path)
     weights, buffer = [[torch.zeros(2, 3)]], [torch.empty(2, 3)]
     with FakeVllm() as state, pytest.MonkeyPatch.context() as short:
         short.setenv("ULTRAEP_TIMEOUT", "2")
@@ -286,7 +283,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(ranks: RankPool, tmp_path: P
     found = ranks.run(2, come_alone, str(tmp_path / "store"), timeout=90)[0]
     assert found[0].startswith("TransferTimeoutError: ")
     assert "rank 1" in found[0]
-    assert found[1].startswith("BootstrapError: rank 0: ranks [1] did not come to the adapter's")
+    assert found[1].startswith("BootstrapError: rank 0: ranks [1] did not join this")
 
 
 # ---- the plugin ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ranks import (
     fill_weights,
     forkserver,
     make_weights,
+    own_group,
     raised,
     wrong_bytes,
 )
@@ -161,6 +162,50 @@ def test_a_rank_with_bad_input_says_so_and_its_peers_do_not_wait(
         assert again == "GroupClosedError"
         assert untouched == 0  # its sender, rank 2, wrote nothing
         assert root == 2, text
+
+
+def _asks(kind: str, wrong: bool, group: uec.Group) -> object:
+    if kind == "target":
+        return uec.gather_and_plan(torch.zeros(2, 1).long(), group=group, target=1.1 - wrong)
+    return group.empty_instances(7 if wrong else 0)
+
+
+def _one_rank_asks_wrongly(rank: int, process_group: Any, kind: str, engine: str) -> Any:
+    group = _group(process_group, engine=engine, instances=True)
+    if kind == "bank":
+        group.empty_instances()  # the first call for a bank needs no new memory
+    error = raised(lambda: _asks(kind, rank == 1, group))
+    if error is None:  # where allocations exchange nothing
+        error = raised(lambda: uec.replicate_experts(make_weights(group), _plan(RING), group=group))
+    group.close()
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+@pytest.mark.parametrize("kind, says", [("target", "0.1"), ("bank", "bank is 7")])
+def test_a_bad_argument_of_any_collective_is_at_the_peers_at_once(
+    ranks: RankPool, kind: str, says: str, engine: str
+) -> None:
+    found = ranks.run(4, _one_rank_asks_wrongly, kind, engine)
+    for rank, (name, text) in enumerate(found):
+        if rank == 1:
+            assert name == "InvalidArgumentError"
+            assert says in text
+        else:
+            assert name in ("PeerRejectedError", "TransferAbortedError", "BootstrapError"), text
+            assert "1" in text
+
+
+def _allocates_alone(rank: int, process_group: Any, path: str) -> str:
+    """Rank 1 does not call a collective allocation."""
+    del process_group
+    group = _group(own_group(rank, 2, path), timeout=2.0)
+    return "" if rank == 1 else str(raised(group.empty_weights))
+
+
+def test_a_rank_that_does_not_allocate_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
+    text, _ = ranks.run(2, _allocates_alone, str(tmp_path / "store"), timeout=90)
+    assert text.startswith("rank 0: ranks [1] did not join this collective within 2 s")
 
 
 @pytest.mark.parametrize(

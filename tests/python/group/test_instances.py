@@ -351,13 +351,14 @@ def test_errors_say_what_to_pass() -> None:
     for call in (plain.empty_instances, plain.empty_instance_grads):
         with pytest.raises(errors.UnsupportedError, match="create it with instances=True"):
             call()
-    (group,) = _groups(1)
-    for call in (group.empty_instances, group.empty_instance_grads):
-        with pytest.raises(errors.InvalidArgumentError, match="bank is 1; expected 0 to 0"):
-            call(1)
-        with pytest.raises(errors.InvalidArgumentError, match="expected one of group"):
-            call(plain.bank(0))
-    close_all([plain, group])
+    bad = [(1, "bank is 1; expected 0 to 0"), (plain.bank(0), "expected one of group")]
+    for bank, says in bad:
+        (group,) = _groups(1)
+        for call in (group.empty_instance_grads, group.empty_instances):
+            with pytest.raises(errors.InvalidArgumentError, match=says):
+                call(bank)
+        group.close()
+    plain.close()
     for call in (group.empty_instances, group.empty_instance_grads):
         with pytest.raises(errors.GroupClosedError, match=f"{call.__name__} on a group that is"):
             call()

@@ -66,13 +66,45 @@ def test_layers_share_groups(ranks: RankPool) -> None:
     ranks.run(2, ask)
 
 
-def disagree(rank: int, pg: Any) -> str:
-    like = weights((M + rank, 3, 4))
-    return str(raised(lambda: uec.group_for(pg, like=like, slots_per_rank=1, engine="host")))
+def ask_for(
+    rank: int, pg: Any, likes: list[Any], num_experts: int | None, first: Any = None
+) -> str:
+    options: dict[str, Any] = {"slots_per_rank": 1, "num_experts": num_experts, "engine": "host"}
+    made = [] if first is None else [uec.group_for(pg, like=first, **options)]
+    error = raised(lambda: made.append(uec.group_for(pg, like=likes[rank], **options)))
+    for group, _ in made:
+        group.close()
+    return str(error)
 
 
-def test_different_numbers_of_experts_are_an_error(ranks: RankPool) -> None:
-    assert all("num_experts" in text for text in ranks.run(2, disagree))
+@pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize(
+    ("likes", "num_experts", "own", "peers"),
+    [
+        ([weights((1, 3)), weights((2, 3))], None, "on rank 0; expected 2", "on rank 0; expected 2"),
+        ([weights((2, 3)), weights((1, 3))], 4, "on rank 1; expected 2", "on rank 1; expected 2"),
+        ([weights((2, 3)), weights((2, 5))], None, "other arguments", "other arguments"),
+        ([weights((2, 3)), {"w": []}], None, "is an empty sequence", "rank 1 failed: like['w']"),
+        ([weights((2, 3)), None], None, "like is None", "rank 1 failed: like is None"),
+    ],
+)
+def test_a_rank_with_other_experts_is_at_its_peers_at_once(
+    ranks: RankPool,
+    likes: list[Any],
+    num_experts: int | None,
+    own: str,
+    peers: str,
+    seen_before: bool,
+) -> None:
+    first = weights((2, 3)) if seen_before else None  # then rank 0 has a group already
+    found = ranks.run(2, ask_for, likes, num_experts, first)
+    assert peers in found[0]
+    assert own in found[1]
+
+
+def test_ranks_without_experts(ranks: RankPool) -> None:
+    likes = [weights((1, 3)), weights((1, 3)), weights((0, 3))]
+    assert ranks.run(3, ask_for, likes, None) == ["None"] * 3
 
 
 @pytest.mark.parametrize(
@@ -80,7 +112,7 @@ def test_different_numbers_of_experts_are_an_error(ranks: RankPool) -> None:
     [
         ({}, "expected {name: tensor"),
         ({"w": [torch.zeros(3, 4), torch.zeros(4, 3)]}, r"like\['w'\]\[1\] is .*of one shape"),
-        ({"w": torch.zeros(0, 3)}, r"like\['w'\] has no expert"),
+        ({"w": []}, r"like\['w'\] is an empty sequence"),
         ({"w": torch.zeros(2, 3), "scale": torch.zeros(1, 3)}, "scales and biases travel with"),
     ],
 )
