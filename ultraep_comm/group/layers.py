@@ -111,7 +111,9 @@ def _check_counts(counts: Sequence[int], options: Mapping[str, Any]) -> None:
         slots_per_rank=options["slots_per_rank"],
         home=options.get("home"),
     ).home
-    for rank, (count, expected) in enumerate(zip(counts, np.bincount(home, minlength=len(counts)), strict=True)):
+    for rank, (count, expected) in enumerate(
+        zip(counts, np.bincount(home, minlength=len(counts)), strict=True)
+    ):
         if count != expected:
             raise InvalidArgumentError(
                 f"like has {count} experts on rank {rank}; expected {expected}, as home= gives it"

@@ -81,7 +81,12 @@ def ask_for(
 @pytest.mark.parametrize(
     ("likes", "num_experts", "own", "peers"),
     [
-        ([weights((1, 3)), weights((2, 3))], None, "on rank 0; expected 2", "on rank 0; expected 2"),
+        (
+            [weights((1, 3)), weights((2, 3))],
+            None,
+            "on rank 0; expected 2",
+            "on rank 0; expected 2",
+        ),
         ([weights((2, 3)), weights((1, 3))], 4, "on rank 1; expected 2", "on rank 1; expected 2"),
         ([weights((2, 3)), weights((2, 5))], None, "other arguments", "other arguments"),
         ([weights((2, 3)), {"w": []}], None, "is an empty sequence", "rank 1 failed: like['w']"),
