@@ -83,6 +83,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     batch: tuple[int, int] = (4, 16)
     learning_rate: float = 0.1
+    trained: str = ""  # part of the names of the parameters that are trained
 
 
 CASES = {
@@ -95,6 +96,7 @@ CASES = {
     "recomputed, reentrant": Case("gptoss", checkpointing={"use_reentrant": True}),
     "adamw": Case("qwen3", optimizer="adamw", experts="eager", learning_rate=1e-3),
     "bf16": Case("qwen3", dtype=torch.bfloat16),
+    "routers alone": Case("qwen3", trained="mlp.gate."),
     "no replicas for few tokens": Case("qwen3", options={"min_tokens": 10_000}),
     # Two tokens in a group of four: half of the ranks have none.
     "ranks without tokens": Case("qwen3", fsdp=1, tp=4, batch=(1, 2), learning_rate=0.01),
@@ -147,6 +149,8 @@ def load(folder: Path, case: Case, way: str) -> Any:
 def train(folder: Path, case: Case, way: str) -> Run:
     model = load(folder, case, way)
     model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(case.trained in name)
     if case.checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=case.checkpointing)
     seed = torch.Generator().manual_seed(7 + dist.get_rank() // case.tp)

@@ -42,8 +42,9 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass
 class PassCalls:
-    """The calls of a pass's hooks that are in flight, and whether replicas were restored."""
+    """The calls of a pass's hooks that are in flight, whether replicas were restored, and where."""
 
+    restored_by: Callable[[], object] = lambda: None  # weakly: the node would reference itself
     restoring: uec.Work | None = None
     reducing: uec.Work | None = None
     has_restored: bool = False
@@ -126,8 +127,14 @@ class ExpertPass:
 
 
 def _prefetch(run: ExpertPass, grads: Grads) -> Grads:
-    if not run.is_empty:
-        run.calls.restoring = _replicate(run)
+    node = run.calls.restored_by()
+    # Rule: a transfer is started only if the same backward pass waits for it, before the weights
+    # that it reads may be freed. The experts may need no gradient, or inputs= may leave them out.
+    if node is not None and _will_run(node):
+        if not run.is_empty:
+            run.calls.restoring = _replicate(run)
+    elif node is not None and not _keeps_graph():
+        run.handle.release()
     return grads
 
 
@@ -179,6 +186,20 @@ def start_transfer(
 def _graph_task() -> int:
     """Return the number of the backward pass that this thread is in; -1: none."""
     return int(undocumented(undocumented(torch, "_C"), "_current_graph_task_id")())
+
+
+def _will_run(node: object) -> bool:
+    """Return whether the backward pass that this thread is in runs a node of the graph."""
+    return bool(undocumented(undocumented(torch, "_C"), "_will_engine_execute_node")(node))
+
+
+def _keeps_graph() -> bool:
+    """Return whether the backward pass that this thread is in has ``retain_graph=True``."""
+    try:
+        autograd = undocumented(undocumented(torch, "_C"), "_autograd")
+        return bool(undocumented(autograd, "_get_current_graph_task_keep_graph")())
+    except AttributeError:  # an older torch: the handle is released with the graph
+        return True
 
 
 def _fail(run: ExpertPass, text: str) -> NoReturn:
@@ -382,6 +403,8 @@ def _hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Ten
 def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = None) -> Tensor:
     """Return the experts' output; in the backward pass, fill the slots again before the experts.
 
+    Without a gradient for the experts there is no such backward pass, and the handle is released.
+
     Args:
         y: the experts' output.
         pass_: of this layer and microbatch.
@@ -401,14 +424,20 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
     if torch.is_grad_enabled():
         _check_slots(pass_, "forward")
     tensors = (y, y if anchor is None else anchor)
-    return _hook(partial(_restore, pass_), 1, *tensors)[0]  # type: ignore[no-any-return]
+    result: Tensor = _hook(partial(_restore, pass_), 1, *tensors)[0]
+    if result.grad_fn is not None:
+        pass_.calls.restored_by = weakref.ref(result.grad_fn)
+    elif torch.is_grad_enabled():  # no backward pass comes here
+        pass_.handle.release()
+    return result
 
 
 def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
     """Return ``y``, a later tensor of the layer; its backward pass starts to restore replicas.
 
     The transfer then overlaps the backward pass of what lies between ``y`` and the experts' output,
-    such as the combine. :func:`restore_replicas` waits for it.
+    such as the combine. :func:`restore_replicas` waits for it; if that is not in the backward pass,
+    nothing is started.
     """
     return _hook(partial(_prefetch, pass_), 1, y)[0]  # type: ignore[no-any-return]
 

@@ -296,7 +296,7 @@ def test_quantised_experts_travel_with_their_scales_or_not_at_all() -> None:
 PROGRAM = Path(__file__).resolve().parents[1] / "transformers_training.py"
 QUICK = ["qwen3", "gptoss", "shared batches", "recomputed", "new tensors"]
 FURTHER = ["mixtral, two copies of an expert", "dsv3", "recomputed, reentrant", "adamw", "bf16"]
-FURTHER += ["no replicas for few tokens", "ranks without tokens"]
+FURTHER += ["no replicas for few tokens", "ranks without tokens", "routers alone"]
 RUN = cases(QUICK, QUICK + FURTHER)
 
 

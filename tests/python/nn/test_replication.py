@@ -352,6 +352,40 @@ def test_few_tokens_get_an_empty_plan(new_groups: Callable[..., list[uec.Group]]
         assert loopback(2, count) == [replicas, replicas]
 
 
+def train_the_router(rank: int, pg: Any, case: str, engine: str) -> list[Any]:
+    """A backward pass that reaches the router, but not the experts."""
+    with opened(pg, engine=engine) as group:
+        calls, weights = Replication(group), own_weights("tensors", rank, 0)
+        probs = torch.ones(4, requires_grad=True)
+        x = torch.ones(4, requires_grad=case != "frozen")
+        if case == "frozen":
+            weights = {name: weight.detach() for name, weight in weights.items()}
+        run = calls.begin(weights, torch.zeros((24, 1), dtype=torch.int64))
+        rows, mains, slots = run.before_experts(run.before_dispatch(x))
+        y = run.after_experts(rows * (mains["w1"].sum() + slots["w1"].sum()))
+        loss = run.after_combine(y * probs).sum()
+        before = group.health().epoch
+        if case == "frozen":
+            loss.backward()
+        else:
+            loss.backward(inputs=[probs], retain_graph=case == "retained")
+        made = group.health().epoch - before
+        if case == "retained":
+            loss.backward()
+            assert x.grad is not None
+        group.assert_idle()
+        return [made, probs.grad is not None]
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+@pytest.mark.parametrize("case", ["frozen", "inputs", "retained"])
+def test_nothing_is_transferred_for_a_backward_pass_without_experts(
+    ranks: RankPool, case: str, engine: str
+) -> None:
+    """Nobody would wait for the transfer, and what it reads may be freed under it."""
+    assert ranks.run(G, train_the_router, case, engine) == [[0, True]] * G
+
+
 def test_an_empty_slot_has_no_gradient() -> None:
     slots = torch.randn((3, 2), requires_grad=True)
     plan = uec.Plan.from_slots([[-1, -1, -1], [0, -1, 1]], num_experts=4)
