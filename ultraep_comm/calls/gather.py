@@ -127,15 +127,16 @@ def gather_and_plan(
     session = group.session
     given = _Given(topk_ids, routing_map, counts, num_tokens)
     at_once = source is None and session.loads is None and session.engine.plans_at_once
-    compiling = torch.compiler.is_dynamo_compiling()
-    try:
-        objective = plan_objective(target, cost, group)
-    except UltraEPError as error:
-        if source is None and session.loads is not None and not compiling:
-            _exchange(given, session, session.loads, error)
-        session.reject(error)
-        raise
-    if compiling or not (at_once and any(map(session.local.holds, given))):
+    objective = None
+    if not torch.compiler.is_dynamo_compiling():  # which checks it when the function runs
+        try:
+            objective = plan_objective(target, cost, group)
+        except Exception as error:  # of any type: peers must not wait for this rank
+            if source is None and session.loads is not None:
+                _exchange(given, session, session.loads, error)
+            session.reject(error)
+            raise
+    if objective is None or not (at_once and any(map(session.local.holds, given))):
         load = gather_load(
             topk_ids,
             group=group,

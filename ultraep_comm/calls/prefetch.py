@@ -52,14 +52,11 @@ def prefetch_experts(
             peers fail at once, and the group takes no more calls.
         UltraEPError: as :func:`replicate_experts`.
     """
-    try:
+    with group.session.rejecting():
         load = forecast.predict() if isinstance(forecast, LoadForecast) else forecast
         if load is None:
             return None
         plan = plan_replicas(load, group=group, bank=bank, target=target)
-    except Exception as error:  # also the caller's own function's
-        group.session.reject(error)
-        raise
     return replicate_experts(
         weights,
         plan,

@@ -239,6 +239,15 @@ class Session:
             self.first_error = self.first_error or error
             self.engine.reject()
 
+    @contextmanager
+    def rejecting(self) -> Iterator[None]:
+        """Enclose what a collective call of several does by itself; :meth:`reject` any error."""
+        try:
+            yield
+        except Exception as error:  # of any type, also of the caller's own functions
+            self.reject(error)
+            raise
+
     def note_failure(self, error: BaseException) -> None:
         """Remember why submitting or waiting failed; after Ctrl-C, abort the group.
 

@@ -131,56 +131,53 @@ class Replication:
             UnsupportedError: ``min_tokens`` with a routing on the device.
         """
         group = self.group
-        try:
+        with group.session.rejecting():
             given = weights.weights if isinstance(weights, BoundWeights) else weights
             mains = local_weights(given, group)
-        except Exception as error:
-            group.session.reject(error)
-            raise
-        bank = self._banks[self._calls % len(self._banks)]
-        self._calls += 1
-        shares = not self._keeps and bank.index > 0
-        if plan is None:
-            plan = self._plan(topk_ids, routing_map, num_tokens, source, bank)
-        if plan.bank is None and (self._keeps or shares):
-            plan = plan.in_bank(bank.index)
-        saved: uec.Plan | uec.PlanHandle = plan
-        run: ExpertPass | None = None
-        if torch.is_grad_enabled():
-            saved = group.save(plan, layer=self.layer, microbatch=microbatch)
-            run = ExpertPass(
+            bank = self._banks[self._calls % len(self._banks)]
+            self._calls += 1
+            shares = not self._keeps and bank.index > 0
+            if plan is None:
+                plan = self._plan(topk_ids, routing_map, num_tokens, source, bank)
+            if plan.bank is None and (self._keeps or shares):
+                plan = plan.in_bank(bank.index)
+            saved: uec.Plan | uec.PlanHandle = plan
+            run: ExpertPass | None = None
+            if torch.is_grad_enabled():
+                saved = group.save(plan, layer=self.layer, microbatch=microbatch)
+                run = ExpertPass(
+                    saved,
+                    mains,
+                    main_grads=main_grads,
+                    mode=self._mode,
+                    reduce_mode=self._reduce_mode,
+                    segments=self._segments,
+                    shares_bank=shares,
+                )
+            work = start_transfer(
+                weights if isinstance(weights, BoundWeights) else mains,
                 saved,
-                mains,
-                main_grads=main_grads,
+                group,
                 mode=self._mode,
-                reduce_mode=self._reduce_mode,
-                segments=self._segments,
-                shares_bank=shares,
+                segments=None,
+                expires=bank if shares else None,
+                layer=self.layer,
             )
-        work = start_transfer(
-            weights if isinstance(weights, BoundWeights) else mains,
-            saved,
-            group,
-            mode=self._mode,
-            segments=None,
-            expires=bank if shares else None,
-            layer=self.layer,
-        )
-        how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}
-        if topk_ids is not None:
-            topk_ids = uec.reroute(topk_ids, saved, **how)
-        if routing_map is not None:
-            routing_map, probs = uec.reroute_map(routing_map, probs, saved, **how)
-        return LayerPass(
-            plan=plan,
-            work=work,
-            mains=mains,
-            slots=group.bank(plan.bank or 0).slots,
-            run=run,
-            topk_ids=topk_ids,
-            routing_map=routing_map,
-            probs=probs,
-        )
+            how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}
+            if topk_ids is not None:
+                topk_ids = uec.reroute(topk_ids, saved, **how)
+            if routing_map is not None:
+                routing_map, probs = uec.reroute_map(routing_map, probs, saved, **how)
+            return LayerPass(
+                plan=plan,
+                work=work,
+                mains=mains,
+                slots=group.bank(plan.bank or 0).slots,
+                run=run,
+                topk_ids=topk_ids,
+                routing_map=routing_map,
+                probs=probs,
+            )
 
     def _plan(
         self,

@@ -29,6 +29,7 @@ from ranks import (
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.reports import error_from
+from ultraep_comm.nn import Replication
 from ultraep_comm.plan.topology import contiguous_home
 
 EXPERT = {
@@ -165,8 +166,11 @@ def test_a_rank_with_bad_input_says_so_and_its_peers_do_not_wait(
 
 
 def _asks(kind: str, wrong: bool, group: uec.Group) -> object:
+    ids = torch.zeros(2, 1).long()
     if kind == "target":
-        return uec.gather_and_plan(torch.zeros(2, 1).long(), group=group, target=1.1 - wrong)
+        return uec.gather_and_plan(ids, group=group, target=1.1 - wrong)
+    if kind == "microbatch":
+        return Replication(group).begin(make_weights(group), ids, microbatch=-int(wrong))
     return group.empty_instances(7 if wrong else 0)
 
 
@@ -178,11 +182,13 @@ def _one_rank_asks_wrongly(rank: int, process_group: Any, kind: str, engine: str
     if error is None:  # where allocations exchange nothing
         error = raised(lambda: uec.replicate_experts(make_weights(group), _plan(RING), group=group))
     group.close()
-    return type(error).__name__, str(error)
+    return _describe(error)[:2]
 
 
 @pytest.mark.parametrize("engine", ["host", "c10d"])
-@pytest.mark.parametrize("kind, says", [("target", "0.1"), ("bank", "bank is 7")])
+@pytest.mark.parametrize(
+    "kind, says", [("target", "0.1"), ("microbatch", "microbatch=-1"), ("bank", "bank is 7")]
+)
 def test_a_bad_argument_of_any_collective_is_at_the_peers_at_once(
     ranks: RankPool, kind: str, says: str, engine: str
 ) -> None:
@@ -193,7 +199,7 @@ def test_a_bad_argument_of_any_collective_is_at_the_peers_at_once(
             assert says in text
         else:
             assert name in ("PeerRejectedError", "TransferAbortedError", "BootstrapError"), text
-            assert "1" in text
+            assert "rank 1" in text
 
 
 def _allocates_alone(rank: int, process_group: Any, path: str) -> str:
