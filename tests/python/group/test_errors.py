@@ -170,7 +170,9 @@ def _asks(kind: str, wrong: bool, group: uec.Group) -> object:
     if kind == "target":
         return uec.gather_and_plan(ids, group=group, target=1.1 - wrong)
     if kind == "microbatch":
-        return Replication(group).begin(make_weights(group), ids, microbatch=-int(wrong))
+        return (
+            Replication(group).begin(make_weights(group), ids, microbatch=-int(wrong)).work.wait()
+        )
     return group.empty_instances(7 if wrong else 0)
 
 
