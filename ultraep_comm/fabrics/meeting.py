@@ -106,7 +106,9 @@ class Notices:
     def _read(self, rank: int) -> Process | None:
         number, record = self._entry(rank)
         try:
-            return Process.unpack(bytes.fromhex(record)) if number >= self._round else None
+            # Also of one that ended before it came to this creation; not of an earlier life.
+            same_life = number[0] >= self._round[0]
+            return Process.unpack(bytes.fromhex(record)) if same_life else None
         except ValueError:
             return None
 
