@@ -34,6 +34,7 @@ _HOMES = {
     "recording.recorder": ("Recorder",),
     "weights.segments": ("BoundWeights", "Segment"),
 }
+_PACKAGES = ("adapters", "interop", "model", "nn")
 
 __version__ = "0.1.0"
 __all__ = sorted([*(name for names in _HOMES.values() for name in names), "errors", "ops"])  # noqa: PLE0605
@@ -48,6 +49,8 @@ def _load() -> None:
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:  # as attributes, also of who has not imported them
+        return import_module(f"ultraep_comm.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()

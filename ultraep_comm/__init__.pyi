@@ -1,4 +1,8 @@
+from ultraep_comm import adapters as adapters
 from ultraep_comm import errors, ops
+from ultraep_comm import interop as interop
+from ultraep_comm import model as model
+from ultraep_comm import nn as nn
 from ultraep_comm.calls.gather import gather_and_plan, gather_load
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts

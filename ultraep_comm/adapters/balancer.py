@@ -49,12 +49,12 @@ class Balancer:
             options: as for :class:`Replication`: ``target``, ``cost``, ``min_tokens``, ``mode``,
                 ``bank``, ``live`` and others.
         """
+        self._calls = Replication(group, **options)
         self.group = group
         self.weights = weights
         self.instances_per_rank = group.topology.instances_per_rank
         self.num_instances = group.num_ranks * self.instances_per_rank
         self.plan: uec.Plan | None = None
-        self._calls = Replication(group, **options)
         self._run: LayerPass | None = None
 
     def begin(

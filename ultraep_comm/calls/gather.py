@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from ultraep_comm.engines.base import (
 )
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.checks import check_routing, check_source, without_padding
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan, PlanCost
 
@@ -60,7 +60,7 @@ def gather_load(
         UnsupportedError: the current stream is being captured, and the routing is on the CPU.
         TransferError: the exchange failed; this too may surface in the next call.
     """
-    session = group.session
+    session = session_of(group)
     given = _Given(topk_ids, routing_map, counts, num_tokens)
     if torch.compiler.is_dynamo_compiling():
         routing, form = _find_routing(given, session)
@@ -124,7 +124,7 @@ def gather_and_plan(
     Raises:
         InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
     """
-    session = group.session
+    session = session_of(group)
     given = _Given(topk_ids, routing_map, counts, num_tokens)
     at_once = source is None and session.loads is None and session.engine.plans_at_once
     objective = None
@@ -182,8 +182,8 @@ def _find_routing(given: _Given, session: Session) -> tuple[torch.Tensor, Form]:
             f"rank {session.rank}: the routing was given as {[form for _, form in found]}; expected"
             f" one of {list(_FORMS)}"
         )
+    routing: Any
     routing, form = found[0]
-    assert isinstance(routing, torch.Tensor)
     if not torch.compiler.is_dynamo_compiling():
         check_routing(routing, form, session)
     if form == "counts" and given.num_tokens is not None:

@@ -16,10 +16,10 @@ from ultraep_comm.errors import (
     InvalidPlanError,
 )
 from ultraep_comm.group.bank import Bank, bank_index
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.plan.plan import Plan, PlanCost, as_int_tensor
 from ultraep_comm.plan.planner import Costs, target_to_ppm
-from ultraep_comm.plan.topology import IntArray, IntsLike, Topology
+from ultraep_comm.plan.topology import IntArray, IntsLike, Topology, as_number, check_load_form
 
 
 def plan_replicas(
@@ -77,6 +77,8 @@ def plan_replicas(
             it is on the CPU, with a bank, and the current stream is being captured.
         DeviceError: the CUDA driver refused the launch.
     """
+    if group is not None:
+        session_of(group)
     constants = (slots_per_rank, num_ranks, home, domains)
     if group is not None and (
         allow_cross_domain or any(constant is not None for constant in constants)
@@ -196,23 +198,19 @@ def plan_objective(
     """
     try:
         nbytes = None if group is None else sum(s.nbytes for s in group.segments.values())
+        if not isinstance(cost, PlanCost | None):
+            raise InvalidArgumentError(f"cost is {cost!r}; expected a PlanCost, or None")
         costs = None if cost is None else cost.in_integers(nbytes)
-        return target_to_ppm(target), costs
+        return target_to_ppm(as_number(target, "target")), costs
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from None
 
 
 def _check_load(load: torch.Tensor, devices: Sequence[str], *, on_device: bool = False) -> None:
     """Raise InvalidLoadError for a bad rank, dtype or device and, on the CPU, bad values."""
-    if not isinstance(load, torch.Tensor) or load.dim() not in (1, 2):
-        found = tuple(load.shape) if isinstance(load, torch.Tensor) else type(load).__name__
-        raise InvalidLoadError(f"load is {found}; expected a tensor [G, E] or [E]")
-    integral = load.dtype in (torch.int32, torch.int64)
-    if not integral or not (on_device or load.device.type == "cpu"):
-        raise InvalidLoadError(
-            f"load is {load.dtype} on {load.device}; expected int32 or int64 on"
-            f" {' or '.join(devices)}"
-        )
+    check_load_form(load)
+    if not (on_device or load.device.type == "cpu"):
+        raise InvalidLoadError(f"load is on {load.device}; expected {' or '.join(devices)}")
     if not on_device:
         check_load_values(load)
 

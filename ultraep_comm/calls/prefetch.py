@@ -9,7 +9,7 @@ import torch
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.group.bank import Bank
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.weights.segments import BoundWeights, Weights
@@ -52,7 +52,7 @@ def prefetch_experts(
             peers fail at once, and the group takes no more calls.
         UltraEPError: as :func:`replicate_experts`.
     """
-    with group.session.rejecting():
+    with session_of(group).rejecting():
         load = forecast.predict() if isinstance(forecast, LoadForecast) else forecast
         if load is None:
             return None

@@ -7,7 +7,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.calls import traced
 from ultraep_comm.calls.transfer import Call, address, find_mode, plan_of
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
@@ -67,7 +67,7 @@ def reduce_expert_grads(
         TransferError: the call failed. Slot gradients and the main gradients of replicated experts
             are undefined then.
     """
-    session = group.session
+    session = session_of(group)
     if torch.compiler.is_dynamo_compiling():
         plan = plan_of(plan, "reduce_expert_grads", session)
         grads = grads.grads if isinstance(grads, BoundGrads) else grads

@@ -11,7 +11,7 @@ from ultraep_comm.calls import traced
 from ultraep_comm.calls.transfer import Call, address, find_mode, plan_of
 from ultraep_comm.errors import InvalidWeightsError
 from ultraep_comm.group.bank import find_version
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
@@ -77,7 +77,7 @@ def replicate_experts(
             the addresses of the weights are on the CPU, or the handle's save was not captured.
         TransferError: the call failed.
     """
-    session = group.session
+    session = session_of(group)
     if torch.compiler.is_dynamo_compiling():
         plan = plan_of(plan, "replicate_experts", session)
         how = (group, async_op, mode, segments, version)

@@ -13,7 +13,7 @@ from ultraep_comm.group.checks import (
     check_source,
     without_padding,
 )
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
@@ -62,7 +62,7 @@ def reroute(
         PlanHandleError: the handle has ended, or is another group's.
         DeviceError: the CUDA driver refused a launch.
     """
-    session = group.session
+    session = session_of(group)
     plan = plan_of(plan, "reroute", session)
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
@@ -112,7 +112,7 @@ def reroute_map(
             ``plan.load``.
         PlanHandleError, UnsupportedError, DeviceError: as :func:`reroute`.
     """
-    session = group.session
+    session = session_of(group)
     plan = plan_of(plan, "reroute_map", session)
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
@@ -135,7 +135,7 @@ def reroute_gradient(
     source: int | None = None,
 ) -> torch.Tensor:
     """Return the gradient ``[T, E]`` of ``probs``, given that of the result, ``[T, G * P]``."""
-    session = group.session
+    session = session_of(group)
     plan = _beside(routing_map, plan, session)
     return session.local.reroute_gradient(grad, routing_map, plan, check_source(source, session))
 

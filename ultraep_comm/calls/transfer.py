@@ -177,7 +177,7 @@ def find_mode(mode: str, modes: Collection[str], rank: int) -> _core.Mode | None
     """
     if mode == "auto":
         return None
-    if mode not in modes:
+    if not isinstance(mode, str) or mode not in modes:
         raise InvalidArgumentError(
             f"rank {rank}: mode is {mode!r}; expected 'auto' or one of {list(modes)}"
         )

@@ -104,6 +104,8 @@ class Options:
             )
         self.instances = bool(instances)
         self.page_bytes = max(4096, mmap.PAGESIZE)  # that are mapped together; of the host's memory
+        if check not in (None, False, True):
+            raise InvalidArgumentError(f"check is {check!r}; expected True, False or None")
         self.check = bool(env.check() if check is None else check)
         if engine in ("cuda", "c10d"):
             self.refuse_check({"cuda": "CUDA"}.get(engine, engine))

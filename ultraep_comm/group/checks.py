@@ -91,9 +91,11 @@ def check_routing(routing: torch.Tensor, form: Form, session: Session) -> None:
     dtypes = (torch.bool,) if form == "routing_map" else _INTEGERS
     if routing.dtype not in dtypes or routing.device not in devices:
         expected = " or ".join(dict.fromkeys(map(str, devices)))
+        cast = "bool" if form == "routing_map" else "long"
+        hint = "" if routing.dtype in dtypes else f"; pass {form}.{cast}()"
         raise InvalidLoadError(
             f"rank {rank}: {form} is {routing.dtype} on {routing.device}; expected"
-            f" {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} on {expected}"
+            f" {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} on {expected}{hint}"
         )
 
 

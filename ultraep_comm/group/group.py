@@ -539,6 +539,17 @@ class Group:
         )
 
 
+def session_of(group: Group) -> Session:
+    """Return the session of what was given as a group.
+
+    Raises:
+        InvalidArgumentError: it is no group.
+    """
+    if not isinstance(group, Group):
+        raise InvalidArgumentError(f"group is {group!r}; expected what new_group returned")
+    return group.session
+
+
 def _bank_views(
     storage: torch.Tensor,
     offsets: Sequence[int],
@@ -554,11 +565,19 @@ def _bank_views(
     ]
 
 
+class _Views(dict[str, torch.Tensor]):
+    """Tensors by segment; says which there are where another is asked for."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        hint = "" if self else "; slot gradients need a group created with grads="
+        raise InvalidArgumentError(f"there is no segment {name!r}; expected {list(self)}{hint}")
+
+
 def _own_views(
     storage: torch.Tensor, offsets: Sequence[int], count: int, segments: Mapping[str, Segment]
 ) -> dict[str, torch.Tensor]:
     views = _views(storage, offsets, count, segments)
-    return {name: with_own_storage(view) for name, view in views.items()}
+    return _Views((name, with_own_storage(view)) for name, view in views.items())
 
 
 def _views(

@@ -9,6 +9,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.group.group import session_of
 from ultraep_comm.nn import traced
 from ultraep_comm.nn.replication import Replication
 
@@ -59,10 +60,17 @@ class ReplicatedExperts(torch.nn.Module):
             backward_segments: segments that the backward pass needs; None: all.
         """
         super().__init__()
-        if set(weights) != set(group.segments):
+        session_of(group)
+        is_mapping = isinstance(weights, Mapping | torch.nn.ParameterDict)
+        found = {n: type(w).__name__ for n, w in weights.items()} if is_mapping else weights
+        if (
+            not is_mapping
+            or set(weights) != set(group.segments)
+            or not all(isinstance(weight, Tensor) for weight in weights.values())
+        ):
             raise InvalidArgumentError(
-                f"rank {group.rank}: ReplicatedExperts was given weights {sorted(weights)};"
-                f" expected the group's segments, {sorted(group.segments)}"
+                f"rank {group.rank}: ReplicatedExperts was given weights {found}; expected a"
+                f" Parameter for each of the group's segments, {sorted(group.segments)}"
             )
         self.weights = torch.nn.ParameterDict(weights)
         self.group = group

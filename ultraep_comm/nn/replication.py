@@ -9,6 +9,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.group.group import session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
     join_reduction,
@@ -18,6 +19,7 @@ from ultraep_comm.nn.hooks import (
     start_transfer,
 )
 from ultraep_comm.nn.weights import Mains, local_weights
+from ultraep_comm.plan.topology import as_int
 from ultraep_comm.weights.binding import BoundGrads
 from ultraep_comm.weights.segments import BoundWeights, Weights
 
@@ -80,7 +82,9 @@ class Replication:
         Raises:
             InvalidArgumentError: the group has too few banks.
         """
-        first = 0 if bank is None else bank
+        session_of(group)
+        first = 0 if bank is None else as_int(bank, "bank")
+        live, min_tokens = as_int(live, "live"), as_int(min_tokens, "min_tokens")
         count = len(group.banks)
         if live < 1 or not 0 <= first <= count - live:
             raise InvalidArgumentError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -30,6 +30,13 @@ def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, M
     Raises:
         InvalidWeightsError: the names are not those of the group's segments.
     """
+    if isinstance(weights, torch.nn.ParameterDict):
+        weights = dict(weights)
+    if not isinstance(weights, Mapping):
+        raise InvalidWeightsError(
+            f"rank {group.rank}: weights is a {type(weights).__name__}; expected {{name: tensor or"
+            f" sequence of tensors}} with the names {sorted(group.segments)}"
+        )
     if set(weights) != set(group.segments):
         raise InvalidWeightsError(
             f"rank {group.rank}: the layer has the weights {sorted(weights)}; expected the group's"
@@ -43,7 +50,8 @@ def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, M
 
 def _local(value: Mains, segment: Segment, num_mains: int) -> Mains:
     if not isinstance(value, Tensor):
-        return [local_part(tensor) for tensor in value]
+        # What is no sequence, the call refuses.
+        return [local_part(tensor) for tensor in value] if isinstance(value, Iterable) else value
     tensor, shape = local_part(value), segment.shape
     if shape and tensor.shape == (num_mains * shape[0], *shape[1:]):
         return tensor.view(num_mains, *shape) if tensor.is_contiguous() else tensor

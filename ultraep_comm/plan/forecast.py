@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError
-from ultraep_comm.plan.topology import as_int
+from ultraep_comm.plan.topology import as_int, as_number, check_load_form
 
 _FRACTION = 256  # of a token in the mean, and of the decay
 _METHODS = ("last", "mean")
@@ -39,7 +39,7 @@ class LoadForecast:
             raise InvalidArgumentError(
                 f"method is {method!r}; expected one of {list(_METHODS)}, or a function of loads"
             )
-        if not 0 <= decay < 1:
+        if not 0 <= as_number(decay, "decay") < 1:
             raise InvalidArgumentError(f"decay is {decay}; expected 0 to below 1")
         if as_int(history, "history") < 1:
             raise InvalidArgumentError(f"history is {history}; expected 1 or more")
@@ -57,11 +57,7 @@ class LoadForecast:
         Raises:
             InvalidLoadError: another shape or dtype, or other experts than before.
         """
-        if load.dim() not in (1, 2) or load.dtype not in (torch.int32, torch.int64):
-            raise InvalidLoadError(
-                f"load is {load.dtype} of shape {tuple(load.shape)}; expected int32 or int64"
-                " [G, E] or [E]"
-            )
+        check_load_form(load)
         tokens = load.sum(dim=0, dtype=torch.int64) if load.dim() == 2 else load.to(torch.int64)
         if self._mean is not None and self._mean.shape != tokens.shape:
             raise InvalidLoadError(

@@ -19,6 +19,7 @@ from ultraep_comm.plan.topology import (
     IntArray,
     IntsLike,
     as_int,
+    as_number,
     contiguous_home,
 )
 
@@ -466,7 +467,9 @@ class PlanCost:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            if value is None and field.name == "expert_bytes":
+                continue
+            if not 0 <= as_number(value, field.name) < math.inf:
                 raise InvalidArgumentError(
                     f"{field.name} is {value}; expected a finite number of at least 0"
                 )

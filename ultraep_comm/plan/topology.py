@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, UnsupportedError
 
 IntArray = npt.NDArray[np.int32]
 MAX_COUNT = 1 << 24  # ranks or experts: a larger map is a mistake, and would exhaust the memory
@@ -51,6 +52,26 @@ def as_int(value: object, name: str) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgumentError(f"{name} is {value!r}; expected an integer") from None
+
+
+def as_number(value: object, name: str) -> float:
+    """Return a number argument as float.
+
+    Raises:
+        InvalidArgumentError: it is not a real number.
+    """
+    if not isinstance(value, numbers.Real):
+        raise InvalidArgumentError(f"{name} is {value!r}; expected a number")
+    return float(value)
+
+
+def check_load_form(load: object) -> None:
+    """Raise InvalidLoadError for what is no tensor of integers ``[G, E]`` or ``[E]``."""
+    if not isinstance(load, torch.Tensor) or load.dim() not in (1, 2):
+        found = tuple(load.shape) if isinstance(load, torch.Tensor) else type(load).__name__
+        raise InvalidLoadError(f"load is {found}; expected a tensor [G, E] or [E]")
+    if load.dtype not in (torch.int32, torch.int64):
+        raise InvalidLoadError(f"load is {load.dtype}; expected int32 or int64: pass load.long()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +152,13 @@ class Topology:
         return replace(self, domain=domain)
 
     def mains(self, rank: int) -> IntArray:
-        """Return the experts at home on ``rank``, ascending: the order of its main weights."""
+        """Return the experts at home on ``rank``, ascending: the order of its main weights.
+
+        Raises:
+            InvalidArgumentError: there is no such rank.
+        """
+        if not 0 <= as_int(rank, "rank") < self.num_ranks:
+            raise InvalidArgumentError(f"rank is {rank}; expected 0 to {self.num_ranks - 1}")
         return np.flatnonzero(self.home == rank).astype(np.int32)
 
     def token_capacity(self, num_tokens: int | IntsLike, topk: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -172,6 +172,8 @@ def bind_weights(
         InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
             strides. Raised as ``source.error``.
     """
+    if isinstance(weights, torch.nn.ParameterDict):
+        weights = dict(weights)
     if not isinstance(weights, Mapping):
         raise source.error(
             f"rank {source.rank}: {source.what} is a {type(weights).__name__}; expected {{name:"
@@ -322,7 +324,13 @@ def segments_like(weights: Weights) -> tuple[dict[str, Segment], int]:
     Raises:
         InvalidArgumentError: they are no mapping of tensors, or experts differ.
     """
-    if not isinstance(weights, Mapping) or not weights:
+    if isinstance(weights, torch.nn.ParameterDict):
+        weights = dict(weights)
+    if (
+        not isinstance(weights, Mapping)
+        or not weights
+        or not all(isinstance(t, Iterable) for t in weights.values())
+    ):
         raise InvalidArgumentError(
             f"like is {weights!r}; expected {{name: tensor [M, *shape] or sequence of M tensors}}"
         )
