@@ -8,14 +8,50 @@ import json
 import os
 import secrets
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from weakref import WeakSet
 
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+FAILED = 2
 MAX_JSON_BYTES = 64 << 20  # far more than any file of this library needs
+
+
+def run_main(module: str) -> int:
+    """Run a module's ``main()`` as a program; return its exit status.
+
+    Ctrl-C, also while the module is imported, and a standard output that is full or closed end it
+    without a traceback.
+    """
+    try:
+        status: int = import_module(module).main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        if not report_output(error):
+            raise
+        return FAILED
+    return status
+
+
+def report_output(error: Exception) -> bool:
+    """Print one line if the error is of standard output, which is not written to any more."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+        return False
+    # Python flushes the buffer at exit, which would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    why = f"cannot be written: {error.strerror}"
+    why = "was closed by its reader" if error.errno == errno.EPIPE else why
+    print(f"error: standard output {why}", file=sys.stderr, flush=True)
+    return True
 
 
 def read_json(path: Path) -> Any:

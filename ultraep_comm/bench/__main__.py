@@ -2,8 +2,8 @@
 
 import sys
 
-from ultraep_comm.bench.cli import main
+from ultraep_comm.system import run_main
 
 # Rank processes import this module again under another name.
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main("ultraep_comm.bench.cli"))

@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from ultraep_comm.bench.command import add_commands
+from ultraep_comm.bench.command import add_commands, parse_arguments
 from ultraep_comm.bench.commands import (
     calibrate,
     critical_path,
@@ -23,10 +23,11 @@ from ultraep_comm.bench.commands import (
     steady,
     validate,
 )
-from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
+from ultraep_comm.bench.launch import launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import CalibrationError, InvalidArgumentError, UnsupportedError
+from ultraep_comm.system import FAILED, INTERRUPTED
 
 COMMANDS = (
     replicate.COMMAND,
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted; 128 plus a
     signal's number: the signal ended a rank.
     """
-    options = make_parser().parse_args(arguments)
+    options = parse_arguments(make_parser(), arguments)
     command = next(one for one in COMMANDS if one.name == options.command)
     try:
         settings = command.make_settings(options)

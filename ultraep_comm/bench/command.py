@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,3 +39,14 @@ def add_commands(parser: argparse.ArgumentParser, commands: tuple[Command, ...])
     for command in commands:
         own = added.add_parser(command.name, help=command.help, description=command.description)
         command.add_arguments(own)
+        own.set_defaults(parser=own)
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse a command line with commands; unknown arguments are an error of their command."""
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options

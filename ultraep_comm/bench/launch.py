@@ -21,13 +21,12 @@ from typing import TypeVar, cast
 from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
+from ultraep_comm.system import FAILED, INTERRUPTED, report_output
 
 Settings = TypeVar("Settings")
 # Exit statuses. If a signal ended a rank: 128 plus its number, as in a shell.
 WRONG = 1  # a byte or a value
-FAILED = 2
 GATE_MISSED = 3
-INTERRUPTED = 130
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on Slurm's steps are batch scripts and shells
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 _GRACE_SECONDS = 5.0  # for the other ranks to report, after one has failed
@@ -278,13 +277,9 @@ def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
         ):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
-    except BrokenPipeError:
-        # Python flushes the buffer at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("error: standard output was closed by its reader", file=sys.stderr, flush=True)
-        return FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if not report_output(error):
+            traceback.print_exc()
         return FAILED
     if dist.is_initialized():
         dist.destroy_process_group()

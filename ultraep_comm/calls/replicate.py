@@ -94,9 +94,16 @@ def replicate_experts(
                 " expected a plan on the device, or the weights themselves"
             )
         if mode == "pull" and bound.region < 0:
+            counts = session.layout.num_mains
+            uneven = (
+                f"; those of empty_instances() are not where ranks' numbers of experts differ, here"
+                f" {counts}"
+                if len(set(counts)) > 1
+                else ""
+            )
             raise InvalidWeightsError(
-                f"rank {session.rank}: mode='pull' needs weights that peers can address; pass the"
-                " tensors of group.empty_weights(), or use mode='push'"
+                f"rank {session.rank}: mode='pull' needs weights that peers can address"
+                f"{uneven}; pass the tensors of group.empty_weights(), or use mode='push'"
             )
         transfer = _core.TransferCall(
             operation=_REPLICATE,

@@ -2,7 +2,7 @@
 
 import sys
 
-from ultraep_comm.doctor.cli import main
+from ultraep_comm.system import run_main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main("ultraep_comm.doctor.cli"))

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from ultraep_comm.doctor.diagnose import ERROR, REQUIRABLE, diagnose
 from ultraep_comm.doctor.facts import collect
 from ultraep_comm.doctor.screen import format_screen
+from ultraep_comm.system import INTERRUPTED
 
 FORMAT = 1  # of the JSON document; a change that only adds fields keeps the number
-BROKEN, INTERRUPTED = 1, 130
+BROKEN = 1
 _LIMIT = 60.0  # importing torch from a network's file system can take that long
 
 

@@ -93,6 +93,11 @@ def _check(record: Any, place: str) -> list[Result]:
         raise InvalidArgumentError(f"{place} is {reprlib.repr(record)}; expected an object")
     if record.get("op") == "model":
         return _check_model(record, place)
+    if "op" in record and "fan_out" not in record:
+        raise InvalidArgumentError(
+            f"{place} is of `bench {record['op']}`; expected one of `bench model --json`, or one"
+            " with size, mode, fan_out and over_bound"
+        )
     for name, kinds in (("size", (int, str)), ("mode", (str,)), ("fan_out", (int,))):
         value = record.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.command import parse_arguments
 from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.sizes import format_size, parse_count, parse_size
 from ultraep_comm.bench.traces import open_trace
@@ -31,6 +32,7 @@ from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording, load_recordings
+from ultraep_comm.system import FAILED
 from ultraep_comm.viz.bound import draw_bound, load_results
 from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
 from ultraep_comm.viz.frontier import draw_frontier, load_points
@@ -42,7 +44,6 @@ from ultraep_comm.viz.timeline import draw_timeline, format_trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FAILED = 2
 MOST = 1 << 20  # limit of ranks, slots, tokens per rank, and layers
 _TOKENS, _TOPK, _EXPERT_BYTES = 4096, 8, "36M"  # of a generated load, as in the benchmarks
 Shown = TypeVar("Shown")
@@ -87,7 +88,7 @@ Results are from python -m ultraep_comm.bench steady --json.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, or 2 for input that cannot be drawn."""
-    options = _parser().parse_args(arguments)
+    options = parse_arguments(_parser(), arguments)
     try:
         options.run(options)
     except UltraEPError as error:
@@ -394,6 +395,8 @@ def _parser() -> argparse.ArgumentParser:
     steady.add_argument("file", type=Path, metavar="FILE.json", help="results")
     _add_out(steady, {".png": lambda _shown, _path: None})
     steady.set_defaults(run=_steady)
+    for own in commands.choices.values():
+        own.set_defaults(parser=own)
     return parser
 
 

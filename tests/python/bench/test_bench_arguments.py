@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ NAMES = [command.name for command in cli.COMMANDS]
 
 BAD: dict[str, list[tuple[list[str], str]]] = {
     "replicate": [
+        (["--slots", "0"], "--slots is 0; expected at least 1"),
         (["--iters", "0"], "--iters is 0"),
         (["-b", "12Q"], "not a size"),
         (["--segments", "a=1K,a=2K"], "'a=2K'"),
@@ -281,7 +283,7 @@ def test_without_a_gpu_the_error_says_so(command: str, capsys: pytest.CaptureFix
     assert main([command, *(["--engine", "cuda"] if command != "critical-path" else [])]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert "engine='host'" in error
+    assert "use the host engine" in error
     assert "Traceback" not in error
 
 
@@ -301,7 +303,7 @@ def test_without_a_gpu_processes_say_so_too(tmp_path: Path, launcher: bool) -> N
         env=plain_environment(),
     )
     assert done.returncode != 0
-    assert "engine='host'" in done.stderr
+    assert "use the host engine" in done.stderr
     assert "device.py" not in done.stderr
 
 
@@ -376,3 +378,16 @@ def test_commands_in_the_documents_are_accepted() -> None:
             make_parser().parse_args(shlex.split(arguments))
             found += 1
     assert found > 20
+
+
+@pytest.mark.parametrize("program", ["bench plan", "viz bound x.json --out x.png"])
+def test_unknown_arguments_are_of_their_command(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package, *arguments = program.split()
+    main = importlib.import_module(f"ultraep_comm.{package}.cli").main
+    with pytest.raises(SystemExit):
+        main([*arguments, "--ranked", "3"])
+    found = capsys.readouterr().err
+    assert found.startswith(f"usage: python -m ultraep_comm.{package} {arguments[0]} [-h]")
+    assert "unrecognized arguments: --ranked 3" in found

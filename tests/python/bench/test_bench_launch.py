@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from ultraep_comm.bench.launch import (
     meeting_point,
 )
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.system import run_main
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 SRUN = {
@@ -247,14 +249,33 @@ def test_how_a_rank_ended_counts_more_than_what_its_peers_report(codes: tuple[in
         os.close(stand_in.sentinel)
 
 
-def test_a_reader_that_leaves_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ultraep_comm.bench", *LONG[:-2], "-n", "1", "-w", "0"]
+@pytest.mark.parametrize("why", ["was closed by its reader", "cannot be written: No space left"])
+@pytest.mark.parametrize("program", ["bench", "doctor"])
+def test_an_output_that_cannot_be_written_is_one_line(program: str, why: str) -> None:
+    arguments = [*LONG[:-2], "-n", "1", "-w", "0"] if program == "bench" else ["--json"]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-    )
-    os.close(writing)
+    with open(writing, "wb") as closed, Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", f"ultraep_comm.{program}", *arguments],
+            stdout=closed if "closed" in why else full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert done.returncode == 2
-    assert done.stderr.count("error: standard output was closed by its reader") == 1
+    assert done.stderr.count(f"error: standard output {why}") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("when", ["import", "run"])
+def test_an_interrupt_is_no_traceback(
+    when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any
+) -> None:
+    interrupt = "raise KeyboardInterrupt"
+    body = interrupt if when == "import" else f"def main():\n    {interrupt}"
+    (tmp_path / f"interrupted_{when}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_main(f"interrupted_{when}") == 130
+    assert capfd.readouterr() == ("", "")

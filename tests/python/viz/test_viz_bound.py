@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.viz.bound import Result, draw_bound, load_results
 from ultraep_comm.viz.cli import main
 
@@ -174,3 +175,10 @@ def test_files_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "is not a JSON file" in capsys.readouterr().err
     assert main(["bound", str(tmp_path / "none.json"), "--out", str(tmp_path / "o.png")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_records_of_another_command_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "replicate.json"
+    file.write_text('{"records": [{"op": "replicate", "size": null}]}')
+    with pytest.raises(InvalidArgumentError, match=r"record 0 is of `bench replicate`; expected"):
+        load_results(file)

@@ -381,12 +381,12 @@ def find_device() -> Device:
     """
     if torch.version.cuda is None:
         raise UnsupportedError(
-            "this build of torch has no CUDA; install one with CUDA, or use engine='host'"
+            "this build of torch has no CUDA; install one with CUDA, or use the host engine"
         )
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "no usable CUDA device: torch.cuda.is_available() is False. Check with nvidia-smi"
-            " whether there is a GPU and a driver, or use engine='host'"
+            " whether there is a GPU and a driver, or use the host engine"
         )
     return _device(torch.cuda.current_device())
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GENERATED_TOPK = 8
-_MINIMA = {"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
+_MINIMA = {"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
