@@ -7,6 +7,7 @@ keep their names and shapes, and own experts their rows; vLLM's EPLB moves nothi
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ SEAM: Mapping[str, str] = MappingProxyType(
         f"{_EXPERTS}.__init__": "self layer_name params_dtype moe_config",
         f"{_EXPERTS}.get_expert_weights": "self",
         f"{_EXPERTS}.forward_modular": "self x topk_weights topk_ids",
+        f"{_EXPERTS}.weight_loader": "self param loaded_weight weight_name shard_id expert_id",
         f"{_EXPERTS}._ensure_moe_quant_config_init": "self",
         f"{ROUTER}._apply_eplb_mapping": "self topk_ids",
         f"{_MOE}.modular_kernel:FusedMoEExpertsModular.apply": "self output hidden_states w1 w2",
@@ -59,7 +61,9 @@ def register() -> None:
     """
     if not replace_factory("batch", SEAM, join):
         return
-    experts = type("ReplicatedExperts", (Experts, seams.find(_EXPERTS)), {})
+    vllm_own = seams.find(_EXPERTS)
+    parts = {"weight_loader": _note_loads(vllm_own.weight_loader)}
+    experts = type("ReplicatedExperts", (Experts, vllm_own), parts)
     try:
         seams.find(_PLUGGABLE).register_oot(name="RoutedExperts")(experts)
     except AssertionError as error:
@@ -69,6 +73,16 @@ def register() -> None:
     state = seams.find(_STATE)
     state.build_initial_global_physical_to_logical_map = staticmethod(layout)
     state.rearrange = lambda *_, **__: None
+
+
+def _note_loads(load: Any) -> Any:
+    @functools.wraps(load)  # with the attributes by which vLLM knows it
+    def weight_loader(self: Any, *args: Any, **more: Any) -> Any:
+        if self.replicas:
+            self.replicas.is_checked = False
+        return load(self, *args, **more)
+
+    return weight_loader
 
 
 def layout(num_routed_experts: int, num_redundant_experts: int) -> list[int]:
@@ -107,9 +121,8 @@ def join(coordinator: Any, expert_weights: Sequence[Sequence[torch.Tensor]], _: 
         )
     described = [describe(layer) for layer in layers]
     seams.agree(coordinator.cpu_group, described)
-    for layer, (_, (segments, are_copied, _)) in zip(layers, described, strict=True):
-        names = [name for name, *_ in segments]
-        layer.replicas = Replicas(layer, coordinator, names, are_copied=are_copied)
+    for number, (layer, (_, facts)) in enumerate(zip(layers, described, strict=True)):
+        layer.replicas = Replicas(layer, coordinator, number, facts)
     _LOGGER.info("vLLM: %d MoE layers have replicas for each batch", len(layers))
 
 

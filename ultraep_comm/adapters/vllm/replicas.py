@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.vllm.checks import count_mains, find_router, read_options
+from ultraep_comm.adapters.seams import agree
+from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 
@@ -25,18 +28,27 @@ class Replicas:
     Attributes:
         balancer: see there.
         are_copied: slots are copied behind the main rows for each batch; else they are there.
+        is_checked: nothing was loaded since ranks compared what holds for all experts.
     """
 
     def __init__(
-        self, layer: Any, coordinator: Any, names: Sequence[str], *, are_copied: bool
+        self, layer: Any, coordinator: Any, number: int, facts: Mapping[str, Any]
     ) -> None:
-        """Join or create a group, and put the weights before its slots. Collective."""
-        weights = {name: getattr(layer, name) for name in names}
+        """Join or create a group, and put the weights before its slots. Collective.
+
+        Args:
+            layer: its RoutedExperts.
+            coordinator: of the expert-parallel ranks.
+            number: of the layer in its model.
+            facts: as ``describe`` returns them.
+        """
+        are_copied = facts["are_copied"]
+        weights = {name: getattr(layer, name) for name in facts["segments"]}
         config, options = layer.moe_config, read_options(layer)
         mains = count_mains(layer)
-        device = weights[names[0]].device
+        device = next(iter(weights.values())).device
         on_cpu = device.type == "cpu"
-        group, number = uec.group_for(
+        group, index = uec.group_for(
             coordinator.cpu_group if on_cpu else coordinator.device_group,
             like={name: weight.data[:mains] for name, weight in weights.items()},
             slots_per_rank=config.num_local_experts - mains,
@@ -66,9 +78,12 @@ class Replicas:
         self.balancer = Balancer(
             group,
             group.bind({name: weight.data[:mains] for name, weight in weights.items()}),
-            layer=number,
+            layer=index,
             **{name: value for name, value in options.items() if name in OF_LAYER},
         )
+        self._cpu_group, self._number = coordinator.cpu_group, number
+        self._constants = [p for n, p in layer.named_parameters() if n not in weights]
+        self._known, self.is_checked = self._find_known(), True
         self._router = find_router(layer)
         self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - the seam
 
@@ -78,6 +93,29 @@ class Replicas:
         parallel = self._layer.moe_config.moe_parallel_config
         return not parallel.use_all2all_kernels or self._layer.quant_method.moe_kernel is None
 
+    def _find_known(self) -> tuple[list[Any], list[int]]:
+        """Return what another load of weights makes anew, and the versions of constants."""
+        method = self._layer.quant_method
+        kernel = method.moe_kernel
+        parts = [getattr(kernel, name, None) for name in ("prepare_finalize", "fused_experts")]
+        return [*parts, kernel, method, method.moe_quant_config], [
+            0 if constant.is_inference() else undocumented(constant, "_version")
+            for constant in self._constants
+        ]
+
+    def _check_again(self) -> None:
+        """Compare what holds for the experts of all ranks, if it may be another. Collective."""
+        (parts, versions), (before, then) = known, _ = self._find_known(), self._known
+        if self.is_checked and versions == then and all(map(operator.is_, parts, before)):
+            return
+        # What a dispatcher holds now may be of a batch, unless it is new.
+        checked = [part for part in parts[:1] if part is before[0]]
+        problem, facts = describe(self._layer, checked)
+        if facts:
+            del facts["are_copied"]  # what is new has the memory that weights have now
+        agree(self._cpu_group, [(problem, facts)], first=self._number)
+        self._known, self.is_checked = known, True
+
     def begin(self, topk_ids: Tensor) -> Tensor:
         """Plan a batch, start to fill the slots, and return rows. Collective.
 
@@ -86,6 +124,9 @@ class Replicas:
 
         Raises:
             InvalidWeightsError: weights have moved since set-up.
+            UnsupportedError: experts were loaded again, and ranks now differ in what holds for
+                all, or a layer has what would stay behind.
+            BootstrapError: a rank did not come to compare that.
         """
         group = self.balancer.group
         for name, place in self._places.items():
@@ -96,6 +137,7 @@ class Replicas:
                 )
                 group.session.reject(error)
                 raise error
+        self._check_again()
         number = self._count_tokens(len(topk_ids))
         source = 0 if self.has_all else None
         self._is_under_way = True
