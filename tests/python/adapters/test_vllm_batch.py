@@ -445,8 +445,10 @@ def hide(layer: Any, value: Any, where: str) -> None:
         "buffer": lambda: layer.register_buffer("alphas", value),
         "attribute": lambda: setattr(layer, "alphas", value),
         "of a parameter": lambda: setattr(layer.w13_weight, "alphas", value),
-        "module inside": lambda: layer.add_module("inner", torch.nn.Module())
-        or layer.inner.register_buffer("alphas", value),
+        "module inside": lambda: (
+            layer.add_module("inner", torch.nn.Module())
+            or layer.inner.register_buffer("alphas", value)
+        ),
         "method": lambda: setattr(method, "alphas", value),
         "kernel's wrapper": lambda: setattr(kernel, "alphas", value),
         "prepare_finalize": lambda: setattr(
@@ -467,10 +469,26 @@ def hide(layer: Any, value: Any, where: str) -> None:
     puts[where]()
 
 
-WHERE = (
-    "buffer, attribute, of a parameter, module inside, method, kernel's wrapper, prepare_finalize,"
-    " list, dict, tuple, nested, fallback, field, other field, closure, default, partial, bound"
-).split(", ")
+WHERE = [
+    "buffer",
+    "attribute",
+    "of a parameter",
+    "module inside",
+    "method",
+    "kernel's wrapper",
+    "prepare_finalize",
+    "list",
+    "dict",
+    "tuple",
+    "nested",
+    "fallback",
+    "field",
+    "other field",
+    "closure",
+    "default",
+    "partial",
+    "bound",
+]
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -596,6 +614,7 @@ def differ(rank: int, group: Any, where: str) -> str:
             for each in layers:
                 each.replicas.begin(ids)
                 each.replicas.wait()
+                each.quant_method.moe_kernel.fused_experts.tokens = rank  # counted
             if where == "loader":
                 given = torch.tensor(value), "w13_input_scale", "w1", 0
                 layer.weight_loader(layer.w13_input_scale, *given)

@@ -95,7 +95,6 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, child
 
 
-
 _OF_RANK = re.compile(r"(.*[._])?(\w*_)?(rank|offset|index|device)")  # numbers
 _MAPS = re.compile(r".*(expert_map|expert_mask|_to_physical|_to_global|global_(expert_)?ids)\w*")
 
@@ -142,7 +141,9 @@ class Judge:
             return ""
         if tensor.dtype in (torch.int64, torch.uint64):
             values = tensor.detach().flatten().view(torch.int64)
-            inside = sum((values >= first) & (values < last) for first, last in self._memory)
+            inside = torch.zeros_like(values, dtype=torch.bool)
+            for first, last in self._memory:
+                inside |= (values >= first) & (values < last)
             self.shares |= bool(inside.any())
             if inside.all():
                 return ""
@@ -151,8 +152,8 @@ class Judge:
             if not _is_uniform(tensor, dim):
                 return (
                     f"its {path} of shape {tuple(tensor.shape)} with {_show(tensor)} has other"
-                    f" values for each of {self._rows} experts, and is in no parameter of the layer:"
-                    " it would stay behind"
+                    f" values for each of {self._rows} experts, and is in no parameter of the"
+                    " layer: it would stay behind"
                 )
         for dim in own:
             tensor = tensor.narrow(dim, 0, 1)

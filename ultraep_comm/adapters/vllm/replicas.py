@@ -31,9 +31,7 @@ class Replicas:
         is_checked: nothing was loaded since ranks compared what holds for all experts.
     """
 
-    def __init__(
-        self, layer: Any, coordinator: Any, number: int, facts: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, layer: Any, coordinator: Any, number: int, facts: Mapping[str, Any]) -> None:
         """Join or create a group, and put the weights before its slots. Collective.
 
         Args:
@@ -108,12 +106,15 @@ class Replicas:
         (parts, versions), (before, then) = known, _ = self._find_known(), self._known
         if self.is_checked and versions == then and all(map(operator.is_, parts, before)):
             return
-        # What a dispatcher holds now may be of a batch, unless it is new.
-        checked = [part for part in parts[:1] if part is before[0]]
-        problem, facts = describe(self._layer, checked)
-        if facts:
-            del facts["are_copied"]  # what is new has the memory that weights have now
-        agree(self._cpu_group, [(problem, facts)], first=self._number)
+        # Unless it is new, what a dispatcher holds may be of a batch; of a kernel, what it counts.
+        is_new = all(part is not old for part, old in zip(parts[:3], before, strict=False))
+        problem, facts = describe(self._layer, [p for p in parts[:1] if p is before[0]])
+        constants = {
+            path: fact
+            for path, fact in (facts or {}).items()
+            if path != "are_copied" and (is_new or not isinstance(fact, int))
+        }
+        agree(self._cpu_group, [(problem, constants)], first=self._number)
         self._known, self.is_checked = known, True
 
     def begin(self, topk_ids: Tensor) -> Tensor:
