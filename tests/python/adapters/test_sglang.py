@@ -274,7 +274,7 @@ def test_outputs_are_those_without_replicas_and_ranks_compute_as_much(
 
 
 def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
-    redundant = {"no slots": 0}.get(kind, SLOTS * group.size())
+    redundant = {"no slots": 0, "uneven": -EXPERTS % 3}.get(kind, SLOTS * group.size())
     with FakeSglang("batch", group, redundant) as sglang:
         start(sglang)
         settings = fake_sglang.STATE.config
@@ -331,6 +331,13 @@ def test_settings_and_layers_that_do_not_go_with_replicas(
             f"UnsupportedError: MoE layer 0 of expert-parallel rank {rank} cannot have replicas: "
         )
         assert says in text
+
+
+def test_ranks_with_unequal_shares_are_refused(ranks: RankPool) -> None:
+    for text in ranks.run(3, set_up_wrong, "uneven", -1):
+        assert "it has 8 experts on 3 ranks; expected as many experts on each rank, with" in text
+        assert "2, 4, 8 ranks (--ep-size). Or set ULTRAEP_SGLANG=eplb" in text
+        assert "multiple of" not in text  # SGLang wants a multiple of both together
 
 
 def misuse(rank: int, group: dist.ProcessGroup) -> list[Any]:

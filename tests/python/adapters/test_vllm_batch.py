@@ -60,6 +60,7 @@ class FakeKernel:
 
 
 GROUP: list[Any] = [None]
+PADDING: list[Any] = [None]  # of a forward pass; None: vLLM told a number alone
 
 
 class FakeMethod:
@@ -159,12 +160,22 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
     def get_ep_group() -> Any:
         return SimpleNamespace(world_size=ranks or G)
 
+    def is_forward_context_available() -> bool:
+        return PADDING[0] is not None
+
+    def get_forward_context() -> Any:
+        return SimpleNamespace(is_padding=PADDING[0])
+
     parts = {"BaseRouter": FakeRouter, "FusedMoEExpertsModular": FakeKernel} | changed
     return {
         f"{MOE}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{MOE}.router.base_router": {"BaseRouter": parts["BaseRouter"]},
         f"{MOE}.modular_kernel": {"FusedMoEExpertsModular": parts["FusedMoEExpertsModular"]},
         "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
+        "vllm.forward_context": {
+            "is_forward_context_available": is_forward_context_available,
+            "get_forward_context": get_forward_context,
+        },
         "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
         "vllm.distributed.parallel_state": {"get_ep_group": get_ep_group},
         "vllm.distributed.eplb.eplb_state": {"EplbState": EplbState},
@@ -343,6 +354,52 @@ def test_small_batches_move_nothing(ranks: RankPool) -> None:
     assert found == [[0, 2], [0, 0], [0, 0], [0, 0]]
     found = ranks.run(G, run_lonely, G * T * K)
     assert all(replicas > 0 and runs == 2 for replicas, runs in found)
+
+
+def run_padded(rank: int, group: Any, gathers: bool) -> list[Any]:
+    """Run batches whose padding vLLM tells by a mask; the number is the one of an earlier batch."""
+    GROUP[0] = group
+    config, found = make_config(target=1.0, engine="host"), []
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layer = make_layer(config, rank, gathers=gathers)
+        every = load(layer, rank, 0, 0)
+        add_model([layer], group)
+        for real in (40, 0, T):  # the second is a dummy run
+            PADDING[0] = torch.arange(T) >= real
+            x, weights, ids = draw(0, rank if gathers else 0)
+            rows = layer.replicas.begin(ids)
+            output = layer.forward_modular(x, weights, rows)
+            torch.testing.assert_close(output, run_dense(every, x, weights, ids))
+            assert (rows[real:] % P < M).all()
+            plan = layer.replica_plan
+            found.append([int(plan.load.sum()), plan.num_replicas > 0])
+    PADDING[0] = None
+    return found
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_padding_counts_in_no_batch(ranks: RankPool, gathers: bool) -> None:
+    all_tokens = K * (G if gathers else 1)
+    for found in ranks.run(G, run_padded, gathers):
+        assert found == [[40 * all_tokens, True], [0, False], [T * all_tokens, True]]
+
+
+def come_again(rank: int, group: Any) -> int:
+    """Set up a model after vLLM failed behind another's first layers."""
+    settings = make_config(engine="host")
+    with FakeVllm("batch", make_fake(settings)):
+        adapter.register()
+        layers = [make_layer(settings, rank, number=n) for n in range(3)]
+        for layer in layers[:2]:
+            layer.get_expert_weights()
+        del layer, layers[0]
+        add_model(layers, group)
+        return sum(layer.replicas is not None for layer in layers)
+
+
+def test_a_failed_set_up_leaves_no_layers_behind(ranks: RankPool) -> None:
+    assert ranks.run(G, come_again) == [2] * G
 
 
 # ---- what is refused -----------------------------------------------------------------------
@@ -771,8 +828,14 @@ def test_rows_are_mains_then_slots(config: Any) -> None:
     rows = state.build_initial_global_physical_to_logical_map
     assert rows(8, 8) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1]
     assert rows(7, 0) == list(range(7))
-    with pytest.raises(errors.UnsupportedError, match="6 on 4 ranks; expected multiples of 4"):
+    with pytest.raises(errors.UnsupportedError, match=r"=6 on 4 ranks; .* 4, such as 8"):
         rows(8, 6)
+    says = (
+        "ULTRAEP_VLLM=batch: 18 experts on 4 ranks; expected as many experts on each rank, with 2,"
+        " 3, 6, 9, 18 ranks. Or set ULTRAEP_VLLM=eplb, for which num_redundant_experts=2 will do"
+    )
+    with pytest.raises(errors.UnsupportedError, match=says):
+        rows(18, 4)
 
 
 def test_it_registers_once() -> None:

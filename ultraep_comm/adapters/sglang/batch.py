@@ -153,7 +153,7 @@ class Batches:
             return "SGLang knows no expert locations of this model", None
         mains = torch.arange(locations.num_logical_experts, device="cpu")
         found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1)
-        is_even = len(mains) % num_ranks == 0 and len(mains) // num_ranks < found.shape[1]
+        has_slots = len(mains) // num_ranks < found.shape[1]
         for is_so, why in (
             (
                 self._sglang["is_moe_input_scattered_across_dp_ranks"](),
@@ -178,7 +178,12 @@ class Batches:
                 "shared experts follow its own; set --disable-shared-experts-fusion",
             ),
             (
-                not is_even
+                len(mains) % num_ranks,
+                f"it has {len(mains)} experts on {num_ranks} ranks; expected"
+                f" {seams.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
+            ),
+            (
+                not has_slots
                 or not torch.equal(found[:, : len(mains) // num_ranks].flatten().cpu(), mains),
                 f"a rank's rows are not its share of {len(mains)} experts, then slots; set"
                 f" --ep-num-redundant-experts to a multiple of {num_ranks}, and leave"

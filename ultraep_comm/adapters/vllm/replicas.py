@@ -12,13 +12,15 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.seams import agree
+from ultraep_comm.adapters.seams import agree, find
 from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
 from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 
+CONTEXT = "vllm.forward_context:get_forward_context"
+HAS_CONTEXT = "vllm.forward_context:is_forward_context_available"
 _LOGGER = logging.getLogger("ultraep_comm")
 
 
@@ -82,6 +84,7 @@ class Replicas:
         self._cpu_group, self._number = coordinator.cpu_group, number
         self._constants = [p for n, p in layer.named_parameters() if n not in weights]
         self._known, self.is_checked = self._find_known(), True
+        self._contexts = find(HAS_CONTEXT), find(CONTEXT)
         self._router = find_router(layer)
         self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - the seam
 
@@ -151,9 +154,15 @@ class Replicas:
     def _count_tokens(self, rows: int) -> Tensor | None:
         """Return how many of a batch's rows are tokens, where vLLM says it."""
         parallel = self._layer.moe_config.moe_parallel_config
-        told = self._router.eplb_state.num_unpadded_tokens_tensors
-        if not told or (self.has_all and parallel.use_all2all_kernels):
+        if self.has_all and parallel.use_all2all_kernels:
             return None  # gathered rows have padding in between
+        has_context, get_context = self._contexts
+        padding = get_context().is_padding if has_context() else None
+        told = self._router.eplb_state.num_unpadded_tokens_tensors
+        if padding is not None:  # also of a dummy run, before which vLLM tells no number
+            told = [(~padding).sum()]
+        if not told:
+            return None
         before = parallel.ep_rank % parallel.sp_size * rows  # of sequence-parallel ranks
         number: Tensor = (told[0] - before).clamp(0, rows)
         return number
