@@ -7,6 +7,8 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -722,6 +724,31 @@ def test_constants_are_compared_at_set_up_and_after_a_reload(
             assert "and rank 0 [" in text
             assert "in layer 1" in text
         assert says in text
+
+
+def load_alone(rank: int, group: Any, path: str) -> str:
+    """Load weights again on rank 0 alone, over a process group that is not used afterwards."""
+    del group
+    backend = dist.ProcessGroupGloo(dist.FileStore(path, G), rank, G, timedelta(seconds=100))
+    own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
+    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
+    with FakeVllm("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
+        adapter.register()
+        layer = make_layer(config, rank)
+        add_model([layer], own)
+        short.setenv("ULTRAEP_TIMEOUT", "1")
+        if rank == 0:
+            given = torch.tensor(0.25), "w13_input_scale", "w1", 0
+            layer.weight_loader(layer.w13_input_scale, *given)
+        error = raised(lambda: [layer.replicas.begin(ids), layer.replicas.wait()])
+    return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_alone_loaded_weights_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
+    first, *others = ranks.run(G, load_alone, str(tmp_path / "store"))
+    assert first.startswith("BootstrapError: rank 0: ranks [1, 2, 3] did not come to the adapter's")
+    assert all(text.startswith("PeerRejectedError") for text in others), others
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
 from ultraep_comm.adapters.seams import agree, find
 from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
-from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.errors import BootstrapError, InvalidWeightsError, UnsupportedError
 from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
@@ -117,7 +117,11 @@ class Replicas:
             for path, fact in (facts or {}).items()
             if path != "are_copied" and (is_new or not isinstance(fact, int))
         }
-        agree(self._cpu_group, [(problem, constants)], first=self._number)
+        try:
+            agree(self._cpu_group, [(problem, constants)], first=self._number)
+        except BootstrapError as error:  # a rank may be in the next call, if it loaded nothing
+            self.balancer.group.session.reject(error)
+            raise
         self._known, self.is_checked = known, True
 
     def begin(self, topk_ids: Tensor) -> Tensor:
