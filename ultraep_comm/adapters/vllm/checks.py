@@ -7,8 +7,8 @@ from typing import Any
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
+from ultraep_comm.adapters.holders import Judge, walk
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.vllm.holders import Judge, walk
 from ultraep_comm.errors import InvalidArgumentError
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"

@@ -1,4 +1,4 @@
-"""vLLM: everything that a layer holds, where parts of its experts may be beside its parameters."""
+"""Serving: all that a layer holds, where parts of its experts may be beside its parameters."""
 
 from __future__ import annotations
 
