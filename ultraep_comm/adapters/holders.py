@@ -202,7 +202,9 @@ def _is_uniform(tensor: Tensor, dim: int) -> bool:
 def _show(tensor: Tensor) -> Any:
     """Return a few values, or a digest of many."""
     flat = tensor.detach().contiguous().flatten().cpu()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
     if len(flat) <= _FEW:
-        return flat.tolist() if flat.element_size() > 1 else flat.to(torch.float32).tolist()
+        return (flat if flat.element_size() > 1 else flat.view(torch.uint8)).tolist()
     digest = hashlib.sha256(bytes(flat.view(torch.uint8).numpy())).hexdigest()
     return f"values of digest {digest[:16]}"

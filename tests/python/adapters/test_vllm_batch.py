@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 import types
@@ -387,6 +388,29 @@ def test_padding_counts_in_no_batch(ranks: RankPool, gathers: bool) -> None:
         assert found == [[40 * all_tokens, True], [0, False], [T * all_tokens, True]]
 
 
+def differ_in_layout(rank: int, group: Any) -> int:
+    """Run layers of two layouts, which vLLM's own EPLB cannot move."""
+    config = make_config(engine="host")
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layers = [make_layer(config, rank, number=n) for n in range(3)]
+        layers[1].w13_bias = torch.nn.Parameter(torch.zeros(P, H + 1), requires_grad=False)
+        add_model(layers, group)
+        ids = torch.zeros(4, K, dtype=torch.int64)
+        for layer in layers:
+            layer.w13_bias.fill_(rank)
+            layer.replicas.begin(ids)
+            layer.replicas.wait()
+            held = layer.replica_plan.slot_expert[rank]
+            homes = layer.w13_bias[M:][held >= 0][:, 0]
+            assert torch.equal(homes, (held[held >= 0] // M).to(torch.float32))
+        return len({id(layer.replicas.balancer.group) for layer in layers})
+
+
+def test_layers_may_have_different_layouts(ranks: RankPool) -> None:
+    assert ranks.run(G, differ_in_layout) == [2] * G
+
+
 def come_again(rank: int, group: Any) -> int:
     """Set up a model after vLLM failed behind another's first layers."""
     settings = make_config(engine="host")
@@ -599,6 +623,9 @@ def test_values_for_each_expert_are_refused_in_any_shape(config: Any, value: Any
         torch.arange(3.0).expand(P, 3),
         torch.full((P, 1), float("nan")),
         torch.arange(5),
+        torch.tensor([1j, 2.0, 3.0]),
+        torch.tensor([True, False, True]),
+        1j,
         torch.empty(P, 0),
         [0.5] * P,
         {"block": 64, "stages": 3, "warps": 4, "split": 2},
@@ -613,6 +640,7 @@ def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None
     problem, facts = checks.describe(layer)
     assert problem == ""
     assert not facts["are_copied"]
+    assert json.dumps(facts)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ SEAM: Mapping[str, str] = MappingProxyType(
 )
 
 _WAY_OUT = (
-    "set ULTRAEP_VLLM=batch, which takes any layers: vLLM's own EPLB has one receive buffer for all"
+    "set ULTRAEP_VLLM=batch, for layers that differ: vLLM's own EPLB has one receive buffer for all"
 )
 
 
