@@ -115,10 +115,13 @@ class Judge:
 
     def find_problem(self, path: str, value: Any) -> str:
         """Return why replicas would compute something else; an empty text: they would not."""
-        if torch.is_tensor(value):
-            return self._look_at(path, value)
-        if isinstance(value, list | tuple | Mapping):
-            return self._look_into(path, value)
+        try:
+            if torch.is_tensor(value):
+                return self._look_at(path, value)
+            if isinstance(value, list | tuple | Mapping):
+                return self._look_into(path, value)
+        except RuntimeError as error:  # a sparse tensor, or one that was packed
+            return f"its {path} cannot be read: {str(error).splitlines()[0]}"
         if not isinstance(value, bool | int | float | complex):
             return f"its {path} is a {type(value).__name__}, which would stay behind"
         if isinstance(value, int) and any(start <= value < end for start, end in self._memory):
@@ -130,10 +133,7 @@ class Judge:
     def _look_at(self, path: str, tensor: Tensor) -> str:
         if not tensor.numel() or tensor.is_meta:
             return ""
-        try:
-            start, end = _place_of(tensor)
-        except (RuntimeError, NotImplementedError) as error:
-            return f"its {path} has memory that cannot be read: {error}"
+        start, end = _place_of(tensor)
         if any(start < last and first < end for first, last in self._memory):
             self.shares = True
             return ""

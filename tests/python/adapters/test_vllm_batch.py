@@ -614,6 +614,14 @@ def test_values_for_each_expert_are_refused_in_any_shape(config: Any, value: Any
     assert re.match(says, checks.describe(layer)[0])
 
 
+def test_what_cannot_be_read_is_refused(config: Any) -> None:
+    for value in (torch.eye(P).to_sparse(), [torch.eye(P).to_sparse()] * P):
+        layer = make_layer(config)
+        layer.quant_method.moe_kernel.alphas = value
+        says = "its quant_method.moe_kernel.alphas.* cannot be read: "
+        assert re.match(says, checks.describe(layer)[0])
+
+
 @pytest.mark.parametrize(
     "value",
     [
