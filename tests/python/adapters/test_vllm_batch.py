@@ -274,7 +274,7 @@ def run_dense(every: dict[str, torch.Tensor], x: Any, weights: Any, ids: Any) ->
     return output
 
 
-def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: int) -> list[Any]:
+def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> list[Any]:
     GROUP[0] = group
     config, found = make_config(target=1.0, engine="host"), []
     with FakeVllm("batch", make_fake(config)):
@@ -282,9 +282,10 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
         layers = [make_layer(config, rank, gathers=gathers, number=n) for n in range(LAYERS)]
         for n, layer in enumerate(layers):
             load(layer, rank, n, 0)
-            if holds_views:  # a kernel that has a tensor of its own with a parameter's memory
+            if holds:  # a kernel that has tensors of its own with a parameter's memory
                 kernel = layer.quant_method.moe_kernel.fused_experts
-                kernel.quant_config._w1.bias = layer.w13_bias.data.view(P, H)
+                view = layer.w13_bias.data.view(P, H)
+                kernel.quant_config._w1.bias = list(view) if holds == "rows" else view
         keys = [sorted(layer.state_dict()) for layer in layers]
         assert add_model(layers, group) is None
         sys.modules["vllm.distributed.eplb.eplb_state"].EplbState().rearrange()
@@ -310,7 +311,7 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
                 plan = layer.replica_plan
                 assert (computed.max() / computed.double().mean()) == pytest.approx(plan.imbalance)
                 found.append((plan.imbalance_before, plan.imbalance, plan.num_replicas))
-                assert layer.replicas.are_copied == holds_views
+                assert layer.replicas.are_copied == bool(holds)
         assert [sorted(layer.state_dict()) for layer in layers] == keys
         assert layers[0].state_dict()["w13_weight"].shape == (P, H, H)
         groups = {id(layer.replicas.balancer.group) for layer in layers}
@@ -318,14 +319,21 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
 
 
 @pytest.mark.parametrize(
-    ("gathers", "holds_views", "real"),
-    [(False, False, T), (True, False, T), (False, True, T), (False, False, 40), (True, False, 40)],
+    ("gathers", "holds", "real"),
+    [
+        (False, "", T),
+        (True, "", T),
+        (False, "a view", T),
+        (False, "rows", T),
+        (False, "", 40),
+        (True, "", 40),
+    ],
 )
 def test_outputs_are_those_without_replicas(
-    ranks: RankPool, gathers: bool, holds_views: bool, real: int
+    ranks: RankPool, gathers: bool, holds: str, real: int
 ) -> None:
     """With tensor parallelism, or with tokens of its own on each rank; with padding."""
-    for found, groups in ranks.run(G, run_batches, gathers, holds_views, real):
+    for found, groups in ranks.run(G, run_batches, gathers, holds, real):
         assert groups == 1  # its slots are shared
         for before, after, replicas in found:
             assert before > 1.4
