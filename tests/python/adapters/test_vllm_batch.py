@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 import sys
+import types
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,6 +63,7 @@ class FakeKernel:
 
 
 GROUP: list[Any] = [None]
+PADDING: list[Any] = [None]  # of a forward pass; None: vLLM told a number alone
 
 
 class FakeMethod:
@@ -125,6 +133,14 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
                 self.quant_method.moe_kernel.fused_experts.quant_config
             )
 
+        def weight_loader(
+            self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int
+        ) -> None:
+            del weight_name, shard_id, expert_id
+            param.data.copy_(loaded_weight)
+
+        weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
         def get_expert_weights(self) -> Any:
             return ["vLLM's"]
 
@@ -147,12 +163,22 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
     def get_ep_group() -> Any:
         return SimpleNamespace(world_size=ranks or G)
 
+    def is_forward_context_available() -> bool:
+        return PADDING[0] is not None
+
+    def get_forward_context() -> Any:
+        return SimpleNamespace(is_padding=PADDING[0])
+
     parts = {"BaseRouter": FakeRouter, "FusedMoEExpertsModular": FakeKernel} | changed
     return {
         f"{MOE}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{MOE}.router.base_router": {"BaseRouter": parts["BaseRouter"]},
         f"{MOE}.modular_kernel": {"FusedMoEExpertsModular": parts["FusedMoEExpertsModular"]},
         "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
+        "vllm.forward_context": {
+            "is_forward_context_available": is_forward_context_available,
+            "get_forward_context": get_forward_context,
+        },
         "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
         "vllm.distributed.parallel_state": {"get_ep_group": get_ep_group},
         "vllm.distributed.eplb.eplb_state": {"EplbState": EplbState},
@@ -248,7 +274,7 @@ def run_dense(every: dict[str, torch.Tensor], x: Any, weights: Any, ids: Any) ->
     return output
 
 
-def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: int) -> list[Any]:
+def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> list[Any]:
     GROUP[0] = group
     config, found = make_config(target=1.0, engine="host"), []
     with FakeVllm("batch", make_fake(config)):
@@ -256,9 +282,10 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
         layers = [make_layer(config, rank, gathers=gathers, number=n) for n in range(LAYERS)]
         for n, layer in enumerate(layers):
             load(layer, rank, n, 0)
-            if holds_views:  # a kernel that has a tensor of its own with a parameter's memory
+            if holds:  # a kernel that has tensors of its own with a parameter's memory
                 kernel = layer.quant_method.moe_kernel.fused_experts
-                kernel.quant_config._w1.bias = layer.w13_bias.data.view(P, H)
+                view = layer.w13_bias.data.view(P, H)
+                kernel.quant_config._w1.bias = list(view) if holds == "rows" else view
         keys = [sorted(layer.state_dict()) for layer in layers]
         assert add_model(layers, group) is None
         sys.modules["vllm.distributed.eplb.eplb_state"].EplbState().rearrange()
@@ -284,7 +311,7 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
                 plan = layer.replica_plan
                 assert (computed.max() / computed.double().mean()) == pytest.approx(plan.imbalance)
                 found.append((plan.imbalance_before, plan.imbalance, plan.num_replicas))
-                assert layer.replicas.are_copied == holds_views
+                assert layer.replicas.are_copied == bool(holds)
         assert [sorted(layer.state_dict()) for layer in layers] == keys
         assert layers[0].state_dict()["w13_weight"].shape == (P, H, H)
         groups = {id(layer.replicas.balancer.group) for layer in layers}
@@ -292,14 +319,21 @@ def run_batches(rank: int, group: Any, gathers: bool, holds_views: bool, real: i
 
 
 @pytest.mark.parametrize(
-    ("gathers", "holds_views", "real"),
-    [(False, False, T), (True, False, T), (False, True, T), (False, False, 40), (True, False, 40)],
+    ("gathers", "holds", "real"),
+    [
+        (False, "", T),
+        (True, "", T),
+        (False, "a view", T),
+        (False, "rows", T),
+        (False, "", 40),
+        (True, "", 40),
+    ],
 )
 def test_outputs_are_those_without_replicas(
-    ranks: RankPool, gathers: bool, holds_views: bool, real: int
+    ranks: RankPool, gathers: bool, holds: str, real: int
 ) -> None:
     """With tensor parallelism, or with tokens of its own on each rank; with padding."""
-    for found, groups in ranks.run(G, run_batches, gathers, holds_views, real):
+    for found, groups in ranks.run(G, run_batches, gathers, holds, real):
         assert groups == 1  # its slots are shared
         for before, after, replicas in found:
             assert before > 1.4
@@ -333,6 +367,75 @@ def test_small_batches_move_nothing(ranks: RankPool) -> None:
     assert all(replicas > 0 and runs == 2 for replicas, runs in found)
 
 
+def run_padded(rank: int, group: Any, gathers: bool) -> list[Any]:
+    """Run batches whose padding vLLM tells by a mask; the number is the one of an earlier batch."""
+    GROUP[0] = group
+    config, found = make_config(target=1.0, engine="host"), []
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layer = make_layer(config, rank, gathers=gathers)
+        every = load(layer, rank, 0, 0)
+        add_model([layer], group)
+        for real in (40, 0, T):  # the second is a dummy run
+            PADDING[0] = torch.arange(T) >= real
+            x, weights, ids = draw(0, rank if gathers else 0)
+            rows = layer.replicas.begin(ids)
+            output = layer.forward_modular(x, weights, rows)
+            torch.testing.assert_close(output, run_dense(every, x, weights, ids))
+            assert (rows[real:] % P < M).all()
+            plan = layer.replica_plan
+            found.append([int(plan.load.sum()), plan.num_replicas > 0])
+    PADDING[0] = None
+    return found
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_padding_counts_in_no_batch(ranks: RankPool, gathers: bool) -> None:
+    all_tokens = K * (G if gathers else 1)
+    for found in ranks.run(G, run_padded, gathers):
+        assert found == [[40 * all_tokens, True], [0, False], [T * all_tokens, True]]
+
+
+def differ_in_layout(rank: int, group: Any) -> int:
+    """Run layers of two layouts, which vLLM's own EPLB cannot move."""
+    config = make_config(engine="host")
+    with FakeVllm("batch", make_fake(config)):
+        adapter.register()
+        layers = [make_layer(config, rank, number=n) for n in range(3)]
+        layers[1].w13_bias = torch.nn.Parameter(torch.zeros(P, H + 1), requires_grad=False)
+        add_model(layers, group)
+        ids = torch.zeros(4, K, dtype=torch.int64)
+        for layer in layers:
+            layer.w13_bias.fill_(rank)
+            layer.replicas.begin(ids)
+            layer.replicas.wait()
+            held = layer.replica_plan.slot_expert[rank]
+            homes = layer.w13_bias[M:][held >= 0][:, 0]
+            assert torch.equal(homes, (held[held >= 0] // M).to(torch.float32))
+        return len({id(layer.replicas.balancer.group) for layer in layers})
+
+
+def test_layers_may_have_different_layouts(ranks: RankPool) -> None:
+    assert ranks.run(G, differ_in_layout) == [2] * G
+
+
+def come_again(rank: int, group: Any) -> int:
+    """Set up a model after vLLM failed behind another's first layers."""
+    settings = make_config(engine="host")
+    with FakeVllm("batch", make_fake(settings)):
+        adapter.register()
+        layers = [make_layer(settings, rank, number=n) for n in range(3)]
+        for layer in layers[:2]:
+            layer.get_expert_weights()
+        del layer, layers[0]
+        add_model(layers, group)
+        return sum(layer.replicas is not None for layer in layers)
+
+
+def test_a_failed_set_up_leaves_no_layers_behind(ranks: RankPool) -> None:
+    assert ranks.run(G, come_again) == [2] * G
+
+
 # ---- what is refused -----------------------------------------------------------------------
 
 
@@ -356,7 +459,7 @@ def spoil(layer: Any, kind: str) -> None:
         del layer.w13_weight_scale
         layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
     elif kind == "derived":
-        layer.quant_method.moe_kernel.fused_experts.g1_alphas = torch.ones(P)
+        layer.quant_method.moe_kernel.fused_experts.g1_alphas = torch.arange(float(P))
     elif kind == "opaque":
         config = layer.quant_method.moe_kernel.fused_experts.quant_config
         config._w1.scale = object()
@@ -387,8 +490,12 @@ def set_up(rank: int, group: Any, kind: str) -> str:
         ("no rows", "a parameter w13_bias of shape (5, 6), without a row for each of 4"),
         ("shared rows", "a parameter w13_bias of shape (4, 6), whose rows share memory"),
         ("no scale", "w13_weight is of torch.float8_e4m3fn, and no parameter w13_...scale exists"),
-        ("derived", "its FakeKernel.g1_alphas of shape (4,) is in no parameter of the layer"),
-        ("opaque", "its moe_quant_config._w1.scale is a object, which would stay behind"),
+        (
+            "derived",
+            "its quant_method.moe_kernel.fused_experts.g1_alphas of shape (4,) with"
+            " [0.0, 1.0, 2.0, 3.0] has other values for each of 4 experts, and is in no parameter",
+        ),
+        ("opaque", "its quant_method.moe_quant_config._w1.scale is a object, which would stay"),
         ("inside", "a parameter norm.weight of shape (6,), of a module inside"),
     ],
 )
@@ -402,8 +509,290 @@ def test_what_would_stay_behind_is_an_error_on_every_rank(
 
 def test_constants_of_all_experts_are_those_of_all_ranks(ranks: RankPool) -> None:
     for text in ranks.run(G, set_up, "other constant"):
-        assert text.startswith("UnsupportedError: expert-parallel rank 1 has MoE layers")
-        assert "['w13_input_scale', 0.25]" in text
+        assert text == (
+            "UnsupportedError: expert-parallel rank 1 has MoE layers with experts"
+            " [['w13_input_scale', 0.25]], and rank 0 [['w13_input_scale', 0.5]], in layer 1;"
+            " expected the same on every rank"
+        )
+
+
+class Slotted:
+    __slots__ = ("alphas",)
+
+    def __init__(self, alphas: Any) -> None:
+        self.alphas = alphas
+
+
+def hide(layer: Any, value: Any, where: str) -> None:
+    """Put a value where a layer, its method or its kernel may hold one."""
+    method = layer.quant_method
+    kernel = method.moe_kernel
+    experts = kernel.fused_experts
+
+    def closed(self: Any, scale: Any = value) -> Any:
+        return self, scale
+
+    puts: dict[str, Callable[[], Any]] = {
+        "buffer": lambda: layer.register_buffer("alphas", value),
+        "attribute": lambda: setattr(layer, "alphas", value),
+        "of a parameter": lambda: setattr(layer.w13_weight, "alphas", value),
+        "module inside": lambda: (
+            layer.add_module("inner", torch.nn.Module())
+            or layer.inner.register_buffer("alphas", value)
+        ),
+        "method": lambda: setattr(method, "alphas", value),
+        "kernel's wrapper": lambda: setattr(kernel, "alphas", value),
+        "prepare_finalize": lambda: setattr(
+            kernel, "prepare_finalize", SimpleNamespace(alphas=value)
+        ),
+        "list": lambda: setattr(experts, "alphas", [None, [value]]),
+        "dict": lambda: setattr(experts, "alphas", {"w1": {"a": value}}),
+        "tuple": lambda: setattr(experts, "alphas", (None, value)),
+        "nested": lambda: setattr(experts, "inner", SimpleNamespace(inner=Slotted(value))),
+        "fallback": lambda: setattr(experts, "fallback", Slotted({"x": Slotted(value)})),
+        "field": lambda: setattr(experts.quant_config._w1, "alpha_or_gscale", value),
+        "other field": lambda: setattr(experts.quant_config, "gemm1_alpha", value),
+        "closure": lambda: setattr(experts, "act", lambda x: x * value),
+        "default": lambda: setattr(experts, "act", closed),
+        "partial": lambda: setattr(experts, "act", functools.partial(torch.mul, value)),
+        "bound": lambda: setattr(method, "run", types.MethodType(closed, Slotted(value))),
+    }
+    puts[where]()
+
+
+WHERE = [
+    "buffer",
+    "attribute",
+    "of a parameter",
+    "module inside",
+    "method",
+    "kernel's wrapper",
+    "prepare_finalize",
+    "list",
+    "dict",
+    "tuple",
+    "nested",
+    "fallback",
+    "field",
+    "other field",
+    "closure",
+    "default",
+    "partial",
+    "bound",
+]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_has_a_part_of_an_expert_is_found(config: Any, where: str) -> None:
+    layer = make_layer(config)
+    hide(layer, torch.arange(float(P)), where)
+    problem, _ = checks.describe(layer)
+    assert "of shape (4,) with [0.0, 1.0, 2.0, 3.0] has other values for each of 4 exp" in problem
+    assert "set another moe_backend, or ULTRAEP_VLLM=eplb" in problem
+    for is_view in (False, True):
+        layer = make_layer(config)
+        hide(layer, layer.w13_bias.data.T if is_view else torch.full((P,), 0.5), where)
+        problem, facts = checks.describe(layer)
+        assert problem == ""
+        assert facts["are_copied"] == is_view
+
+
+SPREAD = torch.arange(float(2 * P))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SPREAD,  # [2L]
+        SPREAD.view(2, P),
+        SPREAD.view(P, 2).expand(3, P, 2),
+        torch.arange(P),
+        torch.arange(P).to(torch.float8_e4m3fn),
+        torch.arange(P).to(torch.uint8).numpy(),
+        torch.arange(float(P * H)),  # flattened
+        [0.0, 1.0, 2.0, 3.0],
+        {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0},
+        [torch.tensor(float(e)) for e in range(P)],
+    ],
+)
+def test_values_for_each_expert_are_refused_in_any_shape(config: Any, value: Any) -> None:
+    layer = make_layer(config)
+    layer.quant_method.moe_kernel.alphas = value
+    says = "its quant_method.moe_kernel.alphas .*has other values for each of 4 experts"
+    assert re.match(says, checks.describe(layer)[0])
+
+
+def test_what_cannot_be_read_is_refused(config: Any) -> None:
+    for value in (torch.eye(P).to_sparse(), [torch.eye(P).to_sparse()] * P):
+        layer = make_layer(config)
+        layer.quant_method.moe_kernel.alphas = value
+        says = "its quant_method.moe_kernel.alphas.* cannot be read: "
+        assert re.match(says, checks.describe(layer)[0])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.full((P,), 7),
+        torch.ones(3, P),
+        torch.zeros(2 * P),
+        torch.arange(3.0).expand(P, 3),
+        torch.full((P, 1), float("nan")),
+        torch.arange(5),
+        torch.tensor([1j, 2.0, 3.0]),
+        torch.tensor([True, False, True]),
+        1j,
+        torch.empty(P, 0),
+        [0.5] * P,
+        {"block": 64, "stages": 3, "warps": 4, "split": 2},
+        [None] * P,
+        torch.Size([P, 2, 3, 5]),
+        numpy.array(["a"] * P),
+    ],
+)
+def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None:
+    layer = make_layer(config)
+    layer.quant_method.moe_kernel.alphas = value
+    problem, facts = checks.describe(layer)
+    assert problem == ""
+    assert not facts["are_copied"]
+    assert json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda w: w.data,
+        lambda w: w.data.permute(1, 2, 0),
+        lambda w: w.data.flatten(),
+        lambda w: [w.data[0], w.data[1]],
+        lambda w: list(w.data),
+        lambda w: w.data.view(torch.uint8),
+        lambda w: w.data[1:, 2].numpy() if w.dtype == torch.float32 else w.data[1:],
+        lambda w: torch.tensor([row.data_ptr() for row in w.data]),
+        lambda w: torch.tensor([[w.data_ptr(), 0]]),
+        lambda w: w.data_ptr(),
+        lambda w: {"pointers": [row.data_ptr() for row in w.data]},
+    ],
+)
+def test_other_names_of_weights_keep_their_memory(config: Any, share: Any) -> None:
+    layer = make_layer(config)
+    layer.quant_method.moe_kernel.weights = share(layer.w13_weight)
+    problem, facts = checks.describe(layer)
+    assert problem == ""
+    assert facts["are_copied"]
+
+
+def test_what_is_of_no_layer_is_not_looked_at(config: Any) -> None:
+    layer = make_layer(config)
+    other = make_layer(config, number=1)
+    spread = torch.arange(float(P))
+    layer.custom_routing_function = SimpleNamespace(gate=spread)
+    layer.register_buffer("_expert_map", torch.arange(G * P))
+    layer.quant_method.runner = config.compilation_config.static_forward_context["layers.1"]
+    layer.quant_method.runner.weights = spread
+    layer.quant_method.other = other
+    other.alphas = spread
+    layer.quant_method.myself = layer.quant_method
+    layer.quant_method.modules = [torch, SimpleNamespace, dist.ReduceOp.SUM, "text", b"bytes"]
+    assert checks.describe(layer)[0] == ""
+
+
+def differ(rank: int, group: Any, where: str) -> str:
+    """Let ranks hold other constants, at set-up or after another load of weights."""
+    settings = make_config(engine="host")
+    ids = torch.zeros(4, K, dtype=torch.int64)
+    with FakeVllm("batch", make_fake(settings)):
+        adapter.register()
+        layers = [make_layer(settings, rank, number=n) for n in range(2)]
+        layer, value = layers[1], 0.5 - 0.25 * (rank == 2)
+        assert layer.weight_loader.supports_moe_loading
+        kernel = layer.quant_method.moe_kernel
+        kernel.ep_rank, kernel.local_expert_offset = rank, rank * P
+        kernel.limit = value if where == "number" else 1.0
+        kernel.limits = torch.full((P,), value if where == "tensor" else 1.0)
+        error = raised(lambda: add_model(layers, group)) if where in ("number", "tensor") else None
+        if error is None:
+            add_model(layers, group)
+            for each in layers:
+                each.replicas.begin(ids)
+                each.replicas.wait()
+                each.quant_method.moe_kernel.fused_experts.tokens = rank  # counted
+            if where == "loader":
+                given = torch.tensor(value), "w13_input_scale", "w1", 0
+                layer.weight_loader(layer.w13_input_scale, *given)
+            elif where == "in place":
+                layer.w13_input_scale.fill_(value)
+            elif where == "kernel":
+                made = SimpleNamespace(fused_experts=kernel.fused_experts, limit=value)
+                layer.quant_method.moe_kernel = made
+            elif where == "derived":
+                kernel.fused_experts = FakeKernel(layer)
+                kernel.fused_experts.quant_config._w1.scale = torch.rand(P, 1)
+            elif where == "equal":
+                kernel.fused_experts = FakeKernel(layer)
+                kernel.fused_experts.view = layer.w13_weight.data.flatten()
+                for other in layers:
+                    loaded = torch.tensor(0.125)
+                    other.weight_loader(other.w13_input_scale, loaded, "w13_input_scale", "w1", 0)
+            layers[0].replicas.begin(ids)
+            layers[0].replicas.wait()
+            if where == "equal":
+                layer.replicas.begin(ids)
+                layer.replicas.wait()
+                assert layer.replicas.is_checked
+                return "none"
+            error = raised(lambda: layer.replicas.begin(ids))
+            assert str(raised(lambda: layer.replicas.begin(ids))) == str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("number", "[['quant_method.moe_kernel.limit', 0.25]]"),
+        ("tensor", "[['quant_method.moe_kernel.limits', ['torch.float32', [1], [0.25]]]]"),
+        ("loader", "[['w13_input_scale', 0.25]]"),
+        ("in place", "[['w13_input_scale', 0.25]]"),
+        ("kernel", "[['quant_method.moe_kernel.limit', 0.25]]"),
+        ("derived", "its quant_method.moe_quant_config._w1.scale of shape (4, 1) with [0."),
+        ("equal", "none"),
+    ],
+)
+def test_constants_are_compared_at_set_up_and_after_a_reload(
+    ranks: RankPool, where: str, says: str
+) -> None:
+    for text in ranks.run(G, differ, where):
+        if where not in ("equal", "derived"):
+            assert "UnsupportedError: expert-parallel rank 2 has MoE layers with experts" in text
+            assert "and rank 0 [" in text
+            assert "in layer 1" in text
+        assert says in text
+
+
+def load_alone(rank: int, group: Any, path: str) -> str:
+    """Load weights again on rank 0 alone, over a process group that is not used afterwards."""
+    del group
+    backend = dist.ProcessGroupGloo(dist.FileStore(path, G), rank, G, timedelta(seconds=100))
+    own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
+    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
+    with FakeVllm("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
+        adapter.register()
+        layer = make_layer(config, rank)
+        add_model([layer], own)
+        short.setenv("ULTRAEP_TIMEOUT", "1")
+        if rank == 0:
+            given = torch.tensor(0.25), "w13_input_scale", "w1", 0
+            layer.weight_loader(layer.w13_input_scale, *given)
+        error = raised(lambda: [layer.replicas.begin(ids), layer.replicas.wait()])
+    return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_alone_loaded_weights_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
+    first, *others = ranks.run(G, load_alone, str(tmp_path / "store"))
+    assert first.startswith("BootstrapError: rank 0: ranks [1, 2, 3] did not come to the adapter's")
+    assert all(text.startswith("PeerRejectedError") for text in others), others
 
 
 @pytest.mark.parametrize(
@@ -510,8 +899,14 @@ def test_rows_are_mains_then_slots(config: Any) -> None:
     rows = state.build_initial_global_physical_to_logical_map
     assert rows(8, 8) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1]
     assert rows(7, 0) == list(range(7))
-    with pytest.raises(errors.UnsupportedError, match="6 on 4 ranks; expected multiples of 4"):
+    with pytest.raises(errors.UnsupportedError, match=r"=6 on 4 ranks; .* 4, such as 8"):
         rows(8, 6)
+    says = (
+        "ULTRAEP_VLLM=batch: 18 experts on 4 ranks; expected as many experts on each rank, with 2,"
+        " 3, 6, 9, 18 ranks. Or set ULTRAEP_VLLM=eplb, for which num_redundant_experts=2 will do"
+    )
+    with pytest.raises(errors.UnsupportedError, match=says):
+        rows(18, 4)
 
 
 def test_it_registers_once() -> None:

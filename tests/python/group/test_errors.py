@@ -585,6 +585,8 @@ def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
         (1, -1, 1, "because rank 1 failed first; "),
         (1, -1, 3, "because rank 3 failed first, as rank 1 reported; "),
         (-1, -1, 3, "because rank 3 failed first; "),
+        (1, -1, 0, "because this rank came too late, or was stuck: rank 1, or the rank that told"),
+        (0, -1, 0, "was aborted on this rank"),
         (-1, 0, 0, "was aborted on this rank"),
         (-1, -1, -1, "was aborted on this rank"),
     ],
@@ -606,3 +608,43 @@ def test_who_failed_first_is_said_as_far_as_it_is_known(
     report.seen = report.expected = 1
     text = str(error_from(report, 0, "replicate_experts", ()))
     assert expected in text
+
+
+def _comes_late(rank: int, process_group: Any, engine: str, is_load: bool) -> Any:
+    """Let rank 2 call once its peers have given up waiting for it."""
+    group = uec.new_group(
+        process_group,
+        num_experts=6,
+        slots_per_rank=1,
+        expert={"w": Segment((64,), torch.float32)},
+        engine=engine,
+        timeout=1.0,
+    )
+    if rank == 2:
+        dist.barrier(process_group)
+
+    def call() -> None:
+        if is_load:
+            uec.gather_load(torch.zeros((8, 2), dtype=torch.int64), group=group)
+        else:
+            plan = uec.Plan.from_slots([[-1], [0], [0]], num_experts=6)
+            uec.replicate_experts({"w": torch.zeros(2, 64)}, plan, group=group)
+
+    error: Any = raised(call)
+    if rank != 2:
+        dist.barrier(process_group)
+    dist.barrier(process_group)
+    group.close()
+    return type(error).__name__, str(error), error.root
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_rank_that_comes_late_reads_that_its_peers_waited_for_it(
+    ranks: RankPool, engine: str, is_load: bool
+) -> None:
+    *peers, (name, text, root) = ranks.run(3, _comes_late, engine, is_load)
+    assert "TransferTimeoutError" in [kind for kind, *_ in peers]
+    assert (name, root) == ("TransferAbortedError", 2)
+    assert "ended because this rank came too late" in text
+    assert "raise timeout= in new_group" in text

@@ -11,6 +11,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters.balancer import Balancer
+from ultraep_comm.adapters.holders import Judge, walk
 from ultraep_comm.errors import UnsupportedError
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -153,7 +154,7 @@ class Batches:
             return "SGLang knows no expert locations of this model", None
         mains = torch.arange(locations.num_logical_experts, device="cpu")
         found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1)
-        is_even = len(mains) % num_ranks == 0 and len(mains) // num_ranks < found.shape[1]
+        has_slots = len(mains) // num_ranks < found.shape[1]
         for is_so, why in (
             (
                 self._sglang["is_moe_input_scattered_across_dp_ranks"](),
@@ -178,7 +179,12 @@ class Batches:
                 "shared experts follow its own; set --disable-shared-experts-fusion",
             ),
             (
-                not is_even
+                len(mains) % num_ranks,
+                f"it has {len(mains)} experts on {num_ranks} ranks; expected"
+                f" {seams.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
+            ),
+            (
+                not has_slots
                 or not torch.equal(found[:, : len(mains) // num_ranks].flatten().cpu(), mains),
                 f"a rank's rows are not its share of {len(mains)} experts, then slots; set"
                 f" --ep-num-redundant-experts to a multiple of {num_ranks}, and leave"
@@ -191,4 +197,11 @@ class Batches:
             seams.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
         except UnsupportedError as error:
             return str(error), None
-        return "", [(n, tuple(p.shape), str(p.dtype)) for n, p in layer.named_parameters()]
+        weights = dict(layer.named_parameters())
+        judge = Judge(weights.values(), layer.num_local_experts)
+        known = {id(weight) for weight in weights.values()}
+        for path, value in walk(layer, {}):
+            if id(value) not in known and (problem := judge.find_problem(path, value)):
+                return f"{problem}; set another --moe-runner-backend, or ULTRAEP_SGLANG=eplb", None
+        shapes = {name: (tuple(w.shape), str(w.dtype)) for name, w in weights.items()}
+        return "", {**shapes, **judge.facts}

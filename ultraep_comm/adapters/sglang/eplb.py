@@ -57,7 +57,9 @@ class Updater:
         digest = hashlib.sha256(json.dumps([old, new]).encode()).hexdigest()
         every = seams.gather_json(world, (digest, self._find_problem(call)))
         rank = world.rank()
-        rows.raise_problems([problem for _, problem in every], "ULTRAEP_SGLANG", "SGLang")
+        problems = [problem for _, problem in every]
+        way_out = "unset ULTRAEP_SGLANG, and SGLang moves experts itself"
+        rows.raise_problems(problems, "ULTRAEP_SGLANG", way_out)
         for other, (found, _) in enumerate(every):
             if found != every[0][0]:
                 raise PlanMismatchError(

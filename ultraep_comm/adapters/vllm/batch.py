@@ -7,8 +7,10 @@ keep their names and shapes, and own experts their rows; vLLM's EPLB moves nothi
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +21,7 @@ import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters.vllm import EPLB, replace_factory
 from ultraep_comm.adapters.vllm.checks import ROUTER, describe
-from ultraep_comm.adapters.vllm.replicas import Replicas
+from ultraep_comm.adapters.vllm.replicas import CONTEXT, HAS_CONTEXT, Replicas
 from ultraep_comm.errors import UnsupportedError
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -39,15 +41,19 @@ SEAM: Mapping[str, str] = MappingProxyType(
         f"{_EXPERTS}.__init__": "self layer_name params_dtype moe_config",
         f"{_EXPERTS}.get_expert_weights": "self",
         f"{_EXPERTS}.forward_modular": "self x topk_weights topk_ids",
+        f"{_EXPERTS}.weight_loader": "self param loaded_weight weight_name shard_id expert_id",
         f"{_EXPERTS}._ensure_moe_quant_config_init": "self",
         f"{ROUTER}._apply_eplb_mapping": "self topk_ids",
         f"{_MOE}.modular_kernel:FusedMoEExpertsModular.apply": "self output hidden_states w1 w2",
         f"{_PLUGGABLE}.register_oot": "_decorated_layer_cls name",
+        CONTEXT: "",
+        HAS_CONTEXT: "",
         _CONFIG: "",
         _RANKS: "",
     }
 )
-_waiting: list[Any] = []  # layers, between set_eplb_state and their communicator
+# Layers between set_eplb_state and their communicator, which vLLM may fail to reach.
+_waiting: list[weakref.ref[Any]] = []
 
 
 def register() -> None:
@@ -59,7 +65,9 @@ def register() -> None:
     """
     if not replace_factory("batch", SEAM, join):
         return
-    experts = type("ReplicatedExperts", (Experts, seams.find(_EXPERTS)), {})
+    vllm_own = seams.find(_EXPERTS)
+    parts = {"weight_loader": _note_loads(vllm_own.weight_loader)}
+    experts = type("ReplicatedExperts", (Experts, vllm_own), parts)
     try:
         seams.find(_PLUGGABLE).register_oot(name="RoutedExperts")(experts)
     except AssertionError as error:
@@ -71,6 +79,16 @@ def register() -> None:
     state.rearrange = lambda *_, **__: None
 
 
+def _note_loads(load: Any) -> Any:
+    @functools.wraps(load)  # with the attributes by which vLLM knows it
+    def weight_loader(self: Any, *args: Any, **more: Any) -> Any:
+        if self.replicas:
+            self.replicas.is_checked = False
+        return load(self, *args, **more)
+
+    return weight_loader
+
+
 def layout(num_routed_experts: int, num_redundant_experts: int) -> list[int]:
     """Return the experts in all rows at first: of each rank its own, then any in its slots.
 
@@ -78,10 +96,17 @@ def layout(num_routed_experts: int, num_redundant_experts: int) -> list[int]:
         UnsupportedError: ranks would have different numbers of rows or slots.
     """
     count = seams.find(_RANKS)().world_size if num_redundant_experts else 1
-    if num_routed_experts % count or num_redundant_experts % count:
+    if num_routed_experts % count:
         raise UnsupportedError(
-            f"ULTRAEP_VLLM=batch: {num_routed_experts} experts and num_redundant_experts="
-            f"{num_redundant_experts} on {count} ranks; expected multiples of {count}"
+            f"ULTRAEP_VLLM=batch: {num_routed_experts} experts on {count} ranks; expected"
+            f" {seams.even_ranks(num_routed_experts)}. Or set ULTRAEP_VLLM=eplb, for which"
+            f" num_redundant_experts={-num_routed_experts % count} will do"
+        )
+    if num_redundant_experts % count:
+        nearest = num_redundant_experts + -num_redundant_experts % count
+        raise UnsupportedError(
+            f"ULTRAEP_VLLM=batch: num_redundant_experts={num_redundant_experts} on {count} ranks;"
+            f" expected a multiple of {count}, such as {nearest}"
         )
     mains, slots = num_routed_experts // count, num_redundant_experts // count
     return [
@@ -97,7 +122,7 @@ def join(coordinator: Any, expert_weights: Sequence[Sequence[torch.Tensor]], _: 
     Raises:
         UnsupportedError: a layer on any rank does not go with replicas. No layer was changed.
     """
-    layers = list(_waiting)
+    layers: list[Any] = [layer() for layer in _waiting[-len(expert_weights) :]]
     _waiting.clear()
     if any(expert_weights) or len(layers) != len(expert_weights):
         raise UnsupportedError(
@@ -107,9 +132,8 @@ def join(coordinator: Any, expert_weights: Sequence[Sequence[torch.Tensor]], _: 
         )
     described = [describe(layer) for layer in layers]
     seams.agree(coordinator.cpu_group, described)
-    for layer, (_, (segments, are_copied, _)) in zip(layers, described, strict=True):
-        names = [name for name, *_ in segments]
-        layer.replicas = Replicas(layer, coordinator, names, are_copied=are_copied)
+    for number, (layer, (_, facts)) in enumerate(zip(layers, described, strict=True)):
+        layer.replicas = Replicas(layer, coordinator, number, facts)
     _LOGGER.info("vLLM: %d MoE layers have replicas for each batch", len(layers))
 
 
@@ -143,7 +167,7 @@ class Experts:
         """Return nothing that vLLM's EPLB could move, or reserve a buffer for."""
         if self.moe_config.moe_parallel_config.ep_size == 1:
             return super().get_expert_weights()  # type: ignore[misc]
-        _waiting.append(self)
+        _waiting.append(weakref.ref(self))
         return []
 
     def forward_modular(self: Any, *args: Any, **more: Any) -> Any:

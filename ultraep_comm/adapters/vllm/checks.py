@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
+from ultraep_comm.adapters.holders import Judge, walk
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
 from ultraep_comm.errors import InvalidArgumentError
-
-Tensor = torch.Tensor
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
 _OF_ROUTER = ("e_score_correction_bias", "hash_indices_table")  # vLLM: of no expert
@@ -49,28 +46,32 @@ def read_options(layer: Any) -> dict[str, Any]:
     return options
 
 
-def describe(layer: Any) -> tuple[str, Any]:
+def describe(layer: Any, checked: Sequence[Any] = ()) -> tuple[str, Any]:
     """Return whether a layer can have replicas, for :func:`seams.agree`.
+
+    Args:
+        layer: its RoutedExperts.
+        checked: what it holds that is not looked at.
 
     Returns:
         What prevents replicas; or an empty text, and what all ranks have to have in common:
-        ``(segments, are_copied, constants)``. Segments are parameters with a row for each expert.
-        They are copied if other tensors share their memory, which therefore has to stay. Constants
-        hold for all experts, so also for those of other ranks.
+        ``segments``, parameters with a row for each expert, by name; ``are_copied``: anything else
+        has their memory, which therefore has to stay; and by path the values that hold for all
+        experts, so also for those of other ranks.
     """
     if problem := _find_setting(layer):
         return problem, None
     layer._ensure_moe_quant_config_init()  # noqa: SLF001 - as vLLM does before the first batch
     parameters = dict(layer.named_parameters())
-    segments, constants = {}, []
+    segments, constants = {}, dict[str, Any]()
     for name, weight in parameters.items():
         what = f"parameter {name} of shape {tuple(weight.shape)}"
-        if name in _OF_ROUTER:
+        if name in _OF_ROUTER or not weight.numel():
             continue
         if "." in name:
             return f"it has a {what}, of a module inside", None
         if weight.numel() == 1 or not any(weight.stride()):
-            constants.append((name, float(weight.flatten()[0])))
+            constants[name] = float(weight.flatten()[0])
         elif len(weight) != layer.local_num_experts:
             return f"it has a {what}, without a row for each of {layer.local_num_experts}", None
         elif weight.stride(0) < weight[0].numel():
@@ -86,44 +87,14 @@ def describe(layer: Any) -> tuple[str, Any]:
         start = name.partition("_")[0] + "_"
         if not is_plain and not any(scale.startswith(start) for scale in scales):
             return f"its {name} is of {weight.dtype}, and no parameter {start}...scale exists", None
-    are_copied, memory = False, {_memory_of(weight) for weight in segments.values()}
+    judge = Judge(segments.values(), layer.local_num_experts)
     known = {id(weight) for weight in parameters.values()}
-    for name, value in _held(layer):
-        if not torch.is_tensor(value):
-            return f"its {name} is a {type(value).__name__}, which would stay behind", None
-        if id(value) in known or not value.dim() or len(value) != layer.local_num_experts:
-            continue
-        if _memory_of(value) not in memory:
-            return (
-                f"its {name} of shape {tuple(value.shape)} is in no parameter of the layer, and"
-                " would stay behind"
-            ), None
-        are_copied = True
-    common = [(name, tuple(w.shape[1:]), w.stride(), str(w.dtype)) for name, w in segments.items()]
-    return "", (common, are_copied, constants)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _held(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, and scales of other types, that a layer's method and its kernel hold."""
-    method = layer.quant_method
-    experts = [] if method.moe_kernel is None else [method.moe_kernel.fused_experts]
-    configs = [method.moe_quant_config, *(e.quant_config for e in experts)]
-    parts = [
-        (f"moe_quant_config.{part}", getattr(config, part))
-        for config in configs
-        if config is not None
-        for part in ("_a1", "_a2", "_w1", "_w2")
-    ]
-    holders = [(type(h).__name__, h) for h in (layer, method, *experts)]
-    for name, holder in (*holders, *parts):
-        for attribute, value in vars(holder).items():
-            is_scale = attribute == "scale" and value is not None
-            if is_scale or (torch.is_tensor(value) and attribute not in _OF_ROUTER):
-                yield f"{name}.{attribute}", value
+    of_others = layer.vllm_config.compilation_config.static_forward_context.values()
+    for path, value in walk(layer, {id(thing): thing for thing in (*of_others, *checked)}):
+        if id(value) not in known and (problem := judge.find_problem(path, value)):
+            return f"{problem}; set another moe_backend, or ULTRAEP_VLLM=eplb", None
+    shapes = {n: (tuple(w.shape[1:]), w.stride(), str(w.dtype)) for n, w in segments.items()}
+    return "", {"segments": shapes, "are_copied": judge.shares, **constants, **judge.facts}
 
 
 def _find_setting(layer: Any) -> str:

@@ -29,6 +29,10 @@ SEAM: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_WAY_OUT = (
+    "set ULTRAEP_VLLM=batch, for layers that differ: vLLM's own EPLB has one receive buffer for all"
+)
+
 
 def register() -> None:
     """Let vLLM make a :class:`Mover` where it would make a communicator."""
@@ -64,7 +68,7 @@ class Mover:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
         cpu_group = coordinator.cpu_group
         problem = _find_problem(expert_weights, expert_buffer)
-        rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", "vLLM")
+        rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _WAY_OUT)
         first = expert_weights[0]
         on_cpu = first[0].device.type == "cpu"
         self._weights, self._buffer, self._rows = expert_weights, expert_buffer, len(first[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.vllm.checks import count_mains, find_router, read_options
-from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.adapters.seams import agree, find
+from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
+from ultraep_comm.errors import BootstrapError, InvalidWeightsError, UnsupportedError
+from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 
+CONTEXT = "vllm.forward_context:get_forward_context"
+HAS_CONTEXT = "vllm.forward_context:is_forward_context_available"
 _LOGGER = logging.getLogger("ultraep_comm")
 
 
@@ -25,18 +30,25 @@ class Replicas:
     Attributes:
         balancer: see there.
         are_copied: slots are copied behind the main rows for each batch; else they are there.
+        is_checked: nothing was loaded since ranks compared what holds for all experts.
     """
 
-    def __init__(
-        self, layer: Any, coordinator: Any, names: Sequence[str], *, are_copied: bool
-    ) -> None:
-        """Join or create a group, and put the weights before its slots. Collective."""
-        weights = {name: getattr(layer, name) for name in names}
+    def __init__(self, layer: Any, coordinator: Any, number: int, facts: Mapping[str, Any]) -> None:
+        """Join or create a group, and put the weights before its slots. Collective.
+
+        Args:
+            layer: its RoutedExperts.
+            coordinator: of the expert-parallel ranks.
+            number: of the layer in its model.
+            facts: as ``describe`` returns them.
+        """
+        are_copied = facts["are_copied"]
+        weights = {name: getattr(layer, name) for name in facts["segments"]}
         config, options = layer.moe_config, read_options(layer)
         mains = count_mains(layer)
-        device = weights[names[0]].device
+        device = next(iter(weights.values())).device
         on_cpu = device.type == "cpu"
-        group, number = uec.group_for(
+        group, index = uec.group_for(
             coordinator.cpu_group if on_cpu else coordinator.device_group,
             like={name: weight.data[:mains] for name, weight in weights.items()},
             slots_per_rank=config.num_local_experts - mains,
@@ -66,9 +78,13 @@ class Replicas:
         self.balancer = Balancer(
             group,
             group.bind({name: weight.data[:mains] for name, weight in weights.items()}),
-            layer=number,
+            layer=index,
             **{name: value for name, value in options.items() if name in OF_LAYER},
         )
+        self._cpu_group, self._number = coordinator.cpu_group, number
+        self._constants = [p for n, p in layer.named_parameters() if n not in weights]
+        self._known, self.is_checked = self._find_known(), True
+        self._contexts = find(HAS_CONTEXT), find(CONTEXT)
         self._router = find_router(layer)
         self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - the seam
 
@@ -78,6 +94,36 @@ class Replicas:
         parallel = self._layer.moe_config.moe_parallel_config
         return not parallel.use_all2all_kernels or self._layer.quant_method.moe_kernel is None
 
+    def _find_known(self) -> tuple[list[Any], list[int]]:
+        """Return what another load of weights makes anew, and the versions of constants."""
+        method = self._layer.quant_method
+        kernel = method.moe_kernel
+        parts = [getattr(kernel, name, None) for name in ("prepare_finalize", "fused_experts")]
+        return [*parts, kernel, method, method.moe_quant_config], [
+            0 if constant.is_inference() else undocumented(constant, "_version")
+            for constant in self._constants
+        ]
+
+    def _check_again(self) -> None:
+        """Compare what holds for the experts of all ranks, if it may be another. Collective."""
+        (parts, versions), (before, then) = known, _ = self._find_known(), self._known
+        if self.is_checked and versions == then and all(map(operator.is_, parts, before)):
+            return
+        # Unless it is new, what a dispatcher holds may be of a batch; of a kernel, what it counts.
+        is_new = all(part is not old for part, old in zip(parts[:3], before, strict=False))
+        problem, facts = describe(self._layer, [p for p in parts[:1] if p is before[0]])
+        constants = {
+            path: fact
+            for path, fact in (facts or {}).items()
+            if path != "are_copied" and (is_new or not isinstance(fact, int))
+        }
+        try:
+            agree(self._cpu_group, [(problem, constants)], first=self._number)
+        except BootstrapError as error:  # a rank may be in the next call, if it loaded nothing
+            self.balancer.group.session.reject(error)
+            raise
+        self._known, self.is_checked = known, True
+
     def begin(self, topk_ids: Tensor) -> Tensor:
         """Plan a batch, start to fill the slots, and return rows. Collective.
 
@@ -86,6 +132,9 @@ class Replicas:
 
         Raises:
             InvalidWeightsError: weights have moved since set-up.
+            UnsupportedError: experts were loaded again, and ranks now differ in what holds for
+                all, or a layer has what would stay behind.
+            BootstrapError: a rank did not come to compare that.
         """
         group = self.balancer.group
         for name, place in self._places.items():
@@ -96,6 +145,7 @@ class Replicas:
                 )
                 group.session.reject(error)
                 raise error
+        self._check_again()
         number = self._count_tokens(len(topk_ids))
         source = 0 if self.has_all else None
         self._is_under_way = True
@@ -108,9 +158,15 @@ class Replicas:
     def _count_tokens(self, rows: int) -> Tensor | None:
         """Return how many of a batch's rows are tokens, where vLLM says it."""
         parallel = self._layer.moe_config.moe_parallel_config
-        told = self._router.eplb_state.num_unpadded_tokens_tensors
-        if not told or (self.has_all and parallel.use_all2all_kernels):
+        if self.has_all and parallel.use_all2all_kernels:
             return None  # gathered rows have padding in between
+        has_context, get_context = self._contexts
+        padding = get_context().is_padding if has_context() else None
+        told = self._router.eplb_state.num_unpadded_tokens_tensors
+        if padding is not None:  # also of a dummy run, before which vLLM tells no number
+            told = [(~padding).sum()]
+        if not told:
+            return None
         before = parallel.ep_rank % parallel.sp_size * rows  # of sequence-parallel ranks
         number: Tensor = (told[0] - before).clamp(0, rows)
         return number
