@@ -398,7 +398,7 @@ def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
 
 @pytest.mark.parametrize("engine", ["cuda", "auto"])
 def test_check_mode_is_for_the_host_engine(device: FakeDevice, engine: str) -> None:
-    with pytest.raises(errors.UnsupportedError, match="use the host engine"):
+    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
         uec.new_loopback_groups(
             2, num_experts=E, slots_per_rank=S, expert=EXPERT, engine=engine, check=True
         )
