@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -51,6 +52,11 @@ def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob(f"{script.name}.?"))) == ranks
+
+
+def test_ids_of_experts_that_ranks_have_unevenly() -> None:
+    (shown,) = re.findall(r"```python\n([^`]*uec\.new_loopback_groups.*?)```", USAGE, re.DOTALL)
+    exec(shown, {"torch": torch, "uec": uec})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
