@@ -32,7 +32,8 @@ class Balancer:
     Attributes:
         group: the group.
         weights: the main weights, as given.
-        instances_per_rank: P, mains and slots of a rank; a physical id is ``rank * P + index``.
+        instances_per_rank: P, the most mains of a rank plus its slots; physical ids are
+            ``rank * P + index``, as :func:`reroute` says.
         num_instances: G * P.
         plan: of the last batch; None: there was none.
     """

@@ -61,7 +61,7 @@ def plan_replicas(
         target: stop balancing when the largest rank quota is this many times the mean; at least 1.
         slots_per_rank: S.
         num_ranks: G; None: the rows of ``load``.
-        home: integers ``[E]``; None: contiguous, as even as possible.
+        home: integers ``[E]``; None: contiguous, and the first E % G ranks have one more.
         domains: integers ``[G]``; None: a single domain.
         allow_cross_domain: replicas may lie outside their home's domain.
         cost: replaces the target.

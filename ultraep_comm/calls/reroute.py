@@ -30,7 +30,8 @@ def reroute(
     """Map routed experts to physical instances, so that each receives its quota. Local.
 
     Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
-    share of this rank's tokens exceeds j.
+    share of this rank's tokens exceeds j. So if a row names an expert twice, two instances may get
+    that token.
 
     With ids and plan on the device of a CUDA group, this is one launch on the current stream: the
     host does not wait, and the call can be captured into a CUDA graph. If such ids or plans have
@@ -49,8 +50,10 @@ def reroute(
 
     Returns:
         Physical ids ``rank * P + index`` of the same shape, dtype and device, with P the largest
-        number of main instances on a rank plus S; main instances come first, in expert order, then
-        slots. Every id stays in its place, so weights ``[T, k]`` still belong to it.
+        number of main instances on a rank plus S; a rank's M main instances come first, in expert
+        order, and its slot s has index M + s. Indices from M + S on, on ranks with fewer main
+        instances than others, are unused. Every id stays in its place, so weights ``[T, k]`` still
+        belong to it.
 
     Raises:
         InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or its sums do not match.

@@ -56,7 +56,7 @@ def new_group(
         num_experts: E.
         slots_per_rank: S, the replicas that a rank can hold at a time.
         expert: ``{name: (shape, dtype) or Segment}``: the tensors of one expert.
-        home: integers ``[E]``; None: contiguous, as even as possible.
+        home: integers ``[E]``; None: contiguous, and the first E % G ranks have one more.
         domains: integers ``[G]``; None: ranks with load/store access to each other.
         allow_cross_domain: replicas may lie outside their home's domain. An expert then crosses
             once to each domain that needs it, and its replicas there hand it on to each other.

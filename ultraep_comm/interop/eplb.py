@@ -34,7 +34,7 @@ def from_eplb(
             rows ``r * P / G`` to ``(r + 1) * P / G - 1``; -1: unused.
         num_ranks: G.
         num_experts: E.
-        home: integers ``[E]``; None: contiguous, as even as possible.
+        home: integers ``[E]``; None: contiguous, and the first E % G ranks have one more.
         load: integers ``[E]``, or ``[G, E]`` by source rank to have a plan that can be rerouted.
             EPLB deals an expert's tokens out to its rows in turn: each gets an even share, and the
             first ones what is left over. None: no quotas.

@@ -32,7 +32,8 @@ class Plan:
     group's device share ``home`` and ``domains``: do not write to these.
 
     Attributes:
-        slot_expert: ``[G, S]``, the expert in each slot; -1: empty.
+        slot_expert: ``[G, S]``, the expert in each slot; -1: empty. Slot s of rank r has the
+            physical id ``r * P + M + s``, M being that rank's mains: :func:`reroute`.
         home: ``[E]``, the rank that owns each expert.
         slot_quota: ``[G, S]`` tokens for each replica; None: the plan cannot be rerouted.
         home_quota: ``[E]`` tokens for each main instance; None like ``slot_quota``.
@@ -107,7 +108,7 @@ class Plan:
         Args:
             slot_expert: integers ``[G, S]``; -1: empty. The plan is on the same device.
             num_experts: E, at most 2**24.
-            home: integers ``[E]``; None: contiguous, as even as possible.
+            home: integers ``[E]``; None: contiguous, and the first E % G ranks have one more.
             slot_quota: integers ``[G, S]``, 0 in empty slots.
             home_quota: integers ``[E]``; required with ``slot_quota``.
             load: integers ``[G, E]``; the quotas of an expert's instances must sum to its load.

@@ -20,7 +20,7 @@ IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
 
 
 def contiguous_home(num_experts: int, num_ranks: int) -> IntArray:
-    """Return the default home map ``[E]``: contiguous, as even as possible, larger ranks first."""
+    """Return the default home map ``[E]``: contiguous, the first E % G ranks with one more."""
     base, extra = divmod(num_experts, num_ranks)
     counts = [base + (r < extra) for r in range(num_ranks)]
     return np.repeat(np.arange(num_ranks, dtype=np.int32), counts)
@@ -82,7 +82,8 @@ class Topology:
         num_ranks: G.
         num_experts: E.
         slots_per_rank: S.
-        home: int32 ``[E]``, the rank that owns each expert.
+        home: int32 ``[E]``, the rank that owns each expert. By default contiguous, and the first
+            E % G ranks own one more.
         domain: int32 ``[G]``; equal for ranks with load/store access to each other.
         allow_cross_domain: replicas may lie outside their home's domain.
     """
@@ -198,7 +199,11 @@ class Topology:
 
     @cached_property
     def instances_per_rank(self) -> int:
-        """Return P: physical instance ids of rank r are ``r * P`` to ``r * P + P - 1``."""
+        """Return P, the most mains of a rank plus its slots.
+
+        Physical ids of rank r begin at ``r * P``: its M mains, then its slots, with slot s at
+        ``r * P + M + s``. Where M is less than on other ranks, the last ids are unused.
+        """
         return self.max_mains + self.slots_per_rank
 
 
@@ -219,7 +224,7 @@ def slots_for_exact(
     Args:
         num_ranks: G.
         num_experts: E.
-        home: integers ``[E]``; None: contiguous, as even as possible.
+        home: integers ``[E]``; None: contiguous, and the first E % G ranks have one more.
         domains: integers ``[G]``; None: a single domain.
 
     Raises:
