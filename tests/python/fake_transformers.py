@@ -18,6 +18,7 @@ from fakes import imported
 
 VERSION = "5.23.0"
 PATH = "transformers.distributed.expert_parallel"
+CONFIG = "transformers.distributed.configuration_utils"
 ADAPTER = "ultraep_comm.adapters.transformers"
 
 
@@ -135,12 +136,23 @@ class Experts(torch.nn.Module):
         return output
 
 
+class DistributedConfig:
+    """What a model is loaded with; the sizes that are not given are 1."""
+
+    def __init__(self, ep_size: int | None = None, ep_implementation: str = "auto") -> None:
+        self.ep_size, self.ep_implementation = ep_size, ep_implementation
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        self.ep_size = self.ep_size or 1
+
+
 FAKES = (EPImplementation, AllToAllEP, EPImplementationInterface)
 
 
 def adapter(version: str = VERSION, **others: Any) -> AbstractContextManager[Any]:
     """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
-    return imported(ADAPTER, version, {PATH: FAKES}, others)
+    return imported(ADAPTER, version, {PATH: FAKES, CONFIG: [DistributedConfig]}, others)
 
 
 def differences() -> list[str]:

@@ -19,6 +19,7 @@ from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.system import undocumented
 
+_SETTING = "autoep_size above 1 in expert_parallel"
 _LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 _EXPERTS = "deepspeed.moe.ep_experts:GroupedExperts"
 _COUNT = "deepspeed.moe.ep_count:count_tokens_per_expert"
@@ -77,7 +78,7 @@ def replicate(
     kind = seams.find(_LAYER)
     _check_body(kind)
     layers = _find_layers(engine, kind)
-    layers = [m for m in layers if not seams.is_alone(m.ep_group, "AutoEP layer")]
+    layers = [m for m in layers if not seams.is_alone(m.ep_group, "DeepSpeed", _SETTING)]
     if not layers:
         return []
     seams.agree(engine.data_parallel_group, [_describe(m) for m in layers], "data-parallel rank")

@@ -24,6 +24,7 @@ from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented
 
 _MOE = "megatron.core.transformer.moe"
+_SETTING = "expert_model_parallel_size above 1"
 _LAYER, _EXPERTS = f"{_MOE}.moe_layer:MoELayer", f"{_MOE}.experts:SequentialMLP"
 _KINDS = [
     f"{_MOE}.token_dispatcher:MoE{k}TokenDispatcher" for k in ("AllGather", "AlltoAll", "Flex")
@@ -92,7 +93,7 @@ def replicate(
         )
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, seams.find(_LAYER))]
-    layers = [m for m in layers if not seams.is_alone(m.ep_group, f"MoE layer {m.layer_number}")]
+    layers = [m for m in layers if not seams.is_alone(m.ep_group, "Megatron", _SETTING)]
     for process_group in {id(m.ep_group): m.ep_group for m in layers}.values():
         seams.agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
     for layer in layers:

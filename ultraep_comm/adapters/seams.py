@@ -108,12 +108,27 @@ def even_ranks(num_experts: int) -> str:
     return f"as many experts on each rank, with {', '.join(fitting)} ranks"
 
 
-def is_alone(process_group: dist.ProcessGroup | None, what: str) -> bool:
-    """Return whether an expert-parallel group has one rank, and say then that nothing is done."""
+def is_alone(process_group: dist.ProcessGroup | None, framework: str, setting: str) -> bool:
+    """Return whether an expert-parallel group has one rank; warn then that nothing is done."""
     if process_group is not None and process_group.size() > 1:
         return False
-    _LOGGER.info("%s: one expert-parallel rank, which has all experts: nothing to replicate", what)
+    warn_idle(framework, setting)
     return True
+
+
+@functools.cache
+def warn_idle(framework: str, setting: str) -> None:
+    """Warn, once, that no expert is replicated, and say which setting of the framework to change.
+
+    Rank 0 alone warns.
+    """
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _LOGGER.warning(
+            "%s: no expert is replicated, as every expert-parallel rank has all experts: set %s,"
+            " or leave the adapter out",
+            framework,
+            setting,
+        )
 
 
 def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:

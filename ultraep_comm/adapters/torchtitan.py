@@ -31,6 +31,7 @@ from ultraep_comm.nn import Replication
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
 
+_SETTING = "expert_parallel_degree above 1"
 _MOE = "torchtitan.models.common.moe"
 _DISPATCHER = "torchtitan.models.common.token_dispatcher:AllToAllTokenDispatcher"
 _INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
@@ -111,7 +112,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         dispatcher = self.token_dispatcher
         if self._is_alone is None:
             mesh = getattr(dispatcher, "ep_mesh", None)
-            self._is_alone = is_alone(mesh and mesh.get_group(), "torchtitan, routed experts")
+            self._is_alone = is_alone(mesh and mesh.get_group(), "torchtitan", _SETTING)
         if self._is_alone:
             output: Tensor = super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 import ultraep_comm as uec
 from ultraep_comm.adapters.options import Options
-from ultraep_comm.adapters.seams import check_experts, check_seam, is_alone
+from ultraep_comm.adapters.seams import check_experts, check_seam, find, is_alone, warn_idle
 from ultraep_comm.nn import Replication
 from ultraep_comm.system import undocumented
 
@@ -36,10 +37,13 @@ Weights = dict[str, Tensor]
 NAME = "ultraep"
 _INSTEAD = 'use ep_implementation="all_to_all" for this model'
 _EP = "transformers.distributed.expert_parallel"
+_CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
+_SETTING = "ep_size above 1 in DistributedConfig"
 _CALL = "self hidden_states top_k_index top_k_weights"
 # What is called or overridden here, and the parameters with which it was tried.
 SEAM: Mapping[str, str] = MappingProxyType(
     {
+        f"{_CONFIG}.__post_init__": "self",
         f"{_EP}:EPImplementation.__init__": "self experts ep_mesh tp_mesh",
         f"{_EP}:EPImplementation.__call__": _CALL,
         f"{_EP}:AllToAllEP.__call__": _CALL,
@@ -97,7 +101,7 @@ class UltraEP(AllToAllEP):
         self._options = _options
         self._num_mains: int = self.num_local_experts
         self.plan: uec.Plan | None = None
-        self._is_alone = is_alone(ep_mesh.get_group(), f"transformers, {type(experts).__name__}")
+        self._is_alone = is_alone(ep_mesh.get_group(), "transformers", _SETTING)
         if not self._is_alone:
             check_experts(experts, self._num_mains, _INSTEAD)
         setattr(experts, NAME, self)
@@ -208,5 +212,20 @@ def _holding(experts: Any, weights: Weights) -> Iterator[None]:
         experts.num_experts = number
 
 
+def _watch_config() -> None:
+    """Warn of a model for which transformers would not make a layer's implementation at all."""
+    config = find(_CONFIG)
+    resolve = config.__post_init__
+
+    @functools.wraps(resolve)
+    def __post_init__(self: Any) -> None:  # noqa: N807
+        resolve(self)
+        if self.ep_implementation == NAME and self.ep_size == 1:
+            warn_idle("transformers", _SETTING)
+
+    config.__post_init__ = __post_init__
+
+
 check_seam("transformers", "5.23", "5.23", SEAM)
+_watch_config()
 EPImplementationInterface.register(NAME, UltraEP)

@@ -19,6 +19,7 @@ from ultraep_comm.adapters.seams import (
     check_signature,
     check_version,
     is_alone,
+    warn_idle,
 )
 from ultraep_comm.errors import UnsupportedError
 
@@ -79,10 +80,14 @@ def test_another_signature_is_an_error() -> None:
 
 
 def test_one_rank_has_nothing_to_replicate(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ultraep_comm")
-    assert is_alone(ProcessGroup(HashStore(), 0, 1), "a layer")
-    assert "a layer: one expert-parallel rank" in caplog.text
-    assert not is_alone(ProcessGroup(HashStore(), 0, 2), "a layer")
+    warn_idle.cache_clear()
+    assert not is_alone(ProcessGroup(HashStore(), 0, 2), "Framework", "ep above 1")
+    for _ in range(2):  # layers
+        assert is_alone(ProcessGroup(HashStore(), 0, 1), "Framework", "ep above 1")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    text = "Framework: no expert is replicated, as every expert-parallel rank has all experts: set"
+    assert record.getMessage().startswith(f"{text} ep above 1")
 
 
 def experts(**weights: torch.Tensor) -> Any:

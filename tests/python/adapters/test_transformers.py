@@ -15,13 +15,13 @@ from typing import Any
 import fake_transformers as fake
 import pytest
 import torch
-from fake_transformers import Experts, Mesh, adapter
+from fake_transformers import DistributedConfig, Experts, Mesh, adapter
 from new_tensors import NewTensors
 from ranks import RankPool, run_training
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
 
-from ultraep_comm.adapters.seams import check_experts
+from ultraep_comm.adapters.seams import check_experts, warn_idle
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.recording import load_recordings
 
@@ -207,6 +207,21 @@ def on_one_rank(rank: int, pg: Any) -> None:
 
 def test_one_rank_needs_no_replicas(ranks: RankPool) -> None:
     ranks.run(1, on_one_rank)
+
+
+def test_a_model_without_expert_parallelism_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers makes no implementation then, which could say so."""
+    with adapter() as api:
+        warn_idle.cache_clear()
+        DistributedConfig(2, api.NAME)
+        DistributedConfig(None, "all_to_all")
+        assert not caplog.records
+        for ep_size in (None, 1):
+            DistributedConfig(ep_size, api.NAME)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "transformers: no expert is replicated" in record.getMessage()
+    assert "set ep_size above 1 in DistributedConfig" in record.getMessage()
 
 
 def refuse(rank: int, pg: Any) -> None:

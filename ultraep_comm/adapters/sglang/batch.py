@@ -84,7 +84,7 @@ class Batches:
         kind = self._sglang["FusedMoE"]
         layers = [m for m in model.modules() if isinstance(m, kind) and m.uses_expert_location]
         ranks = self._sglang["get_moe_ep_group"]()
-        if not layers or seams.is_alone(ranks.cpu_group, "SGLang's MoE layers"):
+        if not layers or seams.is_alone(ranks.cpu_group, "SGLang", "--ep-size above 1"):
             return
         seams.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
         for layer in layers:

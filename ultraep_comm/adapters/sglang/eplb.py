@@ -46,7 +46,7 @@ class Updater:
         """
         world = dist.group.WORLD
         assert world is not None
-        if seams.is_alone(world, "SGLang's EPLB"):
+        if seams.is_alone(world, "SGLang", "--ep-size above 1"):
             result: list[str] | None = self._original(*args, **given)
             return result
         bound = self._signature.bind(*args, **given)

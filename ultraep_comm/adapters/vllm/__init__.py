@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 EPLB = "vllm.distributed.eplb"
+SETTING = "--enable-expert-parallel and --enable-eplb, with several ranks"
 _CREATE = "create_eplb_communicator"
 _PARAMETERS = "group_coordinator backend expert_weights expert_buffer"
 
@@ -78,7 +79,7 @@ def replace_factory(mode: str, seam: Mapping[str, str], make: Callable[..., Any]
                 f"ULTRAEP_VLLM={mode}: elastic expert parallelism changes the ranks of a group;"
                 " unset ULTRAEP_VLLM, or enable_elastic_ep"
             )
-        if not expert_weights or seams.is_alone(group_coordinator.cpu_group, "vLLM's EPLB"):
+        if not expert_weights or seams.is_alone(group_coordinator.cpu_group, "vLLM", SETTING):
             return original(group_coordinator, backend, expert_weights, expert_buffer)
         return make(group_coordinator, expert_weights, expert_buffer)
 
