@@ -13,7 +13,6 @@ import fcntl
 import os
 import stat
 import struct
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from ultraep_comm import _core
 from ultraep_comm.errors import BootstrapError, OutOfSharedMemoryError
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.meeting import EchoError, Hello, Meeting
+from ultraep_comm.fabrics.memory import available_memory
 from ultraep_comm.fabrics.sockets import Connections, Listener, reserve_descriptors
 from ultraep_comm.system import boot_id
 
@@ -37,22 +37,6 @@ def machine_id() -> bytes:
     return boot_id() + struct.pack("<Q", os.stat("/proc/self/ns/net").st_ino)
 
 
-def available_bytes() -> int:
-    """Return the bytes of memory available to this cgroup without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            break
-    else:
-        return 2**63 - 1
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    return available
-
-
 def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
     """Return a memfd with its pages reserved and its size sealed.
 
@@ -60,10 +44,11 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
         OutOfSharedMemoryError: the memory of the ranks here does not fit on this machine.
     """
     hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
-    if num_bytes * ranks_here > available_bytes():
+    available = available_memory()
+    if num_bytes * ranks_here > available.bytes:
         raise OutOfSharedMemoryError(
             f"rank {rank}: {ranks_here} ranks on this machine need {num_bytes} bytes each, but only"
-            f" {available_bytes()} bytes are available; {hint}",
+            f" {available.bytes} bytes are available ({available.limit}); {hint}",
             failed_rank=rank,
         )
     try:
