@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -151,7 +152,7 @@ class Process:
     """A process, distinct from a later one with the same pid.
 
     Attributes:
-        boot: id of the machine's current boot.
+        boot: id of the machine's name and current boot; zeros: unknown.
         namespace: id of its pid namespace; 0: unknown.
         pid: process id in that namespace.
         start: start time in clock ticks since boot; 0: unknown.
@@ -166,7 +167,7 @@ class Process:
     def this(cls) -> Process:
         """Return the calling process."""
         start = _state_and_start(os.getpid())
-        return cls(boot_id(), pid_namespace(), os.getpid(), 0 if start is None else start[1])
+        return cls(_named_boot(), pid_namespace(), os.getpid(), 0 if start is None else start[1])
 
     def pack(self) -> bytes:
         """Return the process as a record of bytes."""
@@ -182,10 +183,8 @@ class Process:
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended; False for other machines."""
-        try:
-            if self.boot != boot_id() or not self.namespace == pid_namespace() != 0:
-                return False
-        except OSError:
+        here = self.boot == _named_boot() != bytes(16)
+        if not here or not self.namespace == pid_namespace() != 0:
             return False
         found = _state_and_start(self.pid)
         if found is None:  # gone, or hidden by /proc's mount options: kill tells which
@@ -200,11 +199,27 @@ class Process:
         return state in "ZX" or (start != 0 and self.start not in (0, start))
 
 
-@lru_cache(1)
+def _read_boot_id() -> bytes:
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return bytes.fromhex(text.replace("-", ""))
+    except (OSError, ValueError):
+        return b""
+
+
+_BOOT_ID = _read_boot_id()  # now, as there may be no file descriptor left later
+
+
 def boot_id() -> bytes:
-    """Return the 16-byte id of this machine's current boot."""
-    text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return bytes.fromhex(text.replace("-", ""))
+    """Return the 16-byte id of this machine's current boot; empty: unknown, as in a sandbox."""
+    return _BOOT_ID
+
+
+def _named_boot() -> bytes:
+    """Return an id of this boot that machines cloned while they ran share only with their name."""
+    boot = boot_id()
+    name = os.uname().nodename.encode()
+    return hashlib.blake2b(boot + name, digest_size=16).digest() if boot else bytes(16)
 
 
 def pid_namespace() -> int:

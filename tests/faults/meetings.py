@@ -16,6 +16,7 @@ from deaths import BOTH, KILLED
 from scene import ALL, OK, Expect, Scene, everybody, refuses, start, told
 
 from ultraep_comm.fabrics import meeting, shm, sockets
+from ultraep_comm.fabrics.memory import Available
 
 ODD = 1
 REST = tuple(r for r in ALL if r != ODD)
@@ -117,10 +118,10 @@ def no_memory(actor: Actor, *, how: str) -> None:
     if actor.rank != ODD:
         actor.attempt("new_group", make)
     elif how == "the machine has none":
-        kept = shm.available_bytes
-        shm.available_bytes = lambda: 1000
+        kept = shm.available_memory
+        shm.available_memory = lambda: Available(1000, "of a test")
         actor.attempt("new_group", make)
-        shm.available_bytes = kept
+        shm.available_memory = kept
     elif how == "it cannot be reserved":  # posix_fallocate fails in the kernel
         actor.attempt("new_group", lambda: _limited(resource.RLIMIT_FSIZE, 1 << 20, make))
     elif how == "it cannot be mapped":  # mmap fails in the kernel, of a peer's memory

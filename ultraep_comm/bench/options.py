@@ -234,15 +234,15 @@ def check_memory(num_bytes: int, engine: str) -> None:
 
     Otherwise the system would kill a rank, perhaps hours into a sweep, and lose its records.
     """
-    from ultraep_comm.fabrics.shm import available_bytes
+    from ultraep_comm.fabrics.memory import available_memory
 
-    available = available_bytes()
+    available = available_memory()
     here = engine == "host" or (engine == "c10d" and launched_ranks() is None)
-    if here and num_bytes > available:
+    if here and num_bytes > available.bytes:
         raise InvalidArgumentError(
             f"experts and slots of all ranks take {format_size(num_bytes)}, but this machine has"
-            f" {format_size(available)} of memory available; use smaller sizes, or fewer experts,"
-            " slots or ranks"
+            f" {format_size(available.bytes)} of memory available ({available.limit}); use smaller"
+            " sizes, or fewer experts, slots or ranks"
         )
 
 

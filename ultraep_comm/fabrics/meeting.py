@@ -48,29 +48,20 @@ def _find_store(group: dist.ProcessGroup) -> Any:
     return None
 
 
-def this_process() -> Process | None:
-    """Return the calling process; None if no file descriptor is left to read /proc."""
-    try:
-        return Process.this()
-    except OSError:
-        return None
-
-
 class Notices:
     """The store's entries of one creation of a group, for all ranks of a process group.
 
     Every rank creates the same groups over a process group, so creations have equal numbers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, process: Process | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, process: Process) -> None:
         self._store = _find_store(group)
         self._rank = rank
         self._group = group
         self._round = self._count_creation()
         self._known = dict(_known_processes.get(group, {}))
         self._unknown = deque(r for r in range(group.size()) if r not in self._known)
-        own = "" if process is None else process.pack().hex()
-        self._set(self._place(rank), f"{self._name}/{own}")
+        self._set(self._place(rank), f"{self._name}/{process.pack().hex()}")
 
     def leave(self) -> None:
         """Release the process group and its store; later calls do nothing."""
@@ -382,7 +373,7 @@ class Meeting:
         self.rank = group.rank()
         self.num_ranks = group.size()
         self._device = record_device(group)
-        self._process = this_process()
+        self._process = Process.this()
         self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
         self._end: tuple[int, str] | None = None  # the first rank that was seen to end, and why
@@ -447,14 +438,13 @@ class Meeting:
 
     def _record(self, hello: Hello) -> torch.Tensor:
         mine = self._process
-        if mine is not None:
-            hello = replace(
-                hello,
-                pid=mine.pid,
-                pid_namespace=mine.namespace,
-                boot=mine.boot,
-                start=mine.start,
-            )
+        hello = replace(
+            hello,
+            pid=mine.pid,
+            pid_namespace=mine.namespace,
+            boot=mine.boot,
+            start=mine.start,
+        )
         return torch.frombuffer(bytearray(hello.pack(self.rank, self.num_ranks)), dtype=torch.uint8)
 
     def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:

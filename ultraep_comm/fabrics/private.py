@@ -9,7 +9,7 @@ import torch
 from ultraep_comm.errors import OutOfSharedMemoryError
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.loopback import host_memory
-from ultraep_comm.fabrics.shm import available_bytes
+from ultraep_comm.fabrics.memory import available_memory
 
 
 class PrivateFabric:
@@ -55,10 +55,10 @@ class PrivateFabric:
             OutOfSharedMemoryError: there is not enough.
         """
         hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
-        if self._on_cpu and num_bytes > available_bytes():
+        if self._on_cpu and num_bytes > (available := available_memory()).bytes:
             raise OutOfSharedMemoryError(
                 f"rank {self._rank}: {num_bytes} bytes of memory are needed, but only"
-                f" {available_bytes()} bytes are available; {hint}",
+                f" {available.bytes} bytes are available ({available.limit}); {hint}",
                 failed_rank=self._rank,
             )
         try:

@@ -11,46 +11,73 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import struct
-from pathlib import Path
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.errors import BootstrapError, OutOfSharedMemoryError
+from ultraep_comm.errors import (
+    BootstrapError,
+    OutOfSharedMemoryError,
+    UnsupportedError,
+    name_ranks,
+)
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.meeting import EchoError, Hello, Meeting
-from ultraep_comm.fabrics.sockets import Connections, Listener, reserve_descriptors
+from ultraep_comm.fabrics.memory import available_memory
+from ultraep_comm.fabrics.sockets import Connections, Listener, can_reach, reserve_descriptors
 from ultraep_comm.system import boot_id
 
 # Values of linux/fcntl.h that Python 3.10's fcntl does not export everywhere.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+UNKNOWN = b"unknown "  # how the id of a machine begins that is not known
 _FIXED_SIZE = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 
 def machine_id() -> bytes:
-    """Return an id of this machine's boot and network namespace; equal ids can connect."""
-    return boot_id() + struct.pack("<Q", os.stat("/proc/self/ns/net").st_ino)
+    """Return 24 bytes that name this machine's boot and network namespace; equal ids can connect.
+
+    Unless the machines were cloned while they ran; see `find_apart`. Where /proc does not tell, the
+    id is one that no other process has, and begins with `UNKNOWN`.
+    """
+    with contextlib.suppress(OSError):
+        if boot := boot_id():
+            return boot + struct.pack("<Q", os.stat("/proc/self/ns/net").st_ino)
+    return _unknown_machine()
 
 
-def available_bytes() -> int:
-    """Return the bytes of memory available to this cgroup without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            break
-    else:
-        return 2**63 - 1
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    return available
+@lru_cache(1)
+def _unknown_machine() -> bytes:
+    return UNKNOWN + secrets.token_bytes(24 - len(UNKNOWN))
+
+
+def find_apart(meeting: Meeting, hellos: list[Hello], error: Exception | None = None) -> list[int]:
+    """Return the ranks that do not reach the first rank whose machine's id is theirs. Collective.
+
+    Args:
+        meeting: exchanges what each rank found.
+        hellos: ``[G]`` records of all ranks, which listen until this returns.
+        error: as in `Meeting.exchange`.
+    """
+    here = hellos[meeting.rank].machine
+    first = next(r for r, hello in enumerate(hellos) if hello.machine == here)
+    reached = first == meeting.rank or can_reach(hellos[first].address)
+    found = meeting.exchange(Hello(values=(int(reached),)), error)
+    return [r for r, hello in enumerate(found) if hello.values != (1,)]
+
+
+def say_apart(ranks: list[int]) -> str:
+    """Say why there is no shared memory with the ranks that `find_apart` returned."""
+    return (
+        f"{name_ranks(ranks)} cannot reach the sockets of a rank with the same boot id and network"
+        " namespace: the machines were cloned while they ran, or a sandbox is between them"
+    )
 
 
 def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
@@ -60,10 +87,11 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
         OutOfSharedMemoryError: the memory of the ranks here does not fit on this machine.
     """
     hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
-    if num_bytes * ranks_here > available_bytes():
+    available = available_memory()
+    if num_bytes * ranks_here > available.bytes:
         raise OutOfSharedMemoryError(
             f"rank {rank}: {ranks_here} ranks on this machine need {num_bytes} bytes each, but only"
-            f" {available_bytes()} bytes are available; {hint}",
+            f" {available.bytes} bytes are available ({available.limit}); {hint}",
             failed_rank=rank,
         )
     try:
@@ -131,6 +159,7 @@ class ShmFabric:
 
     Raises:
         BootstrapError: a rank could not connect.
+        UnsupportedError: ranks with one id of the machine are on several.
     """
 
     def __init__(self, meeting: Meeting, listener: Listener, hellos: list[Hello]) -> None:
@@ -149,7 +178,9 @@ class ShmFabric:
                 reserve_descriptors(self._rank, len(self._peers))
             except BootstrapError as too_few:
                 error = too_few
-            meeting.agree(error)  # before any rank waits for this one's connections
+            # Before any rank waits for this one's connections.
+            if apart := find_apart(meeting, hellos, error):
+                raise UnsupportedError(f"{say_apart(apart)}. Use engine='c10d'")
             try:
                 self._connections.connect()
             except BootstrapError as trouble:

@@ -93,8 +93,29 @@ class Listener:
         self.socket.close()
 
 
+def cannot_listen(rank: int, refused: OSError) -> BootstrapError:
+    """Return the error of a rank that has no listener."""
+    error = BootstrapError(
+        f"rank {rank}: cannot listen for connections ({refused.strerror}); if too many files are"
+        " open, raise the limit with ulimit -n, or close some",
+        failed_rank=rank,
+    )
+    error.__cause__ = refused
+    return error
+
+
 def _name(address: bytes) -> bytes:
     return b"\0ultraep_comm-" + address.hex().encode()
+
+
+def can_reach(address: bytes) -> bool:
+    """Return False if a rank that listens at ``address`` is known to be out of reach."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            probe.connect(_name(address))
+    except OSError as error:  # others: its queue is full, or this rank has no descriptor left
+        return error.errno not in (errno.ECONNREFUSED, errno.EACCES, errno.EPERM)
+    return True
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:

@@ -158,7 +158,11 @@ def _make_parts(
         from ultraep_comm.engines.c10d import make as c10d
 
         left = {name for name, _ in ways if name != "cuda"}
-        engine = left.pop() if len(left) == 1 else c10d.choose_engine(meeting, options.device)
+        if len(left) == 1:
+            engine = left.pop()
+        else:
+            engine, why = c10d.choose_engine(meeting, options.device)
+            reason = "; ".join(filter(None, (reason, why)))
         make_one = host.make_shm_parts if engine == "host" else c10d.make_group_parts
         parts = make_one(meeting, options, topology, given_domains)
     if options.engine == "auto" and meeting.rank == 0:

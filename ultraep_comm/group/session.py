@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -310,6 +311,17 @@ class Session:
             self.on_close()
         self._finalizer()
 
+    def drop_engine(self) -> None:
+        """Release all objects of the bindings.
+
+        torch does not free the contexts of custom autograd functions, and all that these refer to,
+        once the interpreter finalizes: the bindings would report leaks.
+        """
+        self.state = "closed"
+        self.engine = self.local = self.layout = _Ended()  # type: ignore[assignment]
+        self.recorder = self.first_error = None  # a traceback refers to the engine
+        self._captured.clear()
+
     def leave_to_parent(self) -> None:
         """Disable the group in a forked child. Called in the child."""
         if self.state == "open":
@@ -361,6 +373,13 @@ class Session:
                 raise busy
 
 
+class _Ended:
+    """Takes the engine's place when the process ends."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise GroupClosedError("the process is ending, and its groups are closed")
+
+
 def _dispose(
     engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held, plans: PlanStore
 ) -> None:
@@ -382,11 +401,14 @@ def _end_process() -> None:
     aborts the process ("terminate called without an active exception"), hangs, or leaks everything
     that those tensors reference, such as an engine through an autograd graph.
     """
+    sessions = list(_sessions)
     try:
-        for session in list(_sessions):
+        for session in sessions:
             session.end_with_process()
     finally:
         _core.come_to_rest(5.0)
+        for session in sessions:
+            session.drop_engine()
 
 
 atexit.register(_end_process)

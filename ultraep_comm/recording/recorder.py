@@ -26,6 +26,7 @@ from ultraep_comm.recording.file import (
     physical_bytes,
     save_recording,
 )
+from ultraep_comm.system import boot_id
 
 CAPACITY = 1024
 MAX_CAPACITY = 1 << 24
@@ -274,10 +275,7 @@ def name_run(run: bytes) -> str:
 
 def _machine() -> str:
     """Return a name for this boot of this machine; ranks with the same share a monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename[:64]
+    return boot_id().hex() or os.uname().nodename[:64]
 
 
 def prepare_folder(folder: Path, capacity: int, topology: Topology) -> None:

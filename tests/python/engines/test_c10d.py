@@ -33,6 +33,8 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.c10d import make
 from ultraep_comm.engines.c10d.agreement import Agreement, Record
 from ultraep_comm.engines.c10d.order import DeviceOrder
+from ultraep_comm.fabrics.meeting import Hello
+from ultraep_comm.fabrics.shm import UNKNOWN
 from ultraep_comm.group import create
 
 E, S = 7, 2
@@ -240,23 +242,34 @@ def test_the_accelerator_comes_first_and_device_settles_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("machines", "devices", "engine"),
+    ("machines", "devices", "reached", "expected"),
     [
-        ([b"a", b"a"], [0, 0], "host"),
-        ([b"a", b"b"], [0, 0], "c10d"),
-        ([b"a", b"a"], [1, 1], "c10d"),
-        ([b"a", b"a"], [1, 0], "host"),
+        ([b"a", b"a"], [0, 0], [1, 1], ("host", "")),
+        ([b"a", b"b"], [0, 0], [1, 1], ("c10d", "the ranks are on 2 machines")),
+        ([b"a", b"a"], [1, 1], [1, 1], ("c10d", "")),
+        ([b"a", b"a"], [1, 0], [1, 1], ("host", "")),
+        ([b"a", b"a"], [0, 0], [1, 0], ("c10d", "rank 1 cannot reach")),
+        ([b"a", UNKNOWN], [0, 0], [1, 1], ("c10d", "rank 1: /proc has no boot id")),
+        ([UNKNOWN], [0], [1], ("host", "")),
     ],
 )
 def test_auto_takes_the_host_engine_on_one_machine_without_devices(
-    monkeypatch: pytest.MonkeyPatch, machines: list[bytes], devices: list[int], engine: str
+    monkeypatch: pytest.MonkeyPatch,
+    machines: list[bytes],
+    devices: list[int],
+    reached: list[int],
+    expected: tuple[str, str],
 ) -> None:
-    answers = [
-        SimpleNamespace(machine=m, values=(d,)) for m, d in zip(machines, devices, strict=True)
-    ]
-    meeting: Any = SimpleNamespace(group=None, exchange=lambda _: answers)
+    steps = iter([devices, reached])
+
+    def exchange(*_: object) -> list[Hello]:
+        return [Hello(machine=m, values=(v,)) for m, v in zip(machines, next(steps), strict=True)]
+
+    meeting: Any = SimpleNamespace(group=None, rank=0, exchange=exchange)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
-    assert make.choose_engine(meeting, None) == engine
+    engine, reason = make.choose_engine(meeting, None)
+    assert engine == expected[0]
+    assert reason.startswith(expected[1])
 
 
 def test_auto_says_once_what_it_took_and_why(caplog: pytest.LogCaptureFixture) -> None:

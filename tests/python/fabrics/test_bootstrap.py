@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,13 @@ def test_a_process_that_has_ended_is_seen() -> None:
     with pytest.MonkeyPatch.context() as patched:  # an unknown namespace matches no other
         patched.setattr(system, "pid_namespace", lambda: 0)
         assert not Process(process.boot, 0, child, 1).has_ended()
+    with pytest.MonkeyPatch.context() as patched:  # cloned with its boot id, under another name
+        patched.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
+        assert not process.has_ended()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(system, "_BOOT_ID", b"")
+        assert Process.this().boot == bytes(16)
+        assert not Process(bytes(16), process.namespace, child, 1).has_ended()
     os.close(ready)
     os.close(other)
 

@@ -93,3 +93,69 @@ def test_who_would_ask_later_is_waited_for(tmp_path: Path, slow_gloo: Path) -> N
     """It would be refused; what the graph refers to used to leak."""
     slow = {"LD_PRELOAD": str(slow_gloo), "SLOW_GLOO_MS": "1000"}
     assert _end(tmp_path, 2, ["drops a graph"], **slow) == []
+
+
+# The context of a custom function is not freed once the interpreter finalizes: torch leaves it.
+KEEPS_GRAPHS = """
+import itertools, sys
+import torch, ultraep_comm as uec
+from torch.utils.checkpoint import checkpoint
+from ultraep_comm.nn import ReplicatedExperts
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+def run(ways, closes, fails):
+    (group,) = uec.new_loopback_groups(1, num_experts=2, slots_per_rank=1, grads=torch.float32,
+                                       expert={"w": ((2, 2), torch.float32)}, engine=sys.argv[1])
+    weights = {"w": torch.nn.Parameter(torch.ones(2, 2, 2))}
+    layer = ReplicatedExperts(group, lambda x, mains, slots: x @ mains["w"][0], weights)
+    plan = uec.Plan.from_slots([[-1]], num_experts=2)
+    call = lambda x: layer(x, plan, microbatch=0)
+    x = Same.apply(torch.ones(2, 2, requires_grad=True))
+    y = Same.apply(call(x) if ways is None else checkpoint(call, x, use_reentrant=ways))
+    y.sum().backward()
+    if fails:
+        group.abort()
+        try:
+            uec.replicate_experts(weights, plan, group=group)
+        except uec.errors.UltraEPError as error:
+            group.session.first_error = error
+    if closes:
+        group.close()
+    return y
+
+kept = [run(*case) for case in itertools.product((None, True, False), (True, False), (True, False))]
+"""
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+def test_a_graph_in_a_global_is_no_leak(engine: str) -> None:
+    done = run_python("-c", KEEPS_GRAPHS, engine)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_group_says_that_the_process_ends() -> None:
+    """To an exit handler that runs after ours."""
+    program = """
+import atexit
+@atexit.register
+def last():
+    group.close()
+    for call in (group.health, group.empty_weights, lambda: group.bytes_stored):
+        try:
+            call()
+        except uec.errors.GroupClosedError as error:
+            print(error)
+import torch, ultraep_comm as uec
+(group,) = uec.new_loopback_groups(1, num_experts=2, slots_per_rank=1,
+                                   expert={"w": ((2, 2), torch.float32)})
+"""
+    done = run_python("-c", program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["the process is ending, and its groups are closed"] * 3

@@ -477,13 +477,14 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
         options["expert"] = {"w": ((1 << 40,), torch.uint8)}
     elif fault == "no memory on one rank" and odd:
         from ultraep_comm.fabrics import shm
+        from ultraep_comm.fabrics.memory import Available
 
-        kept = shm.available_bytes
-        shm.available_bytes = lambda: 1000
+        kept = shm.available_memory
+        shm.available_memory = lambda: Available(1000, "of a test")
         try:
             return _describe(raised(lambda: uec.new_group(process_group, **options)))
         finally:
-            shm.available_bytes = kept
+            shm.available_memory = kept
     elif fault == "engine":
         options["engine"] = "cuda"
     return _describe(raised(lambda: uec.new_group(process_group, **options)))

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.c10d.stages import DeviceStages
 from ultraep_comm.engines.host import HostStages
 from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
-from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics.meeting import (
     DEFAULT_TIMEOUT,
     EchoError,
@@ -38,7 +39,13 @@ from ultraep_comm.fabrics.meeting import (
     check_same_arguments,
 )
 from ultraep_comm.fabrics.private import PrivateFabric
-from ultraep_comm.fabrics.shm import machine_id
+from ultraep_comm.fabrics.shm import (
+    UNKNOWN,
+    find_apart,
+    machine_id,
+    say_apart,
+)
+from ultraep_comm.fabrics.sockets import Listener, cannot_listen
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
@@ -143,16 +150,31 @@ def find_device(process_group: dist.ProcessGroup, wanted: torch.device | None) -
     return torch.device(kind, torch.accelerator.current_device_index() if index is None else index)
 
 
-def choose_engine(meeting: Meeting, wanted: torch.device | None) -> str:
-    """Return "host" or "c10d", where both may be used. Collective, the same on every rank."""
+def choose_engine(meeting: Meeting, wanted: torch.device | None) -> tuple[str, str]:
+    """Return "host" or "c10d", where both may be used, and why. Collective, the same everywhere."""
     try:
         device = find_device(meeting.group, wanted).type
     except UnsupportedError:
         device = "cpu"
-    machine = machine_id()
-    hellos = meeting.exchange(Hello(machine=machine, values=(int(device != "cpu"),)))
-    has_devices = all(hello.values[0] for hello in hellos)
-    return "host" if len({h.machine for h in hellos}) == 1 and not has_devices else "c10d"
+    error, hello, listening = None, Hello(), ExitStack()
+    try:
+        listener = listening.enter_context(closing(Listener(meeting.rank)))
+        values = (int(device != "cpu"),)
+        hello = Hello(machine=machine_id(), address=listener.address, values=values)
+    except OSError as refused:
+        error = cannot_listen(meeting.rank, refused)
+    with listening:
+        hellos = meeting.exchange(hello, error)
+        machines = {hello.machine for hello in hellos}
+        if all(hello.values[0] for hello in hellos):
+            return "c10d", ""
+        unknown = [r for r, hello in enumerate(hellos) if hello.machine.startswith(UNKNOWN)]
+        if unknown and len(hellos) > 1:
+            return "c10d", f"{name_ranks(unknown)}: /proc has no boot id or network namespace"
+        if len(machines) > 1:
+            return "c10d", f"the ranks are on {len(machines)} machines"
+        apart = find_apart(meeting, hellos)
+        return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
 def make_group_parts(
