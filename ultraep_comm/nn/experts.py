@@ -11,6 +11,7 @@ import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import traced
 from ultraep_comm.nn.replication import Replication
+from ultraep_comm.nn.weights import check_trained
 
 Tensor = torch.Tensor
 Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
@@ -57,6 +58,10 @@ class ReplicatedExperts(torch.nn.Module):
             layer: the layer's number, the same on every rank.
             mode: of the transfers.
             backward_segments: segments that the backward pass needs; None: all.
+
+        Raises:
+            InvalidArgumentError: the weights are not the group's segments.
+            UnsupportedError: weights with slot gradients are neither float32 nor bfloat16.
         """
         super().__init__()
         if set(weights) != set(group.segments):
@@ -64,6 +69,7 @@ class ReplicatedExperts(torch.nn.Module):
                 f"rank {group.rank}: ReplicatedExperts was given weights {sorted(weights)};"
                 f" expected the group's segments, {sorted(group.segments)}"
             )
+        check_trained({name: weights[name] for name in group.slot_grads}, group.rank)
         self.weights = torch.nn.ParameterDict(weights)
         self.group = group
         self.experts = experts

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 import ultraep_comm as uec
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import BoundGrads
 from ultraep_comm.weights.segments import BoundWeights, Weights
@@ -490,7 +491,9 @@ def find_trained(mains: Mains, group: uec.Group) -> list[str]:
 
     Raises:
         InvalidArgumentError: only some of the weights that the group reduces need gradients.
+        UnsupportedError: their dtype is neither float32 nor bfloat16.
     """
+    check_trained(mains, group.rank)
     wanted = [name for name, main in mains.items() if _needs_gradient(main)]
     if wanted and set(wanted) != set(group.slot_grads):
         raise InvalidArgumentError(

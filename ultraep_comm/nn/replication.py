@@ -11,6 +11,7 @@ import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn.hooks import (
     ExpertPass,
+    find_trained,
     join_reduction,
     prefetch_replicas,
     restore_replicas,
@@ -128,12 +129,15 @@ class Replication:
         Raises:
             InvalidWeightsError, InvalidLoadError, InvalidArgumentError: wrong input; peers fail
                 too.
-            UnsupportedError: ``min_tokens`` with a routing on the device.
+            UnsupportedError: ``min_tokens`` with a routing on the device; or weights that need
+                gradients and are neither float32 nor bfloat16.
         """
         group = self.group
         try:
             given = weights.weights if isinstance(weights, BoundWeights) else weights
             mains = local_weights(given, group)
+            if torch.is_grad_enabled() and main_grads is None:
+                find_trained(mains, group)
         except Exception as error:
             group.session.reject(error)
             raise

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.errors import InvalidWeightsError
+from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.weights.binding import GRAD_TYPES
 from ultraep_comm.weights.segments import Segment, local_part
 
 Tensor = torch.Tensor
@@ -48,6 +49,18 @@ def _local(value: Mains, segment: Segment, num_mains: int) -> Mains:
     if shape and tensor.shape == (num_mains * shape[0], *shape[1:]):
         return tensor.view(num_mains, *shape) if tensor.is_contiguous() else tensor
     return tensor
+
+
+def check_trained(weights: Mapping[str, Mains], rank: int) -> None:
+    """Raise UnsupportedError if gradients are needed of a dtype that no reduction takes."""
+    for name, value in weights.items():
+        for tensor in [value] if isinstance(value, Tensor) else value:
+            if tensor.requires_grad and tensor.dtype not in GRAD_TYPES:
+                raise UnsupportedError(
+                    f"rank {rank}: main weights {name!r} need gradients and are {tensor.dtype};"
+                    " expected torch.float32 or torch.bfloat16: train in one of these, with"
+                    " torch.autocast for float16, or freeze them"
+                )
 
 
 def unbind_slots(slots: Tensor, plan: uec.Plan, rank: int) -> Sequence[Tensor]:

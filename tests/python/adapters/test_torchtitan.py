@@ -179,6 +179,22 @@ def test_what_would_stay_behind_is_said_at_setup_on_every_rank(ranks: RankPool) 
     ranks.run(G, refuse)
 
 
+def in_float16(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer = make(api, pg, {name: weight.half() for name, weight in own(rank, 0).items()})
+        x, (scores, *routed) = draw(B, L, D, seed=rank).half(), routing(rank, 0)
+        with pytest.raises(UnsupportedError, match=r"'w1' .*float16.*bfloat16: train in one"):
+            layer(x, scores.half(), *routed)
+        assert layer.group is None
+        with torch.no_grad():
+            layer(x, scores.half(), *routed)
+        layer.group.close()
+
+
+def test_float16_is_for_inference(ranks: RankPool) -> None:
+    ranks.run(G, in_float16)
+
+
 def configured(rank: int, pg: Any) -> None:
     with adapter() as api:
         layer = make(api, pg, own(rank, 0), slots_per_rank=1, live=2, min_tokens=10_000)

@@ -197,6 +197,28 @@ def test_slots_have_gradients_once_weights_are_trained(ranks: RankPool) -> None:
     ranks.run(G, unfreeze)
 
 
+def in_float16(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        api.configure(engine="host", timeout=30.0)
+        (layer,) = make_layers(api, rank, pg, None, 1)
+        layer._experts.half()
+        x = tokens(rank).half()
+        ids, scale = batch(rank, 0, len(x))
+        for opened in (False, True):
+            with pytest.raises(UnsupportedError, match=r"'w1' .*float16.*bfloat16: train in one"):
+                layer(x.clone().requires_grad_(), ids, scale.half())
+            assert (layer.group is not None) == opened
+            if not opened:
+                with torch.no_grad():
+                    layer(x, ids, scale.half())
+                assert layer.plan.num_replicas > 0
+        layer.group.abort()
+
+
+def test_float16_is_for_inference(ranks: RankPool) -> None:
+    ranks.run(G, in_float16)
+
+
 def on_one_rank(rank: int, pg: Any) -> None:
     with adapter() as api:
         layer = api.UltraEP(Experts(**all_weights(0)), Mesh(pg), Mesh(pg))
