@@ -75,7 +75,7 @@ class Options:
             UnsupportedError: the weights are trained and neither float32 nor bfloat16.
         """
         grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
-        if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
+        if calls is not None and _serves(calls.group, grads):
             return calls
         check()
         if torch.is_grad_enabled():
@@ -89,3 +89,8 @@ class Options:
             **self._of_group,
         )
         return Replication(group, layer=layer, live=self.live, **self._of_layer)
+
+
+def _serves(group: object, grads: Mapping[str, torch.dtype]) -> bool:
+    """Return whether a layer's group reduces these gradients. A loaded layer has none."""
+    return isinstance(group, uec.Group) and (not grads or grads.keys() == group.slot_grads.keys())

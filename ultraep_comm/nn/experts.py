@@ -33,6 +33,8 @@ class ReplicatedExperts(torch.nn.Module):
     Without gradients nothing is saved. If a graph is dropped without a backward pass, its plan is
     released; so is the plan of a graph that torch.utils.checkpoint builds only to recompute.
 
+    Copies (copy.deepcopy, AveragedModel) share the group.
+
     Attributes:
         weights: the main weights, a ParameterDict.
     """
@@ -64,14 +66,8 @@ class ReplicatedExperts(torch.nn.Module):
             UnsupportedError: weights with slot gradients are neither float32 nor bfloat16.
         """
         super().__init__()
-        if set(weights) != set(group.segments):
-            raise InvalidArgumentError(
-                f"rank {group.rank}: ReplicatedExperts was given weights {sorted(weights)};"
-                f" expected the group's segments, {sorted(group.segments)}"
-            )
-        check_trained({name: weights[name] for name in group.slot_grads}, group.rank)
+        _check(weights, group)
         self.weights = torch.nn.ParameterDict(weights)
-        self.group = group
         self.experts = experts
         self.layer = layer
         self._mode = mode
@@ -79,6 +75,16 @@ class ReplicatedExperts(torch.nn.Module):
         self._calls = Replication(
             group, layer=layer, mode=mode, backward_segments=backward_segments
         )
+
+    @property
+    def group(self) -> uec.Group:
+        """Return the group. Set it after loading: it is not saved with the module."""
+        return self._calls.group
+
+    @group.setter
+    def group(self, group: uec.Group) -> None:
+        _check(dict(self.weights.items()), group)
+        self._calls.group = group
 
     def forward(
         self, x: Tensor, plan: uec.Plan, *args: Any, microbatch: int | None = None
@@ -111,3 +117,12 @@ class ReplicatedExperts(torch.nn.Module):
         run = self._calls.begin(weights, plan=plan, microbatch=microbatch)
         x, mains, slots = run.before_experts(run.before_dispatch(x))
         return run.after_experts(self.experts(x, mains, slots, *args))
+
+
+def _check(weights: Mapping[str, torch.nn.Parameter], group: uec.Group) -> None:
+    if set(weights) != set(group.segments):
+        raise InvalidArgumentError(
+            f"rank {group.rank}: ReplicatedExperts was given weights {sorted(weights)};"
+            f" expected the group's segments, {sorted(group.segments)}"
+        )
+    check_trained({name: weights[name] for name in group.slot_grads}, group.rank)

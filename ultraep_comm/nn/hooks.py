@@ -43,8 +43,12 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass
 class PassCalls:
-    """The calls of a pass's hooks that are in flight, and whether replicas were restored."""
+    """The calls of a pass's hooks that are in flight, and whether replicas were restored.
 
+    ``owner`` is for :func:`start_transfer`.
+    """
+
+    owner: object = None
     restoring: uec.Work | None = None
     reducing: uec.Work | None = None
     has_restored: bool = False
@@ -146,7 +150,8 @@ def _replicate(run: ExpertPass) -> uec.Work:
         run.handle.group,
         mode=run.mode,
         segments=run.segments,
-        expires=run.bank if run.shares_bank else None,
+        owner=run.calls.owner,
+        expires=run.shares_bank,
     )
     run.calls.has_restored = True
     return work
@@ -159,10 +164,22 @@ def start_transfer(
     *,
     mode: str,
     segments: Sequence[str] | None,
-    expires: uec.Bank | None,
+    owner: object,
+    expires: bool,
     layer: int | None = None,
 ) -> uec.Work:
-    """Start to fill slots; ``expires``: the bank, if what it holds may be of other weights."""
+    """Start to fill slots.
+
+    What their bank holds is not reused if it may be of other weights: ``expires``, or the last
+    transfer was that of another ``owner``, such as a copy of a layer; None: not known.
+    """
+    held_for, version = group.session.held_for, None
+    bank = (plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan).bank
+    if bank is not None:
+        holder = held_for.setdefault(bank, owner)
+        if expires or (owner is not None and holder is not owner):
+            version = group.bank(bank).version + 1
+        held_for[bank] = owner
     work = uec.replicate_experts(
         weights,
         plan,
@@ -170,7 +187,7 @@ def start_transfer(
         async_op=True,
         mode=mode,
         segments=segments,
-        version=None if expires is None else expires.version + 1,
+        version=version,
         layer=layer,
     )
     assert work is not None

@@ -39,6 +39,9 @@ class Replication:
     they only fill the slots. All of it is collective: every rank runs the same layers and
     microbatches in the same order. Recomputation (torch.utils.checkpoint) works.
 
+    A copy (copy.deepcopy) shares the group, with main weights of its own. Saving leaves the group
+    out: set ``group`` of what was loaded.
+
     Attributes:
         group: the group.
         layer: the layer's number.
@@ -81,22 +84,31 @@ class Replication:
         Raises:
             InvalidArgumentError: the group has too few banks.
         """
-        first = 0 if bank is None else bank
-        count = len(group.banks)
-        if live < 1 or not 0 <= first <= count - live:
-            raise InvalidArgumentError(
-                f"rank {group.rank}: layer {layer} is to have {live} live microbatches, with slots"
-                f" from bank {first} on, and the group has {count} banks; expected one bank for"
-                f" each: create it with banks={first + max(live, 1)} or more"
-            )
-        self.group = group
         self.layer = layer
-        self._banks = group.banks[first : first + live]
+        self._first, self._live = 0 if bank is None else bank, live
         self._keeps = bank is not None
+        self._owner = object()  # of what slots hold: that of a copy is another
         self._calls = 0
         self._target, self._cost, self._min_tokens = target, cost, min_tokens
         self._mode, self._reduce_mode = mode, reduce_mode
         self._segments = backward_segments
+        self.group = group
+
+    @property
+    def group(self) -> uec.Group:
+        """Return the group."""
+        return self._group
+
+    @group.setter
+    def group(self, group: uec.Group) -> None:
+        first, live, count = self._first, self._live, len(group.banks)
+        if live < 1 or not 0 <= first <= count - live:
+            raise InvalidArgumentError(
+                f"rank {group.rank}: layer {self.layer} is to have {live} live microbatches, with"
+                f" slots from bank {first} on, and the group has {count} banks; expected one bank"
+                f" for each: create it with banks={first + max(live, 1)} or more"
+            )
+        self._group = group
 
     def begin(
         self,
@@ -141,7 +153,7 @@ class Replication:
         except Exception as error:
             group.session.reject(error)
             raise
-        bank = self._banks[self._calls % len(self._banks)]
+        bank = group.banks[self._first + self._calls % self._live]
         self._calls += 1
         shares = not self._keeps and bank.index > 0
         if plan is None:
@@ -161,13 +173,15 @@ class Replication:
                 segments=self._segments,
                 shares_bank=shares,
             )
+            run.calls.owner = self._owner
         work = start_transfer(
             weights if isinstance(weights, BoundWeights) else mains,
             saved,
             group,
             mode=self._mode,
             segments=None,
-            expires=bank if shares else None,
+            owner=self._owner,
+            expires=shares,
             layer=self.layer,
         )
         how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from fake_torchtitan import AllToAllTokenDispatcher, GroupedExperts, ParallelDim
 from new_tensors import NewTensors
 from ranks import RankPool, run_training
 from tiers import cases, sampled
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
@@ -193,6 +195,31 @@ def in_float16(rank: int, pg: Any) -> None:
 
 def test_float16_is_for_inference(ranks: RankPool) -> None:
     ranks.run(G, in_float16)
+
+
+def copied(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer, x = make(api, pg, own(rank, 0)), draw(B, L, D, seed=rank)
+        first = run([layer], x, rank).detach()
+        second = AveragedModel(layer).module
+        file = io.BytesIO()
+        mesh, second.token_dispatcher.ep_mesh = second.token_dispatcher.ep_mesh, None
+        torch.save(second, file)
+        second.token_dispatcher.ep_mesh = mesh
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        loaded.token_dispatcher.ep_mesh = mesh
+        with torch.no_grad():
+            for other in (second, loaded):
+                other.inner_experts.w2.mul_(2)
+                torch.testing.assert_close(run([other], x, rank) - x, 2 * (first - x))
+                assert torch.equal(run([layer], x, rank), first)
+                assert other.group is layer.group
+        layer.group.close()
+
+
+def test_copies_and_loaded_layers_have_their_own_experts(ranks: RankPool) -> None:
+    ranks.run(G, copied)
 
 
 def configured(rank: int, pg: Any) -> None:

@@ -19,6 +19,7 @@ from fake_transformers import Experts, Mesh, adapter
 from new_tensors import NewTensors
 from ranks import RankPool, run_training
 from tiers import cases, sampled
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from ultraep_comm.adapters.seams import check_experts
@@ -217,6 +218,28 @@ def in_float16(rank: int, pg: Any) -> None:
 
 def test_float16_is_for_inference(ranks: RankPool) -> None:
     ranks.run(G, in_float16)
+
+
+def copied(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        api.configure(engine="host", timeout=30.0)
+        (layer,) = make_layers(api, rank, pg, None, 1)
+        x = tokens(rank)
+        first = run([layer], x, rank).detach()
+        experts = AveragedModel(layer._experts).module
+        second = api.layers(experts)[""]
+        assert second is not layer
+        assert second._experts is experts
+        with torch.no_grad():
+            experts.w2.mul_(2)
+            torch.testing.assert_close(run([second], x, rank) - x, 2 * (first - x))
+            assert torch.equal(run([layer], x, rank), first)
+        assert second.group is layer.group
+        layer.group.close()
+
+
+def test_a_copy_of_a_layer_has_its_own_experts(ranks: RankPool) -> None:
+    ranks.run(G, copied)
 
 
 def on_one_rank(rank: int, pg: Any) -> None:
