@@ -222,6 +222,25 @@ def test_copies_and_loaded_layers_have_their_own_experts(ranks: RankPool) -> Non
     ranks.run(G, copied)
 
 
+def compiled(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer, x = make(api, pg, own(rank, 0)), draw(B, L, D, seed=rank)
+        given = routing(rank, 0)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"):
+            torch.compile(layer, fullgraph=True, backend="eager")(x, *given)
+        first = torch.compile(layer, backend="eager")(x, *given)
+        first.sum().backward()
+        assert layer.plan.num_replicas > 0
+        torch.testing.assert_close(layer(x, *given).detach(), first)
+        layer.group.assert_idle()
+        layer.group.close()
+
+
+def test_a_compiled_layer_breaks_the_graph(ranks: RankPool) -> None:
+    ranks.run(G, compiled)
+
+
 def configured(rank: int, pg: Any) -> None:
     with adapter() as api:
         layer = make(api, pg, own(rank, 0), slots_per_rank=1, live=2, min_tokens=10_000)

@@ -242,6 +242,36 @@ def test_a_copy_of_a_layer_has_its_own_experts(ranks: RankPool) -> None:
     ranks.run(G, copied)
 
 
+def twice(layer: Any, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = layer(2 * x, *given)
+    return y
+
+
+def compiled(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        api.configure(engine="host", timeout=60.0)
+        (layer, fresh) = make_layers(api, rank, pg, None)
+        given = batch(rank, 0, len(tokens(rank)))
+        for each, first in ((layer, True), (fresh, False)):  # also after a step in eager mode
+            x = tokens(rank).requires_grad_()
+            y = each(x, *given).detach() if first else None
+            torch._dynamo.reset()
+            with pytest.raises(
+                torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"
+            ):
+                torch.compile(each, fullgraph=True, backend="eager")(x, *given)
+            again = torch.compile(twice, backend="eager")(each, x / 2, *given)
+            again.sum().backward()
+            assert y is None or torch.equal(again, y)
+            assert each.plan.num_replicas > 0
+            each.group.assert_idle()
+        layer.group.close()
+
+
+def test_compiled_models_break_the_graph_at_a_layer(ranks: RankPool) -> None:
+    ranks.run(G, compiled)
+
+
 def on_one_rank(rank: int, pg: Any) -> None:
     with adapter() as api:
         layer = api.UltraEP(Experts(**all_weights(0)), Mesh(pg), Mesh(pg))
@@ -341,7 +371,7 @@ def test_quantised_experts_travel_with_their_scales_or_not_at_all() -> None:
 PROGRAM = Path(__file__).resolve().parents[1] / "transformers_training.py"
 QUICK = ["qwen3", "gptoss", "shared batches", "recomputed", "new tensors"]
 FURTHER = ["mixtral, two copies of an expert", "dsv3", "recomputed, reentrant", "adamw", "bf16"]
-FURTHER += ["no replicas for few tokens", "ranks without tokens"]
+FURTHER += ["compiled", "no replicas for few tokens", "ranks without tokens"]
 RUN = cases(QUICK, QUICK + FURTHER)
 
 
