@@ -28,6 +28,9 @@ class Mesh:
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
+    def __deepcopy__(self, _memo: Any) -> Mesh:  # as of a DeviceMesh, of the same group
+        return Mesh(self._group)
+
     def size(self) -> int:
         return 1 if self._group is None else dist.get_world_size(self._group)
 

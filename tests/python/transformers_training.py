@@ -80,6 +80,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     optimizer: str = "sgd"
     checkpointing: dict[str, Any] | None = None
+    compiled: bool = False  # with replicas
     options: dict[str, Any] = field(default_factory=dict)
     batch: tuple[int, int] = (4, 16)
     learning_rate: float = 0.1
@@ -95,6 +96,7 @@ CASES = {
     "recomputed": Case("qwen3", checkpointing={"use_reentrant": False}),
     "recomputed, reentrant": Case("gptoss", checkpointing={"use_reentrant": True}),
     "adamw": Case("qwen3", optimizer="adamw", experts="eager", learning_rate=1e-3),
+    "compiled": Case("qwen3", compiled=True),
     "bf16": Case("qwen3", dtype=torch.bfloat16),
     "routers alone": Case("qwen3", trained="mlp.gate."),
     "no replicas for few tokens": Case("qwen3", options={"min_tokens": 10_000}),
@@ -153,6 +155,8 @@ def train(folder: Path, case: Case, way: str) -> Run:
         parameter.requires_grad_(case.trained in name)
     if case.checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=case.checkpointing)
+    if case.compiled and way == adapter.NAME:
+        model.compile(backend="eager")
     seed = torch.Generator().manual_seed(7 + dist.get_rank() // case.tp)
     ids = torch.randint(3, 128, case.batch, generator=seed)
     if case.optimizer == "sgd":

@@ -17,6 +17,7 @@ import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn import Replication
+from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
 
 _SETTING = "autoep_size above 1 in expert_parallel"
@@ -170,6 +171,7 @@ class _View:
 @functools.cache
 def _layer_class(base: Any) -> Any:
     class ReplicatedAutoEPMoELayer(base):
+        @breaks_graph
         def _forward(self, hidden_states: Tensor) -> Any:
             scores, ids, counts = self.router(hidden_states.flatten(0, -2), self.expert_bias)
             run = self.replicas.begin(dict(self.experts.named_parameters()), ids)

@@ -20,6 +20,7 @@ import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import LayerPass, Replication
+from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented
 
@@ -237,6 +238,10 @@ def _change(layer: Any, calls: Replication) -> None:
 @functools.cache
 def _layer_class(base: Any) -> Any:
     class ReplicatedMoELayer(base):
+        @breaks_graph
+        def forward(self, *given: Any, **named: Any) -> Any:
+            return super().forward(*given, **named)
+
         def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
             run = self.replicas.begin(*super().route(hidden_states, padding_mask))
             self.replica_plan = run.plan

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import Replication
+from ultraep_comm.nn.weights import check_trained
 
 OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
 OF_GROUP = (
@@ -69,11 +70,16 @@ class Options:
             process_group: the expert-parallel group.
             weights: this rank's main weights.
             check: called before anything is created.
+
+        Raises:
+            UnsupportedError: the weights are trained and neither float32 nor bfloat16.
         """
         grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
-        if calls is not None and (not grads or grads.keys() == calls.group.slot_grads.keys()):
+        if calls is not None and _serves(calls.group, grads):
             return calls
         check()
+        if torch.is_grad_enabled():
+            check_trained(weights, process_group.rank())
         group, layer = uec.group_for(
             process_group,
             like=weights,
@@ -83,3 +89,8 @@ class Options:
             **self._of_group,
         )
         return Replication(group, layer=layer, live=self.live, **self._of_layer)
+
+
+def _serves(group: object, grads: Mapping[str, torch.dtype]) -> bool:
+    """Return whether a layer's group reduces these gradients. A loaded layer has none."""
+    return isinstance(group, uec.Group) and (not grads or grads.keys() == group.slot_grads.keys())

@@ -27,6 +27,7 @@ from ultraep_comm.adapters.options import Options
 from ultraep_comm.adapters.seams import check_experts, check_seam, is_alone, run_grouped
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
+from ultraep_comm.nn.traced import breaks_graph
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
@@ -98,6 +99,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         if mesh is not None:
             self._check()
 
+    @breaks_graph
     def forward(
         self,
         x_BLD: Tensor,

@@ -29,6 +29,7 @@ import ultraep_comm as uec
 from ultraep_comm.adapters.options import Options
 from ultraep_comm.adapters.seams import check_experts, check_seam, find, is_alone, warn_idle
 from ultraep_comm.nn import Replication
+from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
@@ -112,6 +113,7 @@ class UltraEP(AllToAllEP):
         calls = _replications.get(self)
         return None if calls is None else calls.group
 
+    @breaks_graph
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token.
 

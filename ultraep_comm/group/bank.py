@@ -10,11 +10,12 @@ from ultraep_comm.errors import (
     InvalidPlanError,
     UnsupportedError,
 )
+from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.topology import as_int
 
 
-class Bank:
+class Bank(Shared):
     """One set of S slots on every rank. Returned by :meth:`Group.bank`.
 
     A slot holds its expert until a plan has another one there, so that a later plan of the bank

@@ -17,6 +17,7 @@ from ultraep_comm.errors import (
 from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.group.bank import Bank, bank_index
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
+from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.health import GroupHealth, health_of
 from ultraep_comm.group.instances import Instances
 from ultraep_comm.group.memory import GroupMemory, memory_of
@@ -30,8 +31,10 @@ from ultraep_comm.weights.binding import BoundGrads
 from ultraep_comm.weights.segments import BoundWeights, Segment, Weights, with_own_storage
 
 
-class Group:
+class Group(Shared):
     """One rank's part of a group. Created by :func:`new_group` or :func:`new_loopback_groups`.
+
+    Copies of a module share its group. Saving leaves it out: set a loaded module's ``group``.
 
     Attributes:
         rank: this rank in the group.
@@ -527,9 +530,6 @@ class Group:
         if kind is not None:
             self.abort()
         self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Group cannot be copied or pickled: it owns a rank's memory and threads")
 
     def __repr__(self) -> str:
         t = self.topology

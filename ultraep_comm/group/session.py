@@ -23,6 +23,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.names import new_name
 from ultraep_comm.group.saved_plans import PlanHandle, PlanStore
 from ultraep_comm.group.work import Work
@@ -36,7 +37,7 @@ Held = deque[tuple[int, tuple[object, ...]]]
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class Session:
+class Session(Shared):
     """One rank's state of a group, shared by ``Group`` and the calls.
 
     Attributes:
@@ -50,6 +51,7 @@ class Session:
         selections: checks ``segments=``.
         plans: saved plans.
         filled_by: the plan or handle of the last transfer to each bank; without one: to bank 0.
+        held_for: of each bank, whose main weights its slots hold; see `nn.Replication`.
         recomputed: forward passes made in a backward pass, until that reduces: the number of the
             backward pass, the layer, and the plan's ``slot_expert``.
         recorder: records calls; None: recording is off.
@@ -102,6 +104,7 @@ class Session:
             engine=self.engine,
         )
         self.filled_by: dict[int, Plan | PlanHandle] = {}
+        self.held_for: dict[int, object] = {}
         self.recomputed: list[tuple[int, int, torch.Tensor]] = []
         self.recorder: Recorder | None = None
         self.run = ""

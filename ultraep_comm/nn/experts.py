@@ -12,6 +12,7 @@ from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.group import session_of
 from ultraep_comm.nn import traced
 from ultraep_comm.nn.replication import Replication
+from ultraep_comm.nn.weights import check_trained
 
 Tensor = torch.Tensor
 Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
@@ -32,6 +33,8 @@ class ReplicatedExperts(torch.nn.Module):
 
     Without gradients nothing is saved. If a graph is dropped without a backward pass, its plan is
     released; so is the plan of a graph that torch.utils.checkpoint builds only to recompute.
+
+    Copies (copy.deepcopy, AveragedModel) share the group.
 
     Attributes:
         weights: the main weights, a ParameterDict.
@@ -58,22 +61,14 @@ class ReplicatedExperts(torch.nn.Module):
             layer: the layer's number, the same on every rank.
             mode: of the transfers.
             backward_segments: segments that the backward pass needs; None: all.
+
+        Raises:
+            InvalidArgumentError: the weights are not the group's segments.
+            UnsupportedError: weights with slot gradients are neither float32 nor bfloat16.
         """
         super().__init__()
-        session_of(group)
-        is_mapping = isinstance(weights, Mapping | torch.nn.ParameterDict)
-        found = {n: type(w).__name__ for n, w in weights.items()} if is_mapping else weights
-        if (
-            not is_mapping
-            or set(weights) != set(group.segments)
-            or not all(isinstance(weight, Tensor) for weight in weights.values())
-        ):
-            raise InvalidArgumentError(
-                f"rank {group.rank}: ReplicatedExperts was given weights {found}; expected a"
-                f" Parameter for each of the group's segments, {sorted(group.segments)}"
-            )
+        _check(weights, group)
         self.weights = torch.nn.ParameterDict(weights)
-        self.group = group
         self.experts = experts
         self.layer = layer
         self._mode = mode
@@ -81,6 +76,16 @@ class ReplicatedExperts(torch.nn.Module):
         self._calls = Replication(
             group, layer=layer, mode=mode, backward_segments=backward_segments
         )
+
+    @property
+    def group(self) -> uec.Group:
+        """Return the group. Set it after loading: it is not saved with the module."""
+        return self._calls.group
+
+    @group.setter
+    def group(self, group: uec.Group) -> None:
+        _check(dict(self.weights.items()), group)
+        self._calls.group = group
 
     def forward(
         self, x: Tensor, plan: uec.Plan, *args: Any, microbatch: int | None = None
@@ -113,3 +118,19 @@ class ReplicatedExperts(torch.nn.Module):
         run = self._calls.begin(weights, plan=plan, microbatch=microbatch)
         x, mains, slots = run.before_experts(run.before_dispatch(x))
         return run.after_experts(self.experts(x, mains, slots, *args))
+
+
+def _check(weights: Mapping[str, torch.nn.Parameter], group: uec.Group) -> None:
+    session_of(group)
+    is_mapping = isinstance(weights, Mapping | torch.nn.ParameterDict)
+    found = {n: type(w).__name__ for n, w in weights.items()} if is_mapping else weights
+    if (
+        not is_mapping
+        or set(weights) != set(group.segments)
+        or not all(isinstance(weight, Tensor) for weight in weights.values())
+    ):
+        raise InvalidArgumentError(
+            f"rank {group.rank}: ReplicatedExperts was given weights {found}; expected a Parameter"
+            f" for each of the group's segments, {sorted(group.segments)}"
+        )
+    check_trained({name: weights[name] for name in group.slot_grads}, group.rank)

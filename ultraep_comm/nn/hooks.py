@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 import ultraep_comm as uec
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import BoundGrads
 from ultraep_comm.weights.segments import BoundWeights, Weights
@@ -42,9 +43,13 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass
 class PassCalls:
-    """The calls of a pass's hooks that are in flight, whether replicas were restored, and where."""
+    """The calls of a pass's hooks that are in flight, whether replicas were restored, and where.
+
+    ``owner`` is for :func:`start_transfer`.
+    """
 
     restored_by: Callable[[], object] = lambda: None  # weakly: the node would reference itself
+    owner: object = None
     restoring: uec.Work | None = None
     reducing: uec.Work | None = None
     has_restored: bool = False
@@ -152,7 +157,8 @@ def _replicate(run: ExpertPass) -> uec.Work:
         run.handle.group,
         mode=run.mode,
         segments=run.segments,
-        expires=run.bank if run.shares_bank else None,
+        owner=run.calls.owner,
+        expires=run.shares_bank,
     )
     run.calls.has_restored = True
     return work
@@ -165,10 +171,22 @@ def start_transfer(
     *,
     mode: str,
     segments: Sequence[str] | None,
-    expires: uec.Bank | None,
+    owner: object,
+    expires: bool,
     layer: int | None = None,
 ) -> uec.Work:
-    """Start to fill slots; ``expires``: the bank, if what it holds may be of other weights."""
+    """Start to fill slots.
+
+    What their bank holds is not reused if it may be of other weights: ``expires``, or the last
+    transfer was that of another ``owner``, such as a copy of a layer; None: not known.
+    """
+    held_for, version = group.session.held_for, None
+    bank = (plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan).bank
+    if bank is not None:
+        holder = held_for.setdefault(bank, owner)
+        if expires or (owner is not None and holder is not owner):
+            version = group.bank(bank).version + 1
+        held_for[bank] = owner
     work = uec.replicate_experts(
         weights,
         plan,
@@ -176,7 +194,7 @@ def start_transfer(
         async_op=True,
         mode=mode,
         segments=segments,
-        version=None if expires is None else expires.version + 1,
+        version=version,
         layer=layer,
     )
     assert work is not None
@@ -519,7 +537,9 @@ def find_trained(mains: Mains, group: uec.Group) -> list[str]:
 
     Raises:
         InvalidArgumentError: only some of the weights that the group reduces need gradients.
+        UnsupportedError: their dtype is neither float32 nor bfloat16.
     """
+    check_trained(mains, group.rank)
     wanted = [name for name, main in mains.items() if _needs_gradient(main)]
     if wanted and set(wanted) != set(group.slot_grads):
         raise InvalidArgumentError(

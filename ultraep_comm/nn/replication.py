@@ -12,6 +12,7 @@ from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.group.group import session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
+    find_trained,
     join_reduction,
     prefetch_replicas,
     restore_replicas,
@@ -39,6 +40,9 @@ class Replication:
     replicas' gradients, and let main gradients leave the layer when they are complete. Without,
     they only fill the slots. All of it is collective: every rank runs the same layers and
     microbatches in the same order. Recomputation (torch.utils.checkpoint) works.
+
+    A copy (copy.deepcopy) shares the group, with main weights of its own. Saving leaves the group
+    out: set ``group`` of what was loaded.
 
     Attributes:
         group: the group.
@@ -82,24 +86,34 @@ class Replication:
         Raises:
             InvalidArgumentError: the group has too few banks.
         """
-        session_of(group)
-        first = 0 if bank is None else as_int(bank, "bank")
-        live, min_tokens = as_int(live, "live"), as_int(min_tokens, "min_tokens")
-        count = len(group.banks)
-        if live < 1 or not 0 <= first <= count - live:
-            raise InvalidArgumentError(
-                f"rank {group.rank}: layer {layer} is to have {live} live microbatches, with slots"
-                f" from bank {first} on, and the group has {count} banks; expected one bank for"
-                f" each: create it with banks={first + max(live, 1)} or more"
-            )
-        self.group = group
         self.layer = layer
-        self._banks = group.banks[first : first + live]
+        self._first = 0 if bank is None else as_int(bank, "bank")
+        self._live = as_int(live, "live")
         self._keeps = bank is not None
+        self._owner = object()  # of what slots hold: that of a copy is another
         self._calls = 0
-        self._target, self._cost, self._min_tokens = target, cost, min_tokens
+        self._target, self._cost = target, cost
+        self._min_tokens = as_int(min_tokens, "min_tokens")
         self._mode, self._reduce_mode = mode, reduce_mode
         self._segments = backward_segments
+        self.group = group
+
+    @property
+    def group(self) -> uec.Group:
+        """Return the group."""
+        return self._group
+
+    @group.setter
+    def group(self, group: uec.Group) -> None:
+        session_of(group)
+        first, live, count = self._first, self._live, len(group.banks)
+        if live < 1 or not 0 <= first <= count - live:
+            raise InvalidArgumentError(
+                f"rank {group.rank}: layer {self.layer} is to have {live} live microbatches, with"
+                f" slots from bank {first} on, and the group has {count} banks; expected one bank"
+                f" for each: create it with banks={first + max(live, 1)} or more"
+            )
+        self._group = group
 
     def begin(
         self,
@@ -132,13 +146,16 @@ class Replication:
         Raises:
             InvalidWeightsError, InvalidLoadError, InvalidArgumentError: wrong input; peers fail
                 too.
-            UnsupportedError: ``min_tokens`` with a routing on the device.
+            UnsupportedError: ``min_tokens`` with a routing on the device; or weights that need
+                gradients and are neither float32 nor bfloat16.
         """
         group = self.group
         with group.session.rejecting():
             given = weights.weights if isinstance(weights, BoundWeights) else weights
             mains = local_weights(given, group)
-            bank = self._banks[self._calls % len(self._banks)]
+            if torch.is_grad_enabled() and main_grads is None:
+                find_trained(mains, group)
+            bank = group.banks[self._first + self._calls % self._live]
             self._calls += 1
             shares = not self._keeps and bank.index > 0
             if plan is None:
@@ -158,13 +175,15 @@ class Replication:
                     segments=self._segments,
                     shares_bank=shares,
                 )
+                run.calls.owner = self._owner
             work = start_transfer(
                 weights if isinstance(weights, BoundWeights) else mains,
                 saved,
                 group,
                 mode=self._mode,
                 segments=None,
-                expires=bank if shares else None,
+                owner=self._owner,
+                expires=shares,
                 layer=self.layer,
             )
             how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}

@@ -11,8 +11,9 @@ forward pass.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +21,18 @@ import ultraep_comm as uec
 from ultraep_comm.calls import traced
 from ultraep_comm.nn.hooks import find_trained
 
+F = TypeVar("F", bound=Callable[..., Any])
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
+
+
+def breaks_graph(function: F) -> F:
+    """Run a layer's calls outside of the graphs of torch.compile; ``fullgraph=True`` raises."""
+    why = "a layer with replicas calls its peers by what a pass routes; leave out fullgraph=True"
+    known = inspect.signature(torch.compiler.disable).parameters  # the oldest torch has no reason
+    given: Any = {"reason": why} if "reason" in known else {}
+    disabled: F = torch.compiler.disable(function, **given)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class _Restore(torch.autograd.Function):

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.errors import InvalidWeightsError
+from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.weights.binding import GRAD_TYPES
 from ultraep_comm.weights.segments import Segment, local_part
 
 Tensor = torch.Tensor
@@ -43,19 +44,34 @@ def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, M
             f" segments, {sorted(group.segments)}: what is no segment would stay behind"
         )
     return {
-        name: _local(weights[name], segment, group.num_mains)
+        name: _local(weights[name], f"rank {group.rank}: weights[{name!r}]", segment, group)
         for name, segment in group.segments.items()
     }
 
 
-def _local(value: Mains, segment: Segment, num_mains: int) -> Mains:
+def _local(value: Mains, what: str, segment: Segment, group: uec.Group) -> Mains:
     if not isinstance(value, Tensor):
-        # What is no sequence, the call refuses.
-        return [local_part(tensor) for tensor in value] if isinstance(value, Iterable) else value
+        if not isinstance(value, Iterable) or not all(isinstance(t, Tensor) for t in value):
+            raise InvalidWeightsError(
+                f"{what} is a {type(value).__name__}; expected a tensor or a sequence of tensors"
+            )
+        return [local_part(tensor) for tensor in value]
     tensor, shape = local_part(value), segment.shape
-    if shape and tensor.shape == (num_mains * shape[0], *shape[1:]):
-        return tensor.view(num_mains, *shape) if tensor.is_contiguous() else tensor
+    if shape and tensor.shape == (group.num_mains * shape[0], *shape[1:]):
+        return tensor.view(group.num_mains, *shape) if tensor.is_contiguous() else tensor
     return tensor
+
+
+def check_trained(weights: Mapping[str, Mains], rank: int) -> None:
+    """Raise UnsupportedError if gradients are needed of a dtype that no reduction takes."""
+    for name, value in weights.items():
+        for tensor in [value] if isinstance(value, Tensor) else value:
+            if tensor.requires_grad and tensor.dtype not in GRAD_TYPES:
+                raise UnsupportedError(
+                    f"rank {rank}: main weights {name!r} need gradients and are {tensor.dtype};"
+                    " expected torch.float32 or torch.bfloat16: train in one of these, with"
+                    " torch.autocast for float16, or freeze them"
+                )
 
 
 def unbind_slots(slots: Tensor, plan: uec.Plan, rank: int) -> Sequence[Tensor]:

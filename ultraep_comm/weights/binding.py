@@ -18,6 +18,7 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.weights.segments import (
     Addresses,
+    Bound,
     BoundWeights,
     Segment,
     Source,
@@ -206,7 +207,7 @@ def make_grads(grads: GradSpec, segments: Mapping[str, Segment]) -> dict[str, Se
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundGrads:
+class BoundGrads(Bound):
     """Main gradients checked once, with their addresses. Returned by ``Group.bind_grads``.
 
     The addresses are frozen: bind again after gradients have moved.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -129,8 +129,19 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+class Bound:
+    """What has addresses. Its copies, also saved ones, lie elsewhere, and no group takes them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_bound, (type(self), vars(self) | {"owner": None, "table": None})
+
+
+def _make_bound(kind: Callable[..., Bound], fields: dict[str, Any]) -> Bound:
+    return kind(**fields)
+
+
 @dataclass(frozen=True, kw_only=True)
-class BoundWeights:
+class BoundWeights(Bound):
     """Main weights checked once, with their addresses. Returned by ``Group.bind``.
 
     The addresses are frozen: bind again after weights have moved.

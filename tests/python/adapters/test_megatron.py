@@ -77,6 +77,12 @@ def outputs(pg: Any) -> list[int]:
             before, kept = model(x), {n: v.clone() for n, v in model.state_dict().items()}
             layers = replicate(model if not config else [model])  # or a pipeline's chunks
             torch.testing.assert_close(model(x), before)
+            torch.testing.assert_close(torch.compile(model, backend="eager")(x), before)
+            torch._dynamo.reset()
+            with pytest.raises(
+                torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"
+            ):
+                torch.compile(model, fullgraph=True, backend="eager")(x)
         assert [type(m).__name__ for m in layers] == ["ReplicatedMoELayer"] * 2
         assert all(isinstance(layer, fake_megatron.MoELayer) for layer in layers)
         assert type(layers[0]) is type(layers[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from fake_torchtitan import AllToAllTokenDispatcher, GroupedExperts, ParallelDim
 from new_tensors import NewTensors
 from ranks import RankPool, run_training
 from tiers import cases, sampled
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from ultraep_comm.adapters.seams import warn_idle
@@ -179,6 +181,66 @@ def refuse(rank: int, pg: Any) -> None:
 
 def test_what_would_stay_behind_is_said_at_setup_on_every_rank(ranks: RankPool) -> None:
     ranks.run(G, refuse)
+
+
+def in_float16(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer = make(api, pg, {name: weight.half() for name, weight in own(rank, 0).items()})
+        x, (scores, *routed) = draw(B, L, D, seed=rank).half(), routing(rank, 0)
+        with pytest.raises(UnsupportedError, match=r"'w1' .*float16.*bfloat16: train in one"):
+            layer(x, scores.half(), *routed)
+        assert layer.group is None
+        with torch.no_grad():
+            layer(x, scores.half(), *routed)
+        layer.group.close()
+
+
+def test_float16_is_for_inference(ranks: RankPool) -> None:
+    ranks.run(G, in_float16)
+
+
+def copied(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer, x = make(api, pg, own(rank, 0)), draw(B, L, D, seed=rank)
+        first = run([layer], x, rank).detach()
+        second = AveragedModel(layer).module
+        file = io.BytesIO()
+        mesh, second.token_dispatcher.ep_mesh = second.token_dispatcher.ep_mesh, None
+        torch.save(second, file)
+        second.token_dispatcher.ep_mesh = mesh
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        loaded.token_dispatcher.ep_mesh = mesh
+        with torch.no_grad():
+            for other in (second, loaded):
+                other.inner_experts.w2.mul_(2)
+                torch.testing.assert_close(run([other], x, rank) - x, 2 * (first - x))
+                assert torch.equal(run([layer], x, rank), first)
+                assert other.group is layer.group
+        layer.group.close()
+
+
+def test_copies_and_loaded_layers_have_their_own_experts(ranks: RankPool) -> None:
+    ranks.run(G, copied)
+
+
+def compiled(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        layer, x = make(api, pg, own(rank, 0)), draw(B, L, D, seed=rank)
+        given = routing(rank, 0)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"):
+            torch.compile(layer, fullgraph=True, backend="eager")(x, *given)
+        first = torch.compile(layer, backend="eager")(x, *given)
+        first.sum().backward()
+        assert layer.plan.num_replicas > 0
+        torch.testing.assert_close(layer(x, *given).detach(), first)
+        layer.group.assert_idle()
+        layer.group.close()
+
+
+def test_a_compiled_layer_breaks_the_graph(ranks: RankPool) -> None:
+    ranks.run(G, compiled)
 
 
 def configured(rank: int, pg: Any) -> None:

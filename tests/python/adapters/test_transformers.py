@@ -19,6 +19,7 @@ from fake_transformers import DistributedConfig, Experts, Mesh, adapter
 from new_tensors import NewTensors
 from ranks import RankPool, run_training
 from tiers import cases, sampled
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from ultraep_comm.adapters.seams import check_experts, warn_idle
@@ -197,6 +198,80 @@ def test_slots_have_gradients_once_weights_are_trained(ranks: RankPool) -> None:
     ranks.run(G, unfreeze)
 
 
+def in_float16(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        api.configure(engine="host", timeout=30.0)
+        (layer,) = make_layers(api, rank, pg, None, 1)
+        layer._experts.half()
+        x = tokens(rank).half()
+        ids, scale = batch(rank, 0, len(x))
+        for opened in (False, True):
+            with pytest.raises(UnsupportedError, match=r"'w1' .*float16.*bfloat16: train in one"):
+                layer(x.clone().requires_grad_(), ids, scale.half())
+            assert (layer.group is not None) == opened
+            if not opened:
+                with torch.no_grad():
+                    layer(x, ids, scale.half())
+                assert layer.plan.num_replicas > 0
+        layer.group.abort()
+
+
+def test_float16_is_for_inference(ranks: RankPool) -> None:
+    ranks.run(G, in_float16)
+
+
+def copied(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        api.configure(engine="host", timeout=30.0)
+        (layer,) = make_layers(api, rank, pg, None, 1)
+        x = tokens(rank)
+        first = run([layer], x, rank).detach()
+        experts = AveragedModel(layer._experts).module
+        second = api.layers(experts)[""]
+        assert second is not layer
+        assert second._experts is experts
+        with torch.no_grad():
+            experts.w2.mul_(2)
+            torch.testing.assert_close(run([second], x, rank) - x, 2 * (first - x))
+            assert torch.equal(run([layer], x, rank), first)
+        assert second.group is layer.group
+        layer.group.close()
+
+
+def test_a_copy_of_a_layer_has_its_own_experts(ranks: RankPool) -> None:
+    ranks.run(G, copied)
+
+
+def twice(layer: Any, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = layer(2 * x, *given)
+    return y
+
+
+def compiled(rank: int, pg: Any) -> None:
+    with adapter() as api:
+        api.configure(engine="host", timeout=60.0)
+        (layer, fresh) = make_layers(api, rank, pg, None)
+        given = batch(rank, 0, len(tokens(rank)))
+        for each, first in ((layer, True), (fresh, False)):  # also after a step in eager mode
+            x = tokens(rank).requires_grad_()
+            y = each(x, *given).detach() if first else None
+            torch._dynamo.reset()
+            with pytest.raises(
+                torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"
+            ):
+                torch.compile(each, fullgraph=True, backend="eager")(x, *given)
+            again = torch.compile(twice, backend="eager")(each, x / 2, *given)
+            again.sum().backward()
+            assert y is None or torch.equal(again, y)
+            assert each.plan.num_replicas > 0
+            each.group.assert_idle()
+        layer.group.close()
+
+
+def test_compiled_models_break_the_graph_at_a_layer(ranks: RankPool) -> None:
+    ranks.run(G, compiled)
+
+
 def on_one_rank(rank: int, pg: Any) -> None:
     with adapter() as api:
         layer = api.UltraEP(Experts(**all_weights(0)), Mesh(pg), Mesh(pg))
@@ -311,7 +386,7 @@ def test_quantised_experts_travel_with_their_scales_or_not_at_all() -> None:
 PROGRAM = Path(__file__).resolve().parents[1] / "transformers_training.py"
 QUICK = ["qwen3", "gptoss", "shared batches", "recomputed", "new tensors"]
 FURTHER = ["mixtral, two copies of an expert", "dsv3", "recomputed, reentrant", "adamw", "bf16"]
-FURTHER += ["no replicas for few tokens", "ranks without tokens", "routers alone"]
+FURTHER += ["compiled", "no replicas for few tokens", "ranks without tokens", "routers alone"]
 RUN = cases(QUICK, QUICK + FURTHER)
 
 

@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
     "mode": (lambda g: uec.replicate_experts(W, PLAN, group=g, mode=[]), r"mode is \[\]; expected"),
     "live": (lambda g: nn.Replication(g, live="1"), "live is '1'; expected an integer"),
     "weights, None": (lambda g: begin(g, None), "weights is a NoneType; expected {name: tensor"),
-    "weights, 3": (lambda g: begin(g, {"w": 3}), r"weights\['w'\] has int; expected a tensor"),
+    "weights, 3": (lambda g: begin(g, {"w": 3}), r"weights\['w'\] is a int; expected a ten"),
     "experts": (lambda g: nn.ReplicatedExperts(g, torch.add, {"w": None}), "'w': 'NoneType'}; exp"),
     "check": (lambda _: make(check="x"), "check is 'x'; expected True, False or None"),
     "rank": (lambda g: g.topology.mains(9), "rank is 9; expected 0 to 0"),

@@ -474,11 +474,19 @@ def test_close_reports_a_failure_that_nobody_waited_for() -> None:
     groups[1].close()
 
 
-def test_a_group_cannot_be_copied() -> None:
+def test_copies_of_what_holds_a_group_share_it_and_saved_ones_lack_it() -> None:
     (group,) = _groups(1)
-    for action in (copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied"):
-            action(group)
+    held = {"group": group, "bank": group.bank(0), "session": group.session}
+    for copied in (copy.copy(held), copy.deepcopy(held)):
+        assert all(copied[name] is thing for name, thing in held.items())
+    bound = group.bind(make_weights(group))
+    for action in (copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))):
+        with pytest.raises(errors.InvalidWeightsError, match="bound to another group"):
+            group.expert_pointers(action(bound))
+    loaded = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(held))))
+    for thing in copy.deepcopy(loaded).values():
+        with pytest.raises(errors.GroupClosedError, match=r"module\.group = new_group\(\.\.\.\)"):
+            _ = thing.slots
     group.close()
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.nn import Replication, local_weights
+from ultraep_comm.nn import ReplicatedExperts, Replication, local_weights
 from ultraep_comm.nn.weights import unbind_slots
 
 G, E, H, F, K, S = 4, 8, 6, 10, 2, 2
@@ -307,6 +307,29 @@ def test_a_parameter_that_is_no_segment_is_an_error(group: uec.Group) -> None:
     weights = {"w": torch.zeros(2, 3, 2), "scale": torch.zeros(2)}
     with pytest.raises(errors.InvalidWeightsError, match=r"\['scale', 'w'\].*would stay behind"):
         Replication(group).begin(weights, torch.zeros((1, 1), dtype=torch.int64))
+
+
+def test_gradients_of_float16_weights_are_refused_before_the_first_pass() -> None:
+    expert = {"w": ((2,), torch.float16)}
+    (group,) = uec.new_loopback_groups(
+        1, num_experts=1, slots_per_rank=1, expert=expert, grads=torch.float32
+    )
+    weights = {"w": torch.nn.Parameter(torch.zeros(1, 2, dtype=torch.float16))}
+    said = r"rank 0: main weights 'w' need gradients and are torch\.float16; expected .*bfloat16"
+    with closing(group):
+        with pytest.raises(errors.UnsupportedError, match=said):
+            ReplicatedExperts(group, run_expert, weights)
+        ids, replication = torch.zeros(3, 1, dtype=torch.int64), Replication(group)
+        with torch.no_grad():
+            replication.begin(weights, ids).work.wait()
+        main_grads = {"w": torch.zeros(1, 2)}  # the experts accumulate them in fp32
+        run = replication.begin(weights, ids, main_grads=main_grads)
+        run.before_experts(run.before_dispatch(torch.zeros(3, 2, requires_grad=True)))
+        del run
+        epoch = group.session.engine.epoch
+        with pytest.raises(errors.UnsupportedError, match=said):
+            replication.begin(weights, ids)
+        assert group.session.engine.epoch == epoch + 1  # which tells the peers
 
 
 def test_weights_are_never_copied(group: uec.Group) -> None:
