@@ -114,6 +114,11 @@ def _mode(name: str) -> str | None:
     return text or None
 
 
+def gloo_interface() -> str | None:
+    """Return the interface that gloo is to use, as torch reads it, or None."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
 def of_the_driver() -> dict[str, str]:
     """Return the variables of CUDA and NVSHMEM that change what a GPU offers, as far as set."""
     names = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NVSHMEM_SYMMETRIC_SIZE")

@@ -27,6 +27,10 @@ from ultraep_comm.errors import BootstrapError
 from ultraep_comm.system import Process, undocumented
 
 MAX_TEXT = 256  # bytes
+IFNAME = (
+    "set GLOO_SOCKET_IFNAME (for NCCL, NCCL_SOCKET_IFNAME) to the network's interface on every rank"
+)
+_UNCONNECTED = ("refused", "connectFullMesh", "Connect timeout", "timed out connecting")
 _READS = 16  # ranks to read from the store per poll: reading all of many ranks would overload it
 _known_processes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
 # For each process group: its number among those with the same keys, and its creations so far.
@@ -377,6 +381,7 @@ class Meeting:
         self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
         self._end: tuple[int, str] | None = None  # the first rank that was seen to end, and why
+        self._cause: BootstrapError | None = None  # this rank's error, which it reports in a step
         self._depth = 0  # nesting of making()
         self._open = False  # the peers expect another step with this rank
         self._last_step: object = None  # keeps the step alive in which this rank reported failure
@@ -508,7 +513,10 @@ class Meeting:
         if failure is not None:
             # Let all others see which rank was first, in case this process ends by the error.
             time.sleep(3 * _POLL)
+        if failure is None and self._cause is not None:
+            failure = self._cause  # the peers are stuck in what this rank failed in
         if failure is None:
+            text = str(error).splitlines()[0]
             absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
             who = (
                 f"; not in new_group: ranks {absent}"
@@ -516,11 +524,14 @@ class Meeting:
                 else ""
             )
             failure = BootstrapError(
-                f"rank {self.rank}: the process group failed; has a rank left it?{who}"
-                f" ({str(error).splitlines()[0]})",
+                f"rank {self.rank}: the process group could not connect ({text}); {IFNAME}"
+                if any(sign in text for sign in _UNCONNECTED)
+                else f"rank {self.rank}: the process group failed; has a rank left it?{who}"
+                f" ({text})",
                 failed_rank=absent[0] if who and len(absent) == 1 else -1,
             )
-        failure.__cause__ = error
+        if failure is not self._cause:
+            failure.__cause__ = error
         self._break(failure)
 
     def _break(self, failure: BootstrapError) -> NoReturn:
@@ -601,6 +612,7 @@ class Meeting:
                 raise error
             text = str(error) or type(error).__name__
             echo = isinstance(error, EchoError)
+            self._cause = error if isinstance(error, BootstrapError) and not echo else None
             hello = replace(hello, error=text, failed=True, echo=echo)
             # Peers may be waiting for this rank's connection instead of for this step.
             self._notices.tell(self.rank, text, stuck=False)

@@ -6,6 +6,7 @@ Deaths, stops and Ctrl-C of processes are scenes of `tests/faults`.
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 from functools import partial
@@ -31,7 +32,9 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
+from ultraep_comm.engines.c10d import channel as channels
 from ultraep_comm.engines.c10d import engine as engine_module
+from ultraep_comm.engines.c10d import make
 from ultraep_comm.engines.c10d.channel import (
     BackendChannel,
     BrokenChannelError,
@@ -43,6 +46,7 @@ from ultraep_comm.engines.c10d.engine import C10dEngine
 from ultraep_comm.engines.c10d.movement import Movement, Step
 from ultraep_comm.engines.c10d.transfer import Transfer
 from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.shm import UNKNOWN
 
 E, S, ODD, LATE = 8, 2, 1, 3
 EXPERT = {"w": Segment((300, 200), torch.bfloat16), "s": Segment((5,), torch.uint8)}
@@ -462,3 +466,90 @@ def test_messages_of_different_calls_have_different_tags() -> None:
         assert max(seen[-1]) < 1 << 30  # those of records
     assert len(seen[0]) == len(seen[1]) == 3
     assert not seen[0] & seen[1]
+
+
+# ---- addresses ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interface", "addresses", "local"),
+    [
+        ("lo", ["10.0.0.1"], True),
+        ("eth0", ["127.0.0.1"], False),
+        (None, ["127.0.0.1"], True),
+        (None, ["::1"], True),
+        (None, [], True),  # the name does not resolve
+        (None, ["192.0.2.1"], True),  # to an address of no interface
+        (None, ["192.0.2.1", "0.0.0.0"], False),  # to one that can be bound to
+    ],
+)
+def test_gloos_address_is_known_before(
+    monkeypatch: pytest.MonkeyPatch, interface: str | None, addresses: list[str], local: bool
+) -> None:
+    def resolve(*_: object, **__: object) -> list[Any]:
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "planted")
+        found = [(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in addresses]
+        return [(family, socket.SOCK_STREAM, 6, "", (a, 0)) for family, a in found]
+
+    monkeypatch.setattr(channels, "gloo_interface", lambda: interface)
+    monkeypatch.setattr(channels.socket, "getaddrinfo", resolve)
+    assert channels.gloo_is_local() == local
+
+
+def _addresses(rank: int, process_group: Any, machines: list[bytes], local: list[bool]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "machine_id", lambda: machines[rank])
+        patch.setattr(make, "gloo_is_local", lambda: local[rank])
+        options: dict[str, Any] = {"num_experts": 4, "slots_per_rank": 1, "engine": "c10d"}
+        expert = {"w": Segment((8,), torch.uint8)}
+        found = raised(lambda: uec.new_group(process_group, expert=expert, **options).close())
+    return "" if found is None else f"{type(found).__name__}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("machines", "local", "expected"),
+    [
+        ([b"a", b"b"], [True, True], "BootstrapError: ranks 0-1: gloo would listen at a loopback"),
+        ([b"a", b"b"], [False, True], "BootstrapError: rank 1: gloo would listen at a loopback"),
+        ([b"a", b"b"], [False, False], ""),
+        ([b"a", b"a"], [True, True], ""),
+        ([UNKNOWN + b"a", UNKNOWN + b"b"], [True, True], ""),  # may be one machine
+    ],
+)
+def test_addresses_that_other_machines_cannot_reach(
+    ranks: RankPool, machines: list[bytes], local: list[bool], expected: str
+) -> None:
+    for error in ranks.run(2, _addresses, machines, local):
+        assert error.startswith(expected)
+        assert not expected or ("GLOO_SOCKET_IFNAME" in error and "NCCL_SOCKET_IFNAME" in error)
+
+
+def _cannot_connect(rank: int, process_group: Any, first: bool) -> tuple[str, str]:
+    """On rank 1 gloo is refused, and then the process group fails too, on every rank."""
+    refused = "[pair.cc:152] timed out connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]"
+    met = Meeting(process_group)
+    error = raised(lambda: met.agree(None))
+    assert error is None
+
+    def fail(_: object) -> Any:
+        while rank == 0 and met._notices.failure(stuck=True) is None:
+            time.sleep(0.01)
+        raise RuntimeError(refused if first else "Timed out waiting 15000ms")
+
+    with pytest.MonkeyPatch.context() as patch, met.making():
+        patch.setattr(met, "_start", fail)
+        own = errors.BootstrapError(f"rank 1: {refused}; remedy", failed_rank=1)
+        found = raised(lambda: met.agree(own if rank == 1 and not first else None))
+    return type(found).__name__, str(found)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_cause_is_kept_and_told(ranks: RankPool, first: bool) -> None:
+    told, own = ranks.run(2, _cannot_connect, first)
+    for kind, text in (told, own):
+        assert kind == "BootstrapError"
+        assert "Connection refused, remote=[127.0.0.1]" in text
+        assert "has a rank left" not in text
+        assert "GLOO_SOCKET_IFNAME" in text or not first
+    assert "because rank 1 failed" in told[1]

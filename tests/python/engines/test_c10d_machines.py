@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import clear_slots, fill_weights, make_weights, random_plan, wrong_bytes
+from ranks import clear_slots, fill_weights, make_weights, raised, random_plan, wrong_bytes
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -34,14 +34,18 @@ def _crossings(plan: uec.Plan, domain: list[int]) -> int:
     return sum(domain[homes[expert]] != there for expert, there in needed)
 
 
-def _rank(lab: Lab, folder: str, rank: int, num_ranks: int, answers: Any) -> None:
-    machine = rank // RANKS_EACH
-    lab.enter(machine)
+def _join(lab: Lab, folder: str, rank: int, num_ranks: int) -> None:
+    lab.enter(rank // RANKS_EACH)
     os.environ["GLOO_SOCKET_IFNAME"] = lab.interface
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=num_ranks
     )
+
+
+def _rank(lab: Lab, folder: str, rank: int, num_ranks: int, answers: Any) -> None:
+    machine = rank // RANKS_EACH
+    _join(lab, folder, rank, num_ranks)
     group = uec.new_group(
         num_experts=E,
         slots_per_rank=S,
@@ -66,10 +70,18 @@ def _rank(lab: Lab, folder: str, rank: int, num_ranks: int, answers: Any) -> Non
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("machines", sampled([2, 3], lambda machines: machines == 2))
-def test_an_expert_crosses_once_to_each_machine_that_needs_it(
-    machines: int, tmp_path: Path
-) -> None:
+def _without_interface(lab: Lab, folder: str, rank: int, num_ranks: int, answers: Any) -> None:
+    """Let gloo take the loopback address: no other is both the host name's and in the lab."""
+    _join(lab, folder, rank, num_ranks)
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    error = raised(lambda: uec.new_group(num_experts=E, slots_per_rank=S, expert=EXPERT))
+    answers.put(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(machines: int, target: Any, folder: Path) -> list[Any]:
+    """Run ``target`` on all ranks; return what they put into the queue, in any order."""
     if (problem := lab_problem()) is not None:
         pytest.skip(problem)
     num_ranks = machines * RANKS_EACH
@@ -79,7 +91,7 @@ def test_an_expert_crosses_once_to_each_machine_that_needs_it(
     with Lab(machines=machines, gbit=1.0) as lab:
         ranks = [
             context.Process(
-                target=_rank, args=(lab, str(tmp_path), rank, num_ranks, answers), daemon=True
+                target=target, args=(lab, str(folder), rank, num_ranks, answers), daemon=True
             )
             for rank in range(num_ranks)
         ]
@@ -88,6 +100,20 @@ def test_an_expert_crosses_once_to_each_machine_that_needs_it(
         found = [answers.get(timeout=90) for _ in ranks]
         for process in ranks:
             process.join(30)
+    return found
+
+
+def test_a_loopback_address_is_refused_before_gloo_connects(tmp_path: Path) -> None:
+    for error in _run(2, _without_interface, tmp_path):
+        assert error.startswith("BootstrapError: ranks 0-3: gloo would listen at a loopback")
+
+
+@pytest.mark.parametrize("machines", sampled([2, 3], lambda machines: machines == 2))
+def test_an_expert_crosses_once_to_each_machine_that_needs_it(
+    machines: int, tmp_path: Path
+) -> None:
+    num_ranks = machines * RANKS_EACH
+    found = _run(machines, _rank, tmp_path)
     domains, wrong, sent, crossings, replicas = zip(*found, strict=True)
     assert wrong == (0,) * num_ranks
     assert all(domain == [r // RANKS_EACH for r in range(num_ranks)] for domain in domains)

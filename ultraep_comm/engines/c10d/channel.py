@@ -8,6 +8,8 @@ which ends what its peers wait for.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ultraep_comm.env import gloo_interface
 from ultraep_comm.system import undocumented
 
 _FOREVER = timedelta(days=365)
@@ -106,6 +109,24 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Release the process group. Nothing is under way."""
+
+
+def gloo_is_local() -> bool:
+    """Return whether gloo would listen at an address that other machines cannot reach.
+
+    As torch chooses it: of the named interface, else the first address of the host's name that can
+    be bound to, else the loopback address.
+    """
+    if interface := gloo_interface():
+        return interface == "lo"
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return ipaddress.ip_address(address[0]).is_loopback
+    return True
 
 
 class GlooChannel:

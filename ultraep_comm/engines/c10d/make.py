@@ -23,6 +23,7 @@ from ultraep_comm.engines.c10d.channel import (
     BrokenChannelError,
     Channel,
     GlooChannel,
+    gloo_is_local,
 )
 from ultraep_comm.engines.c10d.engine import C10dEngine, Slots
 from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
@@ -33,6 +34,7 @@ from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics.meeting import (
     DEFAULT_TIMEOUT,
+    IFNAME,
     EchoError,
     Hello,
     Meeting,
@@ -200,8 +202,15 @@ def make_group_parts(
     meeting.agree(error)
     kind = sum(ord(letter) << 8 * i for i, letter in enumerate(device.type[:7]))
     digest = options.digest(topology, given_domains) ^ kind  # the same kind of device on all ranks
-    hellos = meeting.exchange(Hello(digest=digest, machine=machine, token=secrets.token_bytes(16)))
+    hello = Hello(
+        digest=digest,
+        machine=machine,
+        token=secrets.token_bytes(16),
+        values=(int(gloo_is_local()),),
+    )
+    hellos = meeting.exchange(hello)
     check_same_arguments(hellos)
+    check_addresses(hellos)
     if not given_domains:
         machines = {m: i for i, m in enumerate(dict.fromkeys(h.machine for h in hellos))}
         topology = topology.with_domains(np.array([machines[h.machine] for h in hellos], np.int32))
@@ -215,7 +224,8 @@ def make_group_parts(
         except Exception as refused:
             error = BootstrapError(
                 f"rank {meeting.rank}: the engine's process groups could not be created"
-                f" ({(str(refused) or type(refused).__name__).splitlines()[0]})",
+                f" ({(str(refused) or type(refused).__name__).splitlines()[0]}); if ranks of"
+                f" several machines do not connect, {IFNAME}",
                 failed_rank=meeting.rank,
             )
             error.__cause__ = refused
@@ -251,6 +261,19 @@ def make_group_parts(
         raise
     assert parts is not None
     return parts
+
+
+def check_addresses(hellos: list[Hello]) -> None:
+    """Raise BootstrapError on every rank if gloo could not connect ranks of several machines."""
+    known = {h.machine for h in hellos if not h.machine.startswith(UNKNOWN)}
+    local = [r for r, hello in enumerate(hellos) if hello.values[0] and hello.machine in known]
+    if local and len(known) > 1:
+        raise BootstrapError(
+            f"{name_ranks(local)}: gloo would listen at a loopback address, to which the host name"
+            f" resolves; expected one that the ranks on all {len(known)} machines reach: {IFNAME},"
+            " or correct /etc/hosts",
+            failed_rank=local[0],
+        )
 
 
 def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
