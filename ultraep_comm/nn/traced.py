@@ -31,7 +31,7 @@ def breaks_graph(function: F) -> F:
     why = "a layer with replicas calls its peers by what a pass routes; leave out fullgraph=True"
     known = inspect.signature(torch.compiler.disable).parameters  # the oldest torch has no reason
     given: Any = {"reason": why} if "reason" in known else {}
-    disabled: F = torch.compiler.disable(function, **given)
+    disabled: F = torch.compiler.disable(function, **given)  # type: ignore[no-untyped-call]
     return disabled
 
 
