@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -194,6 +194,18 @@ def find_unlike(experts: Sequence[torch.nn.Module]) -> str:
                     " expert 0's code: expected the same modules, hooks and settings in all experts"
                 )
     return ""
+
+
+def contents(modules: Iterable[torch.nn.Module]) -> list[object]:
+    """Return all that modules have. If each thing is still the same one, nothing has changed."""
+    found: list[object] = []
+    for module in modules:
+        own = vars(module)
+        found.append(type(module))
+        found += own.values()
+        for kind in ("_parameters", "_buffers", "_modules", *_HOOKS):
+            found += own[kind].values()
+    return found
 
 
 def _describe_code(expert: torch.nn.Module) -> dict[str, Any]:
