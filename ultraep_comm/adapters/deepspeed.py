@@ -95,6 +95,7 @@ def replicate(
         )
         calls = Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
         layer.replicas, layer.replica_plan = calls, None
+        seams.check_unchanged(calls, layer.experts)
         layer.__class__ = _layer_class(layer.__class__)
     return layers
 
@@ -173,6 +174,7 @@ def _layer_class(base: Any) -> Any:
     class ReplicatedAutoEPMoELayer(base):
         @breaks_graph
         def _forward(self, hidden_states: Tensor) -> Any:
+            seams.check_unchanged(self.replicas, self.experts)
             scores, ids, counts = self.router(hidden_states.flatten(0, -2), self.expert_bias)
             run = self.replicas.begin(dict(self.experts.named_parameters()), ids)
             self.replica_plan = run.plan

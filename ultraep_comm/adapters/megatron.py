@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from types import SimpleNamespace
@@ -172,6 +173,7 @@ class _Replicas:
         self.calls = calls
         self._experts, every = local_experts, local_experts.modules()
         self._modules = [(undocumented(m, "_forward_pre_hooks"), m) for m in every]
+        self._seen = seams.contents(local_experts.modules())
         self._names = [name for name, _ in local_experts[0].named_parameters()]
         local = list(local_experts) + [local_experts[0]] * calls.group.topology.slots_per_rank
         self.instances = [_Instance(expert, self._names) for expert in local]
@@ -180,6 +182,9 @@ class _Replicas:
 
     def _check(self) -> None:
         """Refuse what has been done to the experts since, on peers too."""
+        seen = seams.contents(module for _, module in self._modules)
+        if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
+            return  # in a tenth of the time of what follows
         group = self.calls.group
         problem = seams.find_unlike(self._experts)
         names = [name for name, _ in self._experts[0].named_parameters()]
@@ -194,6 +199,7 @@ class _Replicas:
             )
             group.session.reject(error)
             raise error
+        self._seen = seen
 
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:
         self._check()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.adapters.seams import agree
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.weights import check_trained
 
@@ -62,6 +63,7 @@ class Options:
         process_group: dist.ProcessGroup,
         weights: Mapping[str, torch.Tensor],
         check: Callable[[], None],
+        unchanged: Callable[[Replication], None],
     ) -> Replication:
         """Return a layer's calls; collective at first, and when other weights are trained.
 
@@ -70,16 +72,25 @@ class Options:
             process_group: the expert-parallel group.
             weights: this rank's main weights.
             check: called before anything is created.
+            unchanged: called before each pass; of :func:`check_unchanged`.
 
         Raises:
-            UnsupportedError: the weights are trained and neither float32 nor bfloat16.
+            UnsupportedError: on a rank ``check`` raised it, or weights are trained that are neither
+                float32 nor bfloat16; or the experts were changed.
         """
         grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
-        if calls is not None and _serves(calls.group, grads):
-            return calls
-        check()
-        if torch.is_grad_enabled():
-            check_trained(weights, process_group.rank())
+        if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
+            unchanged(calls)
+            if not grads or grads.keys() == calls.group.slot_grads.keys():
+                return calls
+        problem = ""
+        try:
+            check()
+            if torch.is_grad_enabled():
+                check_trained(weights, process_group.rank())
+        except UnsupportedError as error:
+            problem = str(error)
+        agree(process_group, [(problem, sorted(grads))])
         group, layer = uec.group_for(
             process_group,
             like=weights,
@@ -88,9 +99,6 @@ class Options:
             banks=self.live,
             **self._of_group,
         )
-        return Replication(group, layer=layer, live=self.live, **self._of_layer)
-
-
-def _serves(group: object, grads: Mapping[str, torch.dtype]) -> bool:
-    """Return whether a layer's group reduces these gradients. A loaded layer has none."""
-    return isinstance(group, uec.Group) and (not grads or grads.keys() == group.slot_grads.keys())
+        calls = Replication(group, layer=layer, live=self.live, **self._of_layer)
+        unchanged(calls)
+        return calls

@@ -11,9 +11,10 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ultraep_comm import env
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.nn import Replication
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.segments import local_part
 
@@ -220,6 +222,18 @@ def find_unlike(experts: Sequence[torch.nn.Module]) -> str:
     return ""
 
 
+def contents(modules: Iterable[torch.nn.Module]) -> list[object]:
+    """Return all that modules have. If each thing is still the same one, nothing has changed."""
+    found: list[object] = []
+    for module in modules:
+        own = vars(module)
+        found.append(type(module))
+        found += own.values()
+        for kind in ("_parameters", "_buffers", "_modules", *_HOOKS):
+            found += own[kind].values()
+    return found
+
+
 def _describe_code(expert: torch.nn.Module) -> dict[str, Any]:
     """Return what decides what a module computes, apart from its weights."""
     found: dict[str, Any] = {}
@@ -245,6 +259,33 @@ def _describe_code(expert: torch.nn.Module) -> dict[str, Any]:
             elif isinstance(value, torch.Tensor):
                 found[at + name] = f"a tensor at {id(value):#x}"
     return found
+
+
+_codes: WeakKeyDictionary[Replication, dict[str, Any]] = WeakKeyDictionary()
+
+
+def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool = True) -> None:
+    """Raise UnsupportedError, on peers too, if a grouped experts' module is not as it was.
+
+    Args:
+        calls: of the layer, which computes slots by this module.
+        experts: the module. What it is in the first call counts from then on.
+        hooks: what is around the module's forward pass belongs to its experts.
+    """
+    around = () if hooks else ("forward", *(name.strip("_") for name in _HOOKS))
+    found = _describe_code(experts).items()
+    code = {n: v for n, v in found if n not in around and n.rpartition(".")[2] != "training"}
+    known = _codes.setdefault(calls, code)
+    if known == code:
+        return
+    what = next(n for n in [*code, *known] if code.get(n) != known.get(n))
+    error = UnsupportedError(
+        f"rank {calls.group.rank}: the experts of layer {calls.layer} were changed after they had"
+        f" replicas: they have {what}: {code.get(what)}, and had {known.get(what)}; other ranks"
+        " compute their replicas as before. Change experts before, alike on all ranks"
+    )
+    calls.group.session.reject(error)
+    raise error
 
 
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -24,7 +24,13 @@ from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
 from ultraep_comm.adapters.options import Options
-from ultraep_comm.adapters.seams import check_experts, check_seam, is_alone, run_grouped
+from ultraep_comm.adapters.seams import (
+    check_experts,
+    check_seam,
+    check_unchanged,
+    is_alone,
+    run_grouped,
+)
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
@@ -122,7 +128,9 @@ class ReplicatedRoutedExperts(RoutedExperts):
             return output
         weights = dict(self.inner_experts.named_parameters(recurse=False))
         ranks = dispatcher.ep_mesh.get_group()
-        self._calls = self._options.calls_of(self._calls, ranks, weights, self._check_again)
+        self._calls = self._options.calls_of(
+            self._calls, ranks, weights, self._check_again, self._unchanged
+        )
         run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
         assert ids is not None
@@ -144,6 +152,9 @@ class ReplicatedRoutedExperts(RoutedExperts):
     def _check(self) -> None:
         instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
         check_experts(self.inner_experts, self._num_mains, instead)
+
+    def _unchanged(self, calls: Replication) -> None:
+        check_unchanged(calls, self.inner_experts)
 
     def _check_again(self) -> None:
         self._check()  # they may have been replaced

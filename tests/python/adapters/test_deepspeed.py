@@ -15,6 +15,7 @@ from unittest import mock
 import fake_deepspeed as fake
 import pytest
 import torch
+from changed_experts import CHANGES, change_after, check
 from fake_deepspeed import AutoEPMoELayer, DeepSpeedEngine
 from new_tensors import NewTensors
 from ranks import RankPool, raised, run_python, run_training
@@ -148,6 +149,20 @@ def test_outputs_and_gradients_are_those_without_ranks(
     for before, after in found:
         assert after < 1.1
         assert before > 1.4
+
+
+def change(pg: Any, name: str) -> str:
+    engine = engine_of(pg)
+    layer, _ = replicate(engine)
+    x = tokens(pg.rank())
+    text = change_after(pg.rank(), name, layer.experts, lambda: layer(x))
+    layer.replicas.group.abort()
+    return text
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> None:
+    check(name, ranks.run(G, on_the_fake, change, name))
 
 
 def largest(pg: Any, copies: bool) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 import fake_torchtitan as fake
 import pytest
 import torch
+from changed_experts import CHANGES, change_after, check
 from fake_torchtitan import AllToAllTokenDispatcher, GroupedExperts, ParallelDims, adapter
 from new_tensors import NewTensors
 from ranks import RankPool, run_training
@@ -197,6 +198,20 @@ def in_float16(rank: int, pg: Any) -> None:
 
 def test_float16_is_for_inference(ranks: RankPool) -> None:
     ranks.run(G, in_float16)
+
+
+def change(rank: int, pg: Any, name: str) -> str:
+    with adapter() as api:
+        layer = make(api, pg, own(rank, 0))
+        x = draw(B, L, D, seed=rank)
+        text = change_after(rank, name, layer.inner_experts, lambda: run([layer], x, rank))
+        layer.group.abort()
+        return text
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> None:
+    check(name, ranks.run(G, change, name))
 
 
 def copied(rank: int, pg: Any) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import fake_transformers as fake
 import pytest
 import torch
+from changed_experts import CHANGES, change_after, check
 from fake_transformers import DistributedConfig, Experts, Mesh, adapter
 from new_tensors import NewTensors
-from ranks import RankPool, run_training
+from ranks import RankPool, raised, run_training
 from tiers import cases, sampled
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -218,6 +219,39 @@ def in_float16(rank: int, pg: Any) -> None:
 
 def test_float16_is_for_inference(ranks: RankPool) -> None:
     ranks.run(G, in_float16)
+
+
+def change(rank: int, pg: Any, name: str) -> str:
+    with adapter() as api:
+        api.configure(engine="host", timeout=30.0)
+        (layer,) = make_layers(api, rank, pg, None, 1)
+        text = change_after(rank, name, layer._experts, lambda: run([layer], tokens(rank), rank))
+        layer.group.abort()
+        return text
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"hook", "patched"}))
+def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> None:
+    check(name, ranks.run(G, change, name))
+
+
+@pytest.mark.parametrize("name", ["hook", "patched"])
+def test_what_is_around_the_dispatch_may_change(ranks: RankPool, name: str) -> None:
+    assert set(ranks.run(G, change, name)) == {"NoneType: None"}
+
+
+def wrong_on_one_rank(rank: int, pg: Any) -> str:
+    with adapter() as api:
+        api.configure(engine="host", timeout=30.0)
+        (layer,) = make_layers(api, rank, pg, None, 1)
+        if rank == 1:  # after its own set-up, before the first pass
+            layer._experts.register_buffer("running", torch.zeros(3))
+        return str(raised(lambda: run([layer], tokens(rank), rank)))
+
+
+def test_what_one_rank_refuses_in_its_first_pass_all_refuse(ranks: RankPool) -> None:
+    for text in ranks.run(G, wrong_on_one_rank):
+        assert re.search("expert-parallel rank 1 cannot have replicas: .*buffer running", text)
 
 
 def copied(rank: int, pg: Any) -> None:
