@@ -92,7 +92,11 @@ def group_for(
     counts = [hello.values[0] for hello in hellos]
     if num_experts is None:
         options["num_experts"] = sum(counts)
-    _check_counts(counts, options)
+    try:
+        _check_counts(counts, options)
+    except Exception as bad_argument:  # options may differ by rank
+        error = bad_argument
+    meeting.agree(error)
     if shared is None or any(hello.token != token for hello in hellos):
         shared = known[key] = _Shared(new_group(process_group, expert=segments, **options))
     shared.layers += 1

@@ -107,6 +107,29 @@ def test_a_rank_with_other_experts_is_at_its_peers_at_once(
     assert own in found[1]
 
 
+def ask_with(rank: int, pg: Any, options: list[dict[str, Any]]) -> str:
+    return str(
+        raised(
+            lambda: uec.group_for(
+                pg, like=weights((2, 3)), engine="host", **{"slots_per_rank": 1, **options[rank]}
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [({"num_experts": 6}, "expected 3"), ({"slots_per_rank": -1}, "slots_per_rank")],
+)
+def test_options_that_one_rank_alone_refuses(
+    ranks: RankPool, own: dict[str, Any], text: str
+) -> None:
+    found = ranks.run(2, ask_with, [{}, own])
+    assert text in found[1]
+    assert "rank 1 failed: " in found[0]
+    assert text in found[0]
+
+
 def test_ranks_without_experts(ranks: RankPool) -> None:
     likes = [weights((1, 3)), weights((1, 3)), weights((0, 3))]
     assert ranks.run(3, ask_for, likes, None) == ["None"] * 3
