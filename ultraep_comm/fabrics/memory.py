@@ -7,12 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# By the type of a mount: the files of the limit and of the usage, and the entry of memory.stat for
-# cached files that the kernel drops before it is out of memory; all include the groups below.
+# By the type of a mount: the files of the limit and of the usage, and how entries of memory.stat
+# begin that include the groups below, as these files do.
 _FILES = {
-    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "cgroup2": ("memory.max", "memory.current", ""),
 }
+_CACHED = ("inactive_file", "active_file")  # dropped by the kernel before it is out of memory
 
 
 class Available(NamedTuple):
@@ -29,13 +30,13 @@ def available_memory(root: Path = Path("/")) -> Available:
         text = (root / "proc/meminfo").read_text().partition("MemAvailable:")[2]
         found.append(Available(int(text.split()[0]) * 1024, "MemAvailable of /proc/meminfo"))
     for kind, level, top in _cgroups(root):
-        limit_file, used_file, cached = _FILES[kind]
+        limit_file, used_file, start = _FILES[kind]
         for folder in (level, *level.parents):
             with suppress(OSError, ValueError):  # no limit here; v2 says "max", or has no file
                 limit = int((folder / limit_file).read_text())
                 used = int((folder / used_file).read_text())
                 stat = dict(line.split() for line in (folder / "memory.stat").open())
-                used = max(0, used - int(stat.get(cached, 0)))
+                used = max(0, used - sum(int(stat.get(start + name, 0)) for name in _CACHED))
                 where = f"{limit} in /{(folder / limit_file).relative_to(root)}, {used} used"
                 found.append(Available(max(0, limit - used), where))
             if folder == top:

@@ -16,8 +16,8 @@ V1 = "32 31 0:32 {} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
 V2 = "41 31 0:38 {} /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V2_MIXED = "41 31 0:38 {} /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
 FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
 }
 
 
@@ -32,11 +32,12 @@ def _machine(root: Path, groups: str, *mounts: str) -> None:
 
 def _level(folder: Path, version: int, limit: str, used: int, cached: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    limit_file, used_file, name = FILES[version]
+    limit_file, used_file, start = FILES[version]
     (folder / limit_file).write_text(f"{limit}\n")
     (folder / used_file).write_text(f"{used}\n")
     (folder / "memory.stat").write_text(
-        f"anon 5\ninactive_file 1\n{name} {cached}\nactive_file 9\n"
+        f"anon 5\n{start}inactive_file {cached // 3}\n{start}active_file {cached - cached // 3}\n"
+        + ("inactive_file 1\nactive_file 9\n" if start else "")
     )
 
 
@@ -49,7 +50,7 @@ def _level(folder: Path, version: int, limit: str, used: int, cached: int = 0) -
     ids=["v2", "v1"],
 )
 @pytest.mark.parametrize("limited", ["slurm/job/step", "slurm/job", "slurm", ""])
-def test_a_limit_of_any_level_counts_without_inactive_cache(
+def test_a_limit_of_any_level_counts_without_cached_files(
     tmp_path: Path, groups: str, mount: str, top: str, version: int, limited: str
 ) -> None:
     _machine(tmp_path, groups, mount.format("/"), V2_MIXED.format("/"))
