@@ -84,7 +84,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
         yield from (("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__))
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
-    for name in {n for own in slots for n in ([own] if isinstance(own, str) else own)}:
+    # In their order, the same in all processes: the first path to an object is its only one.
+    for name in dict.fromkeys(n for own in slots for n in ([own] if isinstance(own, str) else own)):
         if name not in ("__dict__", "__weakref__"):
             with suppress(AttributeError):
                 yield name, getattr(value, name)

@@ -328,6 +328,7 @@ def agree(
                 f"{who} {rank} has {len(described)} MoE layers with experts, and rank 0"
                 f" {len(found[0])}; expected the same on every rank"
             )
+    for rank, described in enumerate(found):
         for number, pair in enumerate(zip(described, found[0], strict=True)):
             if pair[0] != pair[1]:
                 every = [_entries(f) for f in gather_json(process_group, layers[number][1])]
@@ -340,7 +341,7 @@ def agree(
 
 
 def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _entries(facts: Any) -> list[Any]:

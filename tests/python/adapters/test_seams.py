@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_python
+from ranks import RankPool, raised, run_python
 from torch.distributed import HashStore, ProcessGroup
 
+from ultraep_comm.adapters.holders import walk
 from ultraep_comm.adapters.seams import (
+    agree,
     check_experts,
     check_signature,
     check_version,
@@ -208,3 +210,30 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert said.startswith(
         "BootstrapError: rank 0: cannot go on, because rank 1 failed: its process"
     )
+
+
+def agree_on(rank: int, group: Any, layers: list[list[Any]]) -> str:
+    return str(raised(lambda: agree(group, layers[rank])))
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([[("", 1), ("", 2)], [("", 1), ("", 3)], [("", 1)]], "rank 2 has 1 MoE layers"),
+        ([[("", {"a": 1, "b": 2})], [("", {"b": 2, "a": 1})], [("", {"a": 1, "b": 2})]], "None"),
+    ],
+    ids=["another number", "another order"],
+)
+def test_layers_are_compared_alike_on_all_ranks(
+    ranks: RankPool, layers: list[list[Any]], says: str
+) -> None:
+    assert all(says in text for text in ranks.run(3, agree_on, layers))
+
+
+def test_what_slots_hold_has_one_order() -> None:
+    names = [f"part_{n}" for n in range(12)]
+    kind = type("Slotted", (), {"__slots__": names})
+    value = kind()
+    for name in names:
+        setattr(value, name, 1)
+    assert [path for path, _ in walk([value], {}) if path] == ["0." + name for name in names]
