@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from ultraep_comm.errors import (
     InvalidArgumentError,
@@ -571,6 +572,14 @@ class _Views(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> NoReturn:
         hint = "" if self else "; slot gradients need a group created with grads="
         raise InvalidArgumentError(f"there is no segment {name!r}; expected {list(self)}{hint}")
+
+
+# What torch.vmap, torch.utils.checkpoint and others look into, as into a dict.
+register_pytree_node(
+    _Views,
+    lambda views: (list(views.values()), list(views)),
+    lambda values, names: _Views(zip(names, values, strict=True)),
+)
 
 
 def _own_views(

@@ -103,3 +103,9 @@ def test_packages_are_attributes() -> None:
     assert uec.model.predict is not None
     with pytest.raises(AttributeError, match="adapters' has no attribute 'nothing'"):
         uec.adapters.nothing  # noqa: B018
+
+
+def test_slots_are_a_dict_to_torch() -> None:
+    with make() as group:
+        sums = torch.vmap(lambda expert: expert["w"].sum())(group.slots)
+        assert torch.equal(sums, group.slots["w"].sum(1))
