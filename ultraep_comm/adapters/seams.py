@@ -126,8 +126,7 @@ def warn_idle(framework: str, setting: str) -> None:
     """
     if not dist.is_initialized() or dist.get_rank() == 0:
         _LOGGER.warning(
-            "%s: no expert is replicated, as every expert-parallel rank has all experts: set %s,"
-            " or leave the adapter out",
+            "%s: no expert is replicated; set %s, or leave the adapter out",
             framework,
             setting,
         )
