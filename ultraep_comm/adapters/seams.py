@@ -273,7 +273,9 @@ def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool
     """
     around = () if hooks else ("forward", *(name.strip("_") for name in _HOOKS))
     found = _describe_code(experts).items()
-    code = {n: v for n, v in found if n not in around and n.rpartition(".")[2] != "training"}
+    code = {
+        n: _named(v) for n, v in found if n not in around and n.rpartition(".")[2] != "training"
+    }
     known = _codes.setdefault(calls, code)
     if known == code:
         return
@@ -285,6 +287,15 @@ def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool
     )
     calls.group.session.reject(error)
     raise error
+
+
+def _named(value: Any) -> Any:
+    """Return functions' names and addresses: they may hold the layer, which is to be freed."""
+    if isinstance(value, list):
+        return [*map(_named, value)]
+    if callable(value) and not isinstance(value, type):
+        return f"{getattr(value, '__qualname__', type(value).__name__)} at {id(value):#x}"
+    return value
 
 
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import logging
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,19 @@ import torch
 from ranks import RankPool, raised, run_python
 from torch.distributed import HashStore, ProcessGroup
 
+import ultraep_comm as uec
 from ultraep_comm.adapters.holders import walk
 from ultraep_comm.adapters.seams import (
     agree,
     check_experts,
     check_signature,
+    check_unchanged,
     check_version,
     is_alone,
     warn_idle,
 )
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.nn import Replication
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
@@ -180,6 +185,26 @@ def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
         "gone: not installed (No module named 'no_such')",
     ]
     assert run_python(str(TOOLS / "compare_fakes.py"), fakes[0]).returncode == 0
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Linear(2, 2)
+        self.experts.register_forward_hook(lambda *_: self.train(self.training) and None)
+
+
+def test_a_layer_whose_hooks_refer_to_it_is_freed() -> None:
+    expert = {"w": ((2,), torch.float32)}
+    (group,) = uec.new_loopback_groups(1, num_experts=2, slots_per_rank=1, expert=expert)
+    layer = Layer()
+    layer.replicas = Replication(group)
+    check_unchanged(layer.replicas, layer.experts)
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
+    group.close()
 
 
 # ---- an exchange of an adapter --------------------------------------------------------------
