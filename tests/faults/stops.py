@@ -106,7 +106,7 @@ STOPS = [
         expect={
             "new_group": {
                 **everybody(
-                    OTHERS, Expect(kinds=("BootstrapError",), roots=(STOPPED,), within=4.0)
+                    OTHERS, Expect(kinds=("BootstrapError",), roots=(STOPPED,), within=8.0)
                 ),
                 STOPPED: Expect(kinds=("BootstrapError",), within=60.0),
             }

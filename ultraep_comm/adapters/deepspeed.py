@@ -153,7 +153,9 @@ def _describe(layer: Any) -> tuple[str, Any]:
         seams.check_experts(layer.experts, layer.num_local_experts, "train without replicas")
     except UnsupportedError as error:
         return str(error), None
-    return seams.describe_experts([{n: w[0] for n, w in layer.experts.named_parameters()}])
+    one = {n: w[0] for n, w in layer.experts.named_parameters()}
+    problem, shapes = seams.describe_experts([one])
+    return problem, [shapes, seams.name_code(layer.experts)]
 
 
 class _View:

@@ -56,7 +56,8 @@ def walk(holder: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
         seen[id(value)] = value
         if torch.is_tensor(value) or hasattr(value, "__array_interface__"):
             with suppress(TypeError, ValueError):  # not of numbers
-                yield path, torch.as_tensor(value)
+                is_tensor = torch.is_tensor(value)
+                yield path, value if is_tensor else torch.as_tensor(value, device="cpu")
         elif isinstance(value, list | tuple | Mapping) or path.endswith(".scale"):
             yield path, value
         if depth and _APART.match(type(value).__module__):

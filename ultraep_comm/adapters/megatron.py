@@ -140,7 +140,9 @@ def _describe(layer: Any) -> tuple[str, Any]:
             return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
     if unlike := seams.find_unlike(experts.local_experts):
         return unlike, None
-    return seams.describe_experts([dict(e.named_parameters()) for e in experts.local_experts])
+    each = [dict(e.named_parameters()) for e in experts.local_experts]
+    problem, shapes = seams.describe_experts(each)
+    return problem, [shapes, seams.name_code(experts.local_experts[0])]
 
 
 class _Instance:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import agree
+from ultraep_comm.adapters.seams import agree, check_unchanged, name_code
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.weights import check_trained
@@ -63,7 +63,8 @@ class Options:
         process_group: dist.ProcessGroup,
         weights: Mapping[str, torch.Tensor],
         check: Callable[[], None],
-        unchanged: Callable[[Replication], None],
+        experts: torch.nn.Module,
+        hooks: bool = True,
     ) -> Replication:
         """Return a layer's calls; collective at first, and when other weights are trained.
 
@@ -72,7 +73,8 @@ class Options:
             process_group: the expert-parallel group.
             weights: this rank's main weights.
             check: called before anything is created.
-            unchanged: called before each pass; of :func:`check_unchanged`.
+            experts: their module, which runs the same code on every rank and in every pass.
+            hooks: as for :func:`check_unchanged`.
 
         Raises:
             UnsupportedError: on a rank ``check`` raised it, or weights are trained that are neither
@@ -80,7 +82,7 @@ class Options:
         """
         grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
         if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
-            unchanged(calls)
+            check_unchanged(calls, experts, hooks=hooks)
             if not grads or grads.keys() == calls.group.slot_grads.keys():
                 return calls
         problem = ""
@@ -90,7 +92,7 @@ class Options:
                 check_trained(weights, process_group.rank())
         except UnsupportedError as error:
             problem = str(error)
-        agree(process_group, [(problem, sorted(grads))])
+        agree(process_group, [(problem, [sorted(grads), name_code(experts, hooks=hooks)])])
         group, layer = uec.group_for(
             process_group,
             like=weights,
@@ -100,5 +102,5 @@ class Options:
             **self._of_group,
         )
         calls = Replication(group, layer=layer, live=self.live, **self._of_layer)
-        unchanged(calls)
+        check_unchanged(calls, experts, hooks=hooks)
         return calls

@@ -233,21 +233,38 @@ def contents(modules: Iterable[torch.nn.Module]) -> list[object]:
     return found
 
 
-def _describe_code(expert: torch.nn.Module) -> dict[str, Any]:
-    """Return what decides what a module computes, apart from its weights."""
+def name_code(experts: torch.nn.Module, *, hooks: bool = True) -> list[str]:
+    """Return, for :func:`agree`, whose code a module runs: classes and functions by name."""
+    found = _describe_code(experts, hooks).items()
+    every = [(name, each) for name, v in found for each in (v if isinstance(v, list) else [v])]
+    return [f"{name}: {_name(code)}" for name, code in every if callable(code)]
+
+
+def _name(code: Any) -> str:
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _describe_code(expert: torch.nn.Module, hooks: bool = True) -> dict[str, Any]:
+    """Return what decides what a module computes, apart from its weights.
+
+    Args:
+        expert: the module.
+        hooks: whether hooks of the module itself, and another ``forward`` in it, count.
+    """
     found: dict[str, Any] = {}
     for path, module in expert.named_modules():
         at = f"{path}." if path else ""
         own = vars(module)
         found[f"{at}class"] = type(module)
         for name in _HOOKS:
-            hooks = [
+            held = [
                 hook
                 for hook in own[name].values()
                 if not getattr(hook, "__qualname__", "").startswith(_NO_HOOKS)
             ]
-            if hooks:
-                found[f"{at}{name.strip('_')}"] = hooks
+            if held:
+                found[f"{at}{name.strip('_')}"] = held
         for kind in ("_parameters", "_buffers"):
             found[f"{at}{kind.strip('_')}"] = [n for n, t in own[kind].items() if t is not None]
         for name, value in own.items():
@@ -257,7 +274,8 @@ def _describe_code(expert: torch.nn.Module) -> dict[str, Any]:
                 found[at + name] = value.__func__
             elif isinstance(value, torch.Tensor):
                 found[at + name] = f"a tensor at {id(value):#x}"
-    return found
+    around = () if hooks else ("forward", *(name.strip("_") for name in _HOOKS))
+    return {name: value for name, value in found.items() if name not in around}
 
 
 _codes: WeakKeyDictionary[Replication, dict[str, Any]] = WeakKeyDictionary()
@@ -271,11 +289,8 @@ def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool
         experts: the module. What it is in the first call counts from then on.
         hooks: what is around the module's forward pass belongs to its experts.
     """
-    around = () if hooks else ("forward", *(name.strip("_") for name in _HOOKS))
-    found = _describe_code(experts).items()
-    code = {
-        n: _named(v) for n, v in found if n not in around and n.rpartition(".")[2] != "training"
-    }
+    found = _describe_code(experts, hooks).items()
+    code = {n: _named(v) for n, v in found if not n.endswith("training")}
     known = _codes.setdefault(calls, code)
     if known == code:
         return

@@ -27,7 +27,6 @@ from ultraep_comm.adapters.options import Options
 from ultraep_comm.adapters.seams import (
     check_experts,
     check_seam,
-    check_unchanged,
     is_alone,
     run_grouped,
 )
@@ -129,7 +128,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         weights = dict(self.inner_experts.named_parameters(recurse=False))
         ranks = dispatcher.ep_mesh.get_group()
         self._calls = self._options.calls_of(
-            self._calls, ranks, weights, self._check_again, self._unchanged
+            self._calls, ranks, weights, self._check_again, self.inner_experts
         )
         run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
@@ -152,9 +151,6 @@ class ReplicatedRoutedExperts(RoutedExperts):
     def _check(self) -> None:
         instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
         check_experts(self.inner_experts, self._num_mains, instead)
-
-    def _unchanged(self, calls: Replication) -> None:
-        check_unchanged(calls, self.inner_experts)
 
     def _check_again(self) -> None:
         self._check()  # they may have been replaced

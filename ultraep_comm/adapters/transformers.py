@@ -27,14 +27,7 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 import ultraep_comm as uec
 from ultraep_comm.adapters.options import Options
-from ultraep_comm.adapters.seams import (
-    check_experts,
-    check_seam,
-    check_unchanged,
-    find,
-    is_alone,
-    warn_idle,
-)
+from ultraep_comm.adapters.seams import check_experts, check_seam, find, is_alone, warn_idle
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
@@ -160,8 +153,10 @@ class UltraEP(AllToAllEP):
 
     def _layer(self, weights: Weights) -> Replication:
         """Return the layer's calls; collective at first, and when other weights are trained."""
+        ranks, known = self.ep_mesh.get_group(), _replications.get(self)
+        # Hooks are around the dispatch.
         calls = self._options.calls_of(
-            _replications.get(self), self.ep_mesh.get_group(), weights, self._check, self._unchanged
+            known, ranks, weights, self._check, self._experts, hooks=False
         )
         # The dispatch sees a model of this many experts on every rank.
         self.num_local_experts = calls.group.topology.instances_per_rank
@@ -170,9 +165,6 @@ class UltraEP(AllToAllEP):
 
     def _check(self) -> None:
         check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
-
-    def _unchanged(self, calls: Replication) -> None:
-        check_unchanged(calls, self._experts, hooks=False)  # they are around the dispatch
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights

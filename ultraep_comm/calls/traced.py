@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ultraep_comm.engines.base import Form, count_in_torch
-from ultraep_comm.errors import UltraEPError
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
@@ -121,9 +121,17 @@ class FinishedWork(Work):
 
     def __init__(self) -> None:
         self.mode = ""
+        self._epoch = 0
 
     def wait(self, slots: Sequence[int] | None = None) -> None:
         """Return at once."""
+
+    def slot_ready(self, slot: int) -> bool:
+        """Raise InvalidArgumentError: a reduction fills no slot."""
+        raise InvalidArgumentError(
+            f"slot {slot} of a reduce_expert_grads; expected a replicate_experts: other calls are"
+            " waited for as a whole"
+        )
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -174,6 +182,11 @@ class TracedWork(Work):
     def exception(self) -> UltraEPError | None:
         """See :meth:`Work.exception`; only outside the compiled function."""
         return self._started().exception()
+
+    @property
+    def epoch(self) -> int:
+        """See :class:`Work`; only outside the compiled function."""
+        return int(self._arguments[0])
 
     def _started(self) -> Work:
         token, _, slot_expert, *_, group_name = self._arguments

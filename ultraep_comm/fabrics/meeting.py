@@ -524,7 +524,7 @@ class Meeting:
                 else ""
             )
             failure = BootstrapError(
-                f"rank {self.rank}: the process group could not connect ({text}); {IFNAME}"
+                f"rank {self.rank}: the process group could not connect; {IFNAME} ({text})"
                 if any(sign in text for sign in _UNCONNECTED)
                 else f"rank {self.rank}: the process group failed; has a rank left it?{who}"
                 f" ({text})",

@@ -37,7 +37,6 @@ class Work:
 
     Attributes:
         mode: the chosen transfer mode; if the device chooses, the requested one.
-        epoch: the call's number on its group.
     """
 
     def __init__(
@@ -51,8 +50,13 @@ class Work:
         self.mode = mode
         self._filled = filled
         self._session = session
-        self.epoch = epoch
+        self._epoch = epoch
         self._operation = operation
+
+    @property
+    def epoch(self) -> int:
+        """Return the call's number on its group; 0: it has completed in a compiled function."""
+        return self._epoch
 
     def wait(self, slots: Sequence[int] | None = None) -> None:
         """Order everything that follows after the call, or after its filling of some slots.

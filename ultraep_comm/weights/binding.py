@@ -133,8 +133,8 @@ class RankWeights:
     def _require_tables(self) -> AddressTables:
         if self._tables is None:
             raise UnsupportedError(
-                f"rank {self._rank}: weight_table is for CUDA graphs, and this group runs on the"
-                " host engine; pass the weights"
+                f"rank {self._rank}: weight_table is for CUDA graphs, and this group's engine is"
+                " not the CUDA engine; pass the weights"
             )
         return self._tables
 

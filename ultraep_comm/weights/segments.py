@@ -293,10 +293,9 @@ def _check(
         )
     device = source.device
     if tensor.device != device:
-        engine = "host" if device.type == "cpu" else "CUDA"
         raise source.error(
             f"rank {source.rank}: {source.what}[{name}] is on {tensor.device}; expected {device},"
-            f" where the {engine} engine works"
+            " where the group's slots are"
         )
     # A wrapper (DTensor, FakeTensor) has no memory of its own.
     address = tensor.data_ptr() if tensor.layout == torch.strided else 0

@@ -214,6 +214,10 @@ def unlike(pg: Any) -> dict[str, str]:
         if pg.rank() == 1:
             change(model.layers[0].experts.local_experts[1])
         note(f"{name}, before", lambda model=model: replicate(model))
+    model = Model(pg, layers=1)
+    for expert in model.layers[0].experts.local_experts if pg.rank() == 1 else ():
+        expert.register_forward_hook(hook)
+    note("one rank's", lambda: replicate(model))
     for name, change in {**{n: c for n, (c, _) in UNLIKE.items()}, "other": replace_layer}.items():
         model = Model(pg, layers=1)
         (layer,) = replicate(model)
@@ -246,6 +250,8 @@ def test_experts_that_do_not_compute_alike_are_refused(ranks: RankPool) -> None:
     for name in (*UNLIKE, "other"):
         assert re.match(r"UnsupportedError: rank 1: MoE layer \d+ was", own[f"{name}, after"])
         assert "rank 1" in peer[f"{name}, after"], peer
+    assert own["one rank's"] == peer["one rank's"]
+    assert "forward_hooks: test_megatron.hook" in own["one rank's"]
     assert "its experts' modules were replaced" in own["other, after"]
     assert "its experts' modules were replaced" in own["all"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import fake_torchtitan as fake
 import pytest
 import torch
-from changed_experts import CHANGES, change_after, check
+from changed_experts import CHANGES, change_after, check, hook
 from fake_torchtitan import AllToAllTokenDispatcher, GroupedExperts, ParallelDims, adapter
 from new_tensors import NewTensors
-from ranks import RankPool, run_training
+from ranks import RankPool, raised, run_training
 from tiers import cases, sampled
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -212,6 +212,21 @@ def change(rank: int, pg: Any, name: str) -> str:
 @pytest.mark.parametrize("name", CHANGES)
 def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> None:
     check(name, ranks.run(G, change, name))
+
+
+def hooked_on_one_rank(rank: int, pg: Any) -> str:
+    with adapter() as api:
+        layer = make(api, pg, own(rank, 0))
+        if rank == 1:
+            layer.inner_experts.register_forward_hook(hook)
+        x = draw(B, L, D, seed=rank)
+        return str(raised(lambda: run([layer], x, rank)))
+
+
+def test_ranks_whose_experts_run_other_code_are_refused(ranks: RankPool) -> None:
+    (text,) = set(ranks.run(G, hooked_on_one_rank))
+    assert text.startswith("expert-parallel rank 1 has MoE layers with experts")
+    assert "forward_hooks: changed_experts.hook" in text
 
 
 def copied(rank: int, pg: Any) -> None:

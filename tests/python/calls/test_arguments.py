@@ -71,6 +71,10 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
     "live": (lambda g: nn.Replication(g, live="1"), "live is '1'; expected an integer"),
     "weights, None": (lambda g: begin(g, None), "weights is a NoneType; expected {name: tensor"),
     "weights, 3": (lambda g: begin(g, {"w": 3}), r"weights\['w'\] is a int; expected a ten"),
+    "device": (
+        lambda g: g.bind({"w": torch.zeros(2, 2, device="meta")}),
+        "is on meta; expected cpu, where the group's slots are",
+    ),
     "experts": (lambda g: nn.ReplicatedExperts(g, torch.add, {"w": None}), "'w': 'NoneType'}; exp"),
     "check": (lambda _: make(check="x"), "check is 'x'; expected True, False or None"),
     "rank": (lambda g: g.topology.mains(9), "rank is 9; expected 0 to 0"),

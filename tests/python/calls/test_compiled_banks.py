@@ -16,7 +16,7 @@ from torch.library import opcheck
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.calls.traced import ORDER, TracedWork
+from ultraep_comm.calls.traced import ORDER, FinishedWork, TracedWork
 
 RANKS, EXPERTS, SLOTS, BANKS = 3, 9, 2, 2
 SHAPE = (16, 16)
@@ -264,11 +264,31 @@ def test_slots_of_a_call_that_a_compiled_function_has_started() -> None:
         token = torch.tensor(work.epoch)
         traced = TracedWork(token, [], plan.slot_expert, [], [], 1, "auto", group.name)
         assert traced.is_completed()
+        assert traced.epoch == work.epoch
         if group.rank == 1:
             assert traced.slot_ready(0)
         with pytest.raises(errors.InvalidArgumentError, match="slot 1 of a replicate_experts"):
             traced.slot_ready(1)
     close_all(groups)
+
+
+def test_every_kind_of_work_keeps_what_a_work_promises() -> None:
+    (group,) = make_groups(1)
+    plan = uec.Plan.from_slots([[-1, -1]], num_experts=EXPERTS, bank=1)
+    work = uec.replicate_experts(make_weights(0, 1), plan, group=group, async_op=True)
+    assert work is not None
+    token = torch.tensor(work.epoch)
+    traced = TracedWork(token, [], plan.slot_expert, [], [], 1, "auto", group.name)
+    names = ["mode", *(name for name in vars(uec.Work) if not name.startswith("_"))]
+    for kind in (work, traced, FinishedWork()):
+        for name in names:
+            member = getattr(kind, name)
+            if name == "slot_ready":
+                with pytest.raises(errors.InvalidArgumentError, match=r"slot 0 of a re"):
+                    member(0)
+            elif callable(member) and not (kind is traced and name in ("wait", "synchronize")):
+                member()  # those two are operators of a compiled function
+    group.close()
 
 
 def test_errors_of_banks_keep_their_types() -> None:

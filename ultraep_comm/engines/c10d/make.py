@@ -223,9 +223,9 @@ def make_group_parts(
             error = failure
         except Exception as refused:
             error = BootstrapError(
-                f"rank {meeting.rank}: the engine's process groups could not be created"
-                f" ({(str(refused) or type(refused).__name__).splitlines()[0]}); if ranks of"
-                f" several machines do not connect, {IFNAME}",
+                f"rank {meeting.rank}: the engine's process groups could not be created;"
+                f" if they cannot connect, {IFNAME}"
+                f" ({(str(refused) or type(refused).__name__).splitlines()[0]})",
                 failed_rank=meeting.rank,
             )
             error.__cause__ = refused
