@@ -309,7 +309,7 @@ def _named(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(_named, value)]
     if callable(value) and not isinstance(value, type):
-        return f"{getattr(value, '__qualname__', type(value).__name__)} at {id(value):#x}"
+        return f"{_name(value)} at {id(value):#x}"
     return value
 
 

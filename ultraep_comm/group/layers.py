@@ -88,15 +88,16 @@ def group_for(
     # A rank may not know a group that its peers have: it asked for other experts, or its own has
     # failed. Then all create one, and differing arguments are noticed there.
     token = _token("" if shared is None else shared.group.session.run)
-    hellos = meeting.exchange(Hello(token=token, values=(num_local,)), error)
-    counts = [hello.values[0] for hello in hellos]
-    if num_experts is None:
-        options["num_experts"] = sum(counts)
-    try:
-        _check_counts(counts, options)
-    except Exception as bad_argument:  # options may differ by rank
-        error = bad_argument
-    meeting.agree(error)
+    with meeting.making():  # which reports Ctrl-C to the peers too
+        hellos = meeting.exchange(Hello(token=token, values=(num_local,)), error)
+        counts = [hello.values[0] for hello in hellos]
+        if num_experts is None:
+            options["num_experts"] = sum(counts)
+        try:
+            _check_counts(counts, options)
+        except Exception as bad_argument:  # options may differ by rank
+            error = bad_argument
+        meeting.agree(error, last=True)
     if shared is None or any(hello.token != token for hello in hellos):
         shared = known[key] = _Shared(new_group(process_group, expert=segments, **options))
     shared.layers += 1
