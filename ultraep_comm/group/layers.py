@@ -53,8 +53,8 @@ def group_for(
 ) -> LayerGroup:
     """Return the group of a layer: one for each process group, shape of experts and options.
 
-    The first layer that asks creates it, collectively; every rank has to ask for the same layers in
-    the same order. A group that was closed, or has failed, is replaced by a new one. Groups are
+    The first layer that asks creates it. Collective, for further layers too: every rank has to ask
+    for the same layers in the same order. A group that was closed, or has failed, is replaced by a new one. Groups are
     closed when the process ends, without an error if plans are still saved; close them earlier with
     ``group.close()``.
 
