@@ -101,7 +101,7 @@ _OF_RANK = re.compile(r"(.*[._])?(\w*_)?(rank|offset|index|device)")  # numbers
 _MAPS = re.compile(r".*(expert_map|expert_mask|_to_physical|_to_global|global_(expert_)?ids)\w*")
 
 
-class Judge:
+class HolderCheck:
     """Tells what replicas would do to what a layer holds.
 
     Attributes:

@@ -25,12 +25,11 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
     UnsupportedError,
-    name_ranks,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, show_again
 from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
-from ultraep_comm.fabrics.shm import UNKNOWN, ShmFabric, machine_id
+from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
 from ultraep_comm.fabrics.sockets import Listener, cannot_listen
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
@@ -433,11 +432,10 @@ def _start_engine(rank: int, config: _core.EngineConfig, _local: LocalStages) ->
 def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
     """Check that the ranks agree, and set the domains. Same result or error on every rank."""
     check_same_arguments(hellos)
-    unknown = [rank for rank, hello in enumerate(hellos) if hello.machine.startswith(UNKNOWN)]
-    if unknown and len(hellos) > 1:
+    if unknown := say_unknown(hellos):
         raise UnsupportedError(
-            f"{name_ranks(unknown)}: /proc has no boot id or network namespace, by which the host"
-            " engine finds the ranks that share memory. Use engine='c10d'"
+            f"{unknown}, by which the host engine finds the ranks that share memory. Use"
+            " engine='c10d'"
         )
     machines = {machine: i for i, machine in enumerate(dict.fromkeys(h.machine for h in hellos))}
     machine = np.array([machines[h.machine] for h in hellos], np.int32)

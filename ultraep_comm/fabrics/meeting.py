@@ -562,7 +562,7 @@ class Meeting:
 
     def _blame(self, rank: int, text: str) -> BootstrapError:
         return BootstrapError(
-            f"rank {self.rank}: cannot go on, because rank {rank} failed: {text}",
+            f"rank {self.rank}: cannot continue, because rank {rank} failed: {text}",
             failed_rank=rank,
         )
 
@@ -602,7 +602,7 @@ class Meeting:
 
         Args:
             hello: this rank's record.
-            error: why this rank cannot go on; all ranks then raise.
+            error: why this rank cannot continue; all ranks then raise.
 
         Raises:
             BootstrapError: a rank failed, left the process group, or sent something else.

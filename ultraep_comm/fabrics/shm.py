@@ -57,6 +57,14 @@ def _unknown_machine() -> bytes:
     return UNKNOWN + secrets.token_bytes(24 - len(UNKNOWN))
 
 
+def say_unknown(hellos: list[Hello]) -> str:
+    """Return why it is not known which ranks share memory; an empty text: it is."""
+    unknown = [rank for rank, hello in enumerate(hellos) if hello.machine.startswith(UNKNOWN)]
+    if not unknown or len(hellos) == 1:
+        return ""
+    return f"{name_ranks(unknown)}: /proc has no boot id or network namespace"
+
+
 def find_apart(meeting: Meeting, hellos: list[Hello], error: Exception | None = None) -> list[int]:
     """Return the ranks that do not reach the first rank whose machine's id is theirs. Collective.
 

@@ -54,9 +54,9 @@ def group_for(
     """Return the group of a layer: one for each process group, shape of experts and options.
 
     The first layer that asks creates it. Collective, for further layers too: every rank has to ask
-    for the same layers in the same order. A group that was closed, or has failed, is replaced by a new one. Groups are
-    closed when the process ends, without an error if plans are still saved; close them earlier with
-    ``group.close()``.
+    for the same layers in the same order. A group that was closed, or has failed, is replaced by a
+    new one. Groups are closed when the process ends, without an error if plans are still saved;
+    close them earlier with ``group.close()``.
 
     Args:
         process_group: as for :func:`new_group`.

@@ -232,7 +232,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         said, _ = threads.map(run, range(2))
     assert said.startswith(
-        "BootstrapError: rank 0: cannot go on, because rank 1 failed: its process"
+        "BootstrapError: rank 0: cannot continue, because rank 1 failed: its process"
     )
 
 

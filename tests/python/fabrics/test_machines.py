@@ -92,7 +92,7 @@ def test_too_many_files_is_said_where_it_is_so(ranks: RankPool, options: dict[st
     results = ranks.run(2, _make, "no descriptor", (1,), options)
     own, told = results[1][3], results[0][3]
     assert own.startswith("BootstrapError: rank 1: cannot listen for connections (Too many open")
-    assert told.startswith("BootstrapError: rank 0: cannot go on, because rank 1 failed")
+    assert told.startswith("BootstrapError: rank 0: cannot continue, because rank 1 failed")
 
 
 def test_one_rank_needs_no_id(ranks: RankPool) -> None:

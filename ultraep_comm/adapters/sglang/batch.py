@@ -11,7 +11,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.adapters.holders import Judge, walk
+from ultraep_comm.adapters.holders import HolderCheck, walk
 from ultraep_comm.errors import UnsupportedError
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -198,10 +198,10 @@ class Batches:
         except UnsupportedError as error:
             return str(error), None
         weights = dict(layer.named_parameters())
-        judge = Judge(weights.values(), layer.num_local_experts)
+        held = HolderCheck(weights.values(), layer.num_local_experts)
         known = {id(weight) for weight in weights.values()}
         for path, value in walk(layer, {}):
-            if id(value) not in known and (problem := judge.find_problem(path, value)):
+            if id(value) not in known and (problem := held.find_problem(path, value)):
                 return f"{problem}; set another --moe-runner-backend, or ULTRAEP_SGLANG=eplb", None
         shapes = {name: (tuple(w.shape), str(w.dtype)) for name, w in weights.items()}
-        return "", {**shapes, **judge.facts}
+        return "", {**shapes, **held.facts}

@@ -7,7 +7,7 @@ from typing import Any
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
-from ultraep_comm.adapters.holders import Judge, walk
+from ultraep_comm.adapters.holders import HolderCheck, walk
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -87,14 +87,14 @@ def describe(layer: Any, checked: Sequence[Any] = ()) -> tuple[str, Any]:
         start = name.partition("_")[0] + "_"
         if not is_plain and not any(scale.startswith(start) for scale in scales):
             return f"its {name} is of {weight.dtype}, and no parameter {start}...scale exists", None
-    judge = Judge(segments.values(), layer.local_num_experts)
+    held = HolderCheck(segments.values(), layer.local_num_experts)
     known = {id(weight) for weight in parameters.values()}
     of_others = layer.vllm_config.compilation_config.static_forward_context.values()
     for path, value in walk(layer, {id(thing): thing for thing in (*of_others, *checked)}):
-        if id(value) not in known and (problem := judge.find_problem(path, value)):
+        if id(value) not in known and (problem := held.find_problem(path, value)):
             return f"{problem}; set another moe_backend, or ULTRAEP_VLLM=eplb", None
     shapes = {n: (tuple(w.shape[1:]), w.stride(), str(w.dtype)) for n, w in segments.items()}
-    return "", {"segments": shapes, "are_copied": judge.shares, **constants, **judge.facts}
+    return "", {"segments": shapes, "are_copied": held.shares, **constants, **held.facts}
 
 
 def _find_setting(layer: Any) -> str:

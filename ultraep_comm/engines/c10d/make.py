@@ -46,6 +46,7 @@ from ultraep_comm.fabrics.shm import (
     find_apart,
     machine_id,
     say_apart,
+    say_unknown,
 )
 from ultraep_comm.fabrics.sockets import Listener, cannot_listen
 from ultraep_comm.plan.topology import Topology
@@ -170,9 +171,8 @@ def choose_engine(meeting: Meeting, wanted: torch.device | None) -> tuple[str, s
         machines = {hello.machine for hello in hellos}
         if all(hello.values[0] for hello in hellos):
             return "c10d", ""
-        unknown = [r for r, hello in enumerate(hellos) if hello.machine.startswith(UNKNOWN)]
-        if unknown and len(hellos) > 1:
-            return "c10d", f"{name_ranks(unknown)}: /proc has no boot id or network namespace"
+        if unknown := say_unknown(hellos):
+            return "c10d", unknown
         if len(machines) > 1:
             return "c10d", f"the ranks are on {len(machines)} machines"
         apart = find_apart(meeting, hellos)
