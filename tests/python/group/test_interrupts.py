@@ -100,19 +100,20 @@ def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> No
     assert first[3] == second[3] == 0
 
 
-def _asks(rank: int) -> str:
+def _asks(rank: int, interrupted: Path) -> str:
     like = {"w": torch.zeros(2, 3)}
     if rank == 0:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    else:
-        time.sleep(0.8)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    while rank == 1 and not interrupted.exists():
+        time.sleep(0.01)
     error = raised(lambda: uec.group_for(like=like, slots_per_rank=S))
+    interrupted.touch()
     uec.group_for(like=like, slots_per_rank=S).group.close()
     return repr(error)
 
 
 def test_ctrl_c_in_group_for_is_at_the_peers(tmp_path: Path) -> None:
-    first, second = run_ranks(tmp_path, 2, _asks)
+    first, second = run_ranks(tmp_path, 2, _asks, tmp_path / "interrupted")
     assert first == "KeyboardInterrupt()"
     assert "rank 0 failed: KeyboardInterrupt" in second
 
