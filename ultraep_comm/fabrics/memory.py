@@ -29,7 +29,10 @@ def available_memory(root: Path = Path("/")) -> Available:
     with suppress(OSError, ValueError, IndexError):
         text = (root / "proc/meminfo").read_text().partition("MemAvailable:")[2]
         found.append(Available(int(text.split()[0]) * 1024, "MemAvailable of /proc/meminfo"))
-    for kind, level, top in _cgroups(root):
+    groups: list[tuple[str, Path, Path]] = []
+    with suppress(ValueError):  # a sandbox's /proc may have other lines
+        groups.extend(_cgroups(root))
+    for kind, level, top in groups:
         limit_file, used_file, start = _FILES[kind]
         for folder in (level, *level.parents):
             with suppress(OSError, ValueError):  # no limit here; v2 says "max", or has no file

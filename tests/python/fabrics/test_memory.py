@@ -78,6 +78,12 @@ def test_a_containers_mount_begins_at_its_own_group(
     assert memory.available_memory(tmp_path).bytes == 100
 
 
+@pytest.mark.parametrize(("groups", "mount"), [("odd\n", V2.format("/")), ("0::/\n", "odd")])
+def test_lines_of_another_form_limit_nothing(tmp_path: Path, groups: str, mount: str) -> None:
+    _machine(tmp_path, groups, mount)
+    assert memory.available_memory(tmp_path).bytes == MACHINE * 1024
+
+
 def test_a_group_above_its_limit_has_nothing_left(tmp_path: Path) -> None:
     _machine(tmp_path, "0::/\n", V2.format("/"))
     _level(tmp_path / "sys/fs/cgroup", 2, "1000", 1200)
