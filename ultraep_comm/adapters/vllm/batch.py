@@ -19,7 +19,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
-from ultraep_comm.adapters.vllm import EPLB, SETTING, replace_factory
+from ultraep_comm.adapters.vllm import EPLB, replace_factory
 from ultraep_comm.adapters.vllm.checks import ROUTER, describe
 from ultraep_comm.adapters.vllm.replicas import CONTEXT, HAS_CONTEXT, Replicas
 from ultraep_comm.errors import UnsupportedError
@@ -175,7 +175,6 @@ class Experts:
         forward = super().forward_modular  # type: ignore[misc]
         replicas = self.replicas
         if replicas is None:
-            seams.warn_idle("vLLM", SETTING)
             return forward(*args, **more)
         if replicas.has_all:
             replicas.wait()
