@@ -2,259 +2,42 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import re
 import sys
-import types
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from fake_vllm import FakeElastic, FakeVllm
+from fake_vllm_batch import (
+    GROUP,
+    LAYERS,
+    NAMES,
+    PADDING,
+    E,
+    FakeRouter,
+    G,
+    H,
+    K,
+    M,
+    P,
+    T,
+    add_model,
+    load,
+    make_config,
+    make_fake,
+    make_layer,
+    registered,
+)
 from ranks import RankPool, raised
 
 from ultraep_comm import errors
 from ultraep_comm.adapters import vllm as adapter
 from ultraep_comm.adapters.vllm import batch, checks
 
-G, E, S, H, K, T, LAYERS = 4, 8, 2, 6, 2, 64, 3
-M, P = E // G, E // G + S
-MOE = "vllm.model_executor.layers.fused_moe"
-
-
-# ---- a fake of vLLM ------------------------------------------------------------------------
-
-
-class FakeRouter:
-    def __init__(self) -> None:
-        self.eplb_state = SimpleNamespace(num_unpadded_tokens_tensors=[torch.tensor(T)])
-
-    def _apply_eplb_mapping(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("vLLM's own map")
-
-
-class FakeKernel:
-    """An expert is ``(x @ weight.T) * scale + bias``."""
-
-    def __init__(self, layer: Any) -> None:
-        self.quant_config = SimpleNamespace(
-            **{name: SimpleNamespace(scale=None, bias=None) for name in ("_a1", "_a2", "_w2")},
-            _w1=SimpleNamespace(scale=layer.w13_weight_scale, bias=layer.w13_bias),
-        )
-        self.runs = 0
-
-    def apply(
-        self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any
-    ) -> None:
-        self.runs += 1
-        held = self.quant_config._w1
-        for row in range(P):
-            at, place = (topk_ids == dist.get_rank(GROUP[0]) * P + row).nonzero(as_tuple=True)
-            y = hidden_states[at] @ w1[row].to(torch.float32).T * held.scale[row] + held.bias[row]
-            output.index_add_(0, at, y * topk_weights[at, place, None])
-        del w2
-
-
-GROUP: list[Any] = [None]
-PADDING: list[Any] = [None]  # of a forward pass; None: vLLM told a number alone
-
-
-class FakeMethod:
-    is_monolithic = False
-
-    def __init__(self) -> None:
-        self.moe_quant_config: Any = None
-        self.moe_kernel: Any = None
-
-    def apply(self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any) -> Any:
-        """Dispatch, run and combine, as vLLM's modular kernels do."""
-        group, gathers = GROUP[0], layer.moe_config.moe_parallel_config.use_all2all_kernels
-        given = [x, topk_weights, topk_ids]
-        for i, tensor in enumerate(given):
-            if gathers:
-                parts = [torch.empty_like(tensor) for _ in range(G)]
-                dist.all_gather(parts, tensor.contiguous(), group=group)
-                given[i] = torch.cat(parts)
-        output = torch.zeros_like(given[0])
-        layer.seen = given[2]
-        if bool((given[2] // P == dist.get_rank(group)).any()):
-            self.moe_kernel.fused_experts.apply(
-                output, given[0], layer.w13_weight, None, given[1], given[2]
-            )
-        dist.all_reduce(output, group=group)
-        own = dist.get_rank(group) * len(x)
-        return output[own : own + len(x)] if gathers else output
-
-
-def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[str, Any]]:
-    """Return the contents of the modules that the adapter uses."""
-    registry: dict[str, type] = {}
-
-    class PluggableLayer(torch.nn.Module):
-        def __new__(cls, *_: Any, **__: Any) -> Any:
-            return super().__new__(registry.get(cls.__name__, cls))
-
-        @classmethod
-        def register_oot(cls, _decorated_layer_cls: Any = None, name: str = "") -> Any:
-            def register(layer: type) -> type:
-                assert name not in registry, f"Duplicate layer name: {name}"
-                registry[name] = layer
-                return layer
-
-            return register
-
-    class RoutedExperts(PluggableLayer):
-        def __init__(self, layer_name: str, params_dtype: Any, moe_config: Any) -> None:
-            super().__init__()
-            self.layer_name, self.moe_config = layer_name, moe_config
-            self.local_num_experts = moe_config.num_local_experts
-            self.expert_map_manager = SimpleNamespace(
-                num_fused_shared_experts=0, placement_strategy="linear"
-            )
-            self.quant_method = FakeMethod()
-            for name, tensor in {
-                "w13_weight": torch.zeros(P, H, H, dtype=params_dtype),
-                "w13_weight_scale": torch.zeros(P, 1),
-                "w13_bias": torch.zeros(P, H),
-                "e_score_correction_bias": torch.arange(float(P)),  # has as many by accident
-                "w13_input_scale": torch.tensor(0.5),
-            }.items():
-                self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-
-        def _ensure_moe_quant_config_init(self) -> None:
-            self.quant_method.moe_quant_config = (
-                self.quant_method.moe_kernel.fused_experts.quant_config
-            )
-
-        def weight_loader(
-            self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int
-        ) -> None:
-            del weight_name, shard_id, expert_id
-            param.data.copy_(loaded_weight)
-
-        weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
-
-        def get_expert_weights(self) -> Any:
-            return ["vLLM's"]
-
-        def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any) -> Any:
-            return self.quant_method.apply(self, x, topk_weights, topk_ids)
-
-    class EplbState:
-        @staticmethod
-        def build_initial_global_physical_to_logical_map(
-            num_routed_experts: int, num_redundant_experts: int
-        ) -> list[int]:
-            return list(range(num_routed_experts + num_redundant_experts))
-
-        def rearrange(self, is_profile: bool = False, rank_mapping: Any = None) -> None:
-            raise AssertionError("experts move")
-
-    def get_current_vllm_config() -> Any:
-        return config
-
-    def get_ep_group() -> Any:
-        return SimpleNamespace(world_size=ranks or G)
-
-    def is_forward_context_available() -> bool:
-        return PADDING[0] is not None
-
-    def get_forward_context() -> Any:
-        return SimpleNamespace(is_padding=PADDING[0])
-
-    parts = {"BaseRouter": FakeRouter, "FusedMoEExpertsModular": FakeKernel} | changed
-    return {
-        f"{MOE}.routed_experts": {"RoutedExperts": RoutedExperts},
-        f"{MOE}.router.base_router": {"BaseRouter": parts["BaseRouter"]},
-        f"{MOE}.modular_kernel": {"FusedMoEExpertsModular": parts["FusedMoEExpertsModular"]},
-        "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
-        "vllm.forward_context": {
-            "is_forward_context_available": is_forward_context_available,
-            "get_forward_context": get_forward_context,
-        },
-        "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
-        "vllm.distributed.parallel_state": {"get_ep_group": get_ep_group},
-        "vllm.distributed.eplb.eplb_state": {"EplbState": EplbState},
-    }
-
-
-def make_config(**options: Any) -> Any:
-    return SimpleNamespace(
-        additional_config={"ultraep": options},
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(use_ubatching=False),
-    )
-
-
-def make_layer(config: Any, rank: int = 0, *, gathers: bool = False, number: int = 0) -> Any:
-    """Return a layer as vLLM's factory makes it, with its runner."""
-    moe_config = SimpleNamespace(
-        num_local_experts=P,
-        num_logical_experts=E,
-        is_lora_enabled=False,
-        require_decomposed_backend=False,
-        moe_parallel_config=SimpleNamespace(
-            enable_eplb=True,
-            ep_size=G,
-            ep_rank=rank,
-            sp_size=1,
-            pcp_size=1,
-            all2all_backend="allgather_reducescatter",
-            use_all2all_kernels=gathers,
-            use_passthrough_all2all=False,
-            use_moonep_kernels=False,
-        ),
-    )
-    made = sys.modules[f"{MOE}.routed_experts"].RoutedExperts
-    layer = made(f"layers.{number}", torch.bfloat16, moe_config)
-    layer.quant_method.moe_kernel = SimpleNamespace(fused_experts=FakeKernel(layer))
-    config.compilation_config.static_forward_context[layer.layer_name] = SimpleNamespace(
-        router=FakeRouter()
-    )
-    return layer
-
-
-def add_model(layers: list[Any], group: Any) -> Any:
-    """Do what vLLM's EplbState.add_model does."""
-    state = sys.modules["vllm.distributed.eplb.eplb_state"]
-    return state.create_eplb_communicator(
-        SimpleNamespace(cpu_group=group, device_group=group),
-        "torch_gloo",
-        [layer.get_expert_weights() for layer in layers],
-        [],
-    )
-
-
 # ---- batches -------------------------------------------------------------------------------
-
-NAMES = ("w13_weight", "w13_weight_scale", "w13_bias")
-
-
-def whole(number: int, version: int) -> dict[str, torch.Tensor]:
-    """Return the weights of all of a layer's experts."""
-    numbers = torch.Generator().manual_seed(100 * number + version)
-    return {
-        "w13_weight": torch.randn((E, H, H), generator=numbers).to(torch.bfloat16),
-        "w13_weight_scale": torch.rand((E, 1), generator=numbers),
-        "w13_bias": torch.randn((E, H), generator=numbers),
-    }
-
-
-def load(layer: Any, rank: int, number: int, version: int) -> dict[str, torch.Tensor]:
-    """Write a checkpoint into a layer's parameters as vLLM does, slots included."""
-    every = whole(number, version)
-    rows = sys.modules["vllm.distributed.eplb.eplb_state"].EplbState
-    held = rows.build_initial_global_physical_to_logical_map(E, G * S)[rank * P : (rank + 1) * P]
-    for name, tensor in every.items():
-        getattr(layer, name).data.copy_(tensor[held])
-    return every
 
 
 def draw(seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -441,10 +224,7 @@ def test_a_failed_set_up_leaves_no_layers_behind(ranks: RankPool) -> None:
 
 @pytest.fixture
 def config() -> Iterator[Any]:
-    """Settings of a vLLM in which the plugin is registered, for two rows and more on a rank."""
-    made = make_config()
-    with FakeVllm("batch", make_fake(made)):
-        adapter.register()
+    with registered() as made:
         yield made
 
 
@@ -514,285 +294,6 @@ def test_constants_of_all_experts_are_those_of_all_ranks(ranks: RankPool) -> Non
             " [['w13_input_scale', 0.25]], and rank 0 [['w13_input_scale', 0.5]], in layer 1;"
             " expected the same on every rank"
         )
-
-
-class Slotted:
-    __slots__ = ("alphas",)
-
-    def __init__(self, alphas: Any) -> None:
-        self.alphas = alphas
-
-
-def hide(layer: Any, value: Any, where: str) -> None:
-    """Put a value where a layer, its method or its kernel may hold one."""
-    method = layer.quant_method
-    kernel = method.moe_kernel
-    experts = kernel.fused_experts
-
-    def closed(self: Any, scale: Any = value) -> Any:
-        return self, scale
-
-    puts: dict[str, Callable[[], Any]] = {
-        "buffer": lambda: layer.register_buffer("alphas", value),
-        "attribute": lambda: setattr(layer, "alphas", value),
-        "of a parameter": lambda: setattr(layer.w13_weight, "alphas", value),
-        "module inside": lambda: (
-            layer.add_module("inner", torch.nn.Module())
-            or layer.inner.register_buffer("alphas", value)
-        ),
-        "method": lambda: setattr(method, "alphas", value),
-        "kernel's wrapper": lambda: setattr(kernel, "alphas", value),
-        "prepare_finalize": lambda: setattr(
-            kernel, "prepare_finalize", SimpleNamespace(alphas=value)
-        ),
-        "list": lambda: setattr(experts, "alphas", [None, [value]]),
-        "dict": lambda: setattr(experts, "alphas", {"w1": {"a": value}}),
-        "tuple": lambda: setattr(experts, "alphas", (None, value)),
-        "nested": lambda: setattr(experts, "inner", SimpleNamespace(inner=Slotted(value))),
-        "fallback": lambda: setattr(experts, "fallback", Slotted({"x": Slotted(value)})),
-        "field": lambda: setattr(experts.quant_config._w1, "alpha_or_gscale", value),
-        "other field": lambda: setattr(experts.quant_config, "gemm1_alpha", value),
-        "closure": lambda: setattr(experts, "act", lambda x: x * value),
-        "default": lambda: setattr(experts, "act", closed),
-        "partial": lambda: setattr(experts, "act", functools.partial(torch.mul, value)),
-        "bound": lambda: setattr(method, "run", types.MethodType(closed, Slotted(value))),
-    }
-    puts[where]()
-
-
-WHERE = [
-    "buffer",
-    "attribute",
-    "of a parameter",
-    "module inside",
-    "method",
-    "kernel's wrapper",
-    "prepare_finalize",
-    "list",
-    "dict",
-    "tuple",
-    "nested",
-    "fallback",
-    "field",
-    "other field",
-    "closure",
-    "default",
-    "partial",
-    "bound",
-]
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_what_has_a_part_of_an_expert_is_found(config: Any, where: str) -> None:
-    layer = make_layer(config)
-    hide(layer, torch.arange(float(P)), where)
-    problem, _ = checks.describe(layer)
-    assert "of shape (4,) with [0.0, 1.0, 2.0, 3.0] has other values for each of 4 exp" in problem
-    assert "set another moe_backend, or ULTRAEP_VLLM=eplb" in problem
-    for is_view in (False, True):
-        layer = make_layer(config)
-        hide(layer, layer.w13_bias.data.T if is_view else torch.full((P,), 0.5), where)
-        problem, facts = checks.describe(layer)
-        assert problem == ""
-        assert facts["are_copied"] == is_view
-
-
-SPREAD = torch.arange(float(2 * P))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        SPREAD,  # [2L]
-        SPREAD.view(2, P),
-        SPREAD.view(P, 2).expand(3, P, 2),
-        torch.arange(P),
-        torch.arange(P).to(torch.float8_e4m3fn),
-        torch.arange(P).to(torch.uint8).numpy(),
-        torch.arange(float(P * H)),  # flattened
-        [0.0, 1.0, 2.0, 3.0],
-        {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0},
-        [torch.tensor(float(e)) for e in range(P)],
-    ],
-)
-def test_values_for_each_expert_are_refused_in_any_shape(config: Any, value: Any) -> None:
-    layer = make_layer(config)
-    layer.quant_method.moe_kernel.alphas = value
-    says = "its quant_method.moe_kernel.alphas .*has other values for each of 4 experts"
-    assert re.match(says, checks.describe(layer)[0])
-
-
-def test_what_cannot_be_read_is_refused(config: Any) -> None:
-    for value in (torch.eye(P).to_sparse(), [torch.eye(P).to_sparse()] * P):
-        layer = make_layer(config)
-        layer.quant_method.moe_kernel.alphas = value
-        says = "its quant_method.moe_kernel.alphas.* cannot be read: "
-        assert re.match(says, checks.describe(layer)[0])
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.full((P,), 7),
-        torch.ones(3, P),
-        torch.zeros(2 * P),
-        torch.arange(3.0).expand(P, 3),
-        torch.full((P, 1), float("nan")),
-        torch.arange(5),
-        torch.tensor([1j, 2.0, 3.0]),
-        torch.tensor([True, False, True]),
-        1j,
-        torch.empty(P, 0),
-        [0.5] * P,
-        {"block": 64, "stages": 3, "warps": 4, "split": 2},
-        [None] * P,
-        torch.Size([P, 2, 3, 5]),
-        numpy.array(["a"] * P),
-    ],
-)
-def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None:
-    layer = make_layer(config)
-    layer.quant_method.moe_kernel.alphas = value
-    problem, facts = checks.describe(layer)
-    assert problem == ""
-    assert not facts["are_copied"]
-    assert json.dumps(facts)
-
-
-@pytest.mark.parametrize(
-    "share",
-    [
-        lambda w: w.data,
-        lambda w: w.data.permute(1, 2, 0),
-        lambda w: w.data.flatten(),
-        lambda w: [w.data[0], w.data[1]],
-        lambda w: list(w.data),
-        lambda w: w.data.view(torch.uint8),
-        lambda w: w.data[1:, 2].numpy() if w.dtype == torch.float32 else w.data[1:],
-        lambda w: torch.tensor([row.data_ptr() for row in w.data]),
-        lambda w: torch.tensor([[w.data_ptr(), 0]]),
-        lambda w: w.data_ptr(),
-        lambda w: {"pointers": [row.data_ptr() for row in w.data]},
-    ],
-)
-def test_other_names_of_weights_keep_their_memory(config: Any, share: Any) -> None:
-    layer = make_layer(config)
-    layer.quant_method.moe_kernel.weights = share(layer.w13_weight)
-    problem, facts = checks.describe(layer)
-    assert problem == ""
-    assert facts["are_copied"]
-
-
-def test_what_is_of_no_layer_is_not_looked_at(config: Any) -> None:
-    layer = make_layer(config)
-    other = make_layer(config, number=1)
-    spread = torch.arange(float(P))
-    layer.custom_routing_function = SimpleNamespace(gate=spread)
-    layer.register_buffer("_expert_map", torch.arange(G * P))
-    layer.quant_method.runner = config.compilation_config.static_forward_context["layers.1"]
-    layer.quant_method.runner.weights = spread
-    layer.quant_method.other = other
-    other.alphas = spread
-    layer.quant_method.myself = layer.quant_method
-    layer.quant_method.modules = [torch, SimpleNamespace, dist.ReduceOp.SUM, "text", b"bytes"]
-    assert checks.describe(layer)[0] == ""
-
-
-def differ(rank: int, group: Any, where: str) -> str:
-    """Let ranks hold other constants, at set-up or after another load of weights."""
-    settings = make_config(engine="host")
-    ids = torch.zeros(4, K, dtype=torch.int64)
-    with FakeVllm("batch", make_fake(settings)):
-        adapter.register()
-        layers = [make_layer(settings, rank, number=n) for n in range(2)]
-        layer, value = layers[1], 0.5 - 0.25 * (rank == 2)
-        assert layer.weight_loader.supports_moe_loading
-        kernel = layer.quant_method.moe_kernel
-        kernel.ep_rank, kernel.local_expert_offset = rank, rank * P
-        kernel.limit = value if where == "number" else 1.0
-        kernel.limits = torch.full((P,), value if where == "tensor" else 1.0)
-        error = raised(lambda: add_model(layers, group)) if where in ("number", "tensor") else None
-        if error is None:
-            add_model(layers, group)
-            for each in layers:
-                each.replicas.begin(ids)
-                each.replicas.wait()
-                each.quant_method.moe_kernel.fused_experts.tokens = rank  # counted
-            if where == "loader":
-                given = torch.tensor(value), "w13_input_scale", "w1", 0
-                layer.weight_loader(layer.w13_input_scale, *given)
-            elif where == "in place":
-                layer.w13_input_scale.fill_(value)
-            elif where == "kernel":
-                made = SimpleNamespace(fused_experts=kernel.fused_experts, limit=value)
-                layer.quant_method.moe_kernel = made
-            elif where == "derived":
-                kernel.fused_experts = FakeKernel(layer)
-                kernel.fused_experts.quant_config._w1.scale = torch.rand(P, 1)
-            elif where == "equal":
-                kernel.fused_experts = FakeKernel(layer)
-                kernel.fused_experts.view = layer.w13_weight.data.flatten()
-                for other in layers:
-                    loaded = torch.tensor(0.125)
-                    other.weight_loader(other.w13_input_scale, loaded, "w13_input_scale", "w1", 0)
-            layers[0].replicas.begin(ids)
-            layers[0].replicas.wait()
-            if where == "equal":
-                layer.replicas.begin(ids)
-                layer.replicas.wait()
-                assert layer.replicas.is_checked
-                return "none"
-            error = raised(lambda: layer.replicas.begin(ids))
-            assert str(raised(lambda: layer.replicas.begin(ids))) == str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.parametrize(
-    ("where", "says"),
-    [
-        ("number", "[['quant_method.moe_kernel.limit', 0.25]]"),
-        ("tensor", "[['quant_method.moe_kernel.limits', ['torch.float32', [1], [0.25]]]]"),
-        ("loader", "[['w13_input_scale', 0.25]]"),
-        ("in place", "[['w13_input_scale', 0.25]]"),
-        ("kernel", "[['quant_method.moe_kernel.limit', 0.25]]"),
-        ("derived", "its quant_method.moe_quant_config._w1.scale of shape (4, 1) with [0."),
-        ("equal", "none"),
-    ],
-)
-def test_constants_are_compared_at_set_up_and_after_a_reload(
-    ranks: RankPool, where: str, says: str
-) -> None:
-    for text in ranks.run(G, differ, where):
-        if where not in ("equal", "derived"):
-            assert "UnsupportedError: expert-parallel rank 2 has MoE layers with experts" in text
-            assert "and rank 0 [" in text
-            assert "in layer 1" in text
-        assert says in text
-
-
-def load_alone(rank: int, group: Any, path: str) -> str:
-    """Load weights again on rank 0 alone, over a process group that is not used afterwards."""
-    del group
-    backend = dist.ProcessGroupGloo(dist.FileStore(path, G), rank, G, timedelta(seconds=100))
-    own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
-    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
-    with FakeVllm("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
-        adapter.register()
-        layer = make_layer(config, rank)
-        add_model([layer], own)
-        short.setenv("ULTRAEP_TIMEOUT", "1")
-        if rank == 0:
-            given = torch.tensor(0.25), "w13_input_scale", "w1", 0
-            layer.weight_loader(layer.w13_input_scale, *given)
-        error = raised(lambda: [layer.replicas.begin(ids), layer.replicas.wait()])
-    return f"{type(error).__name__}: {error}"
-
-
-def test_a_rank_that_alone_loaded_weights_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
-    first, *others = ranks.run(G, load_alone, str(tmp_path / "store"))
-    assert first.startswith("BootstrapError: rank 0: ranks [1, 2, 3] did not join this")
-    assert all(text.startswith("PeerRejectedError") for text in others), others
 
 
 @pytest.mark.parametrize(
