@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import ultraep_comm as uec
+from ultraep_comm.adapters.seams import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.weights import Mains
@@ -51,6 +52,8 @@ class Balancer:
                 ``bank``, ``live`` and others.
         """
         self._calls = Replication(group, **options)
+        if group.num_ranks == 1:
+            warn_idle("Balancer", "up a group of several ranks")
         self.group = group
         self.weights = weights
         self.instances_per_rank = group.topology.instances_per_rank

@@ -121,7 +121,7 @@ class FinishedWork(Work):
 
     def __init__(self) -> None:
         self.mode = ""
-        self._epoch = 0
+        self.epoch = 0
 
     def wait(self, slots: Sequence[int] | None = None) -> None:
         """Return at once."""
@@ -184,7 +184,7 @@ class TracedWork(Work):
         return self._started().exception()
 
     @property
-    def epoch(self) -> int:
+    def epoch(self) -> int:  # type: ignore[override]
         """See :class:`Work`; only outside the compiled function."""
         return int(self._arguments[0])
 

@@ -37,6 +37,7 @@ class Work:
 
     Attributes:
         mode: the chosen transfer mode; if the device chooses, the requested one.
+        epoch: the call's number on its group; 0: it has completed in a compiled function.
     """
 
     def __init__(
@@ -50,13 +51,8 @@ class Work:
         self.mode = mode
         self._filled = filled
         self._session = session
-        self._epoch = epoch
+        self.epoch = epoch
         self._operation = operation
-
-    @property
-    def epoch(self) -> int:
-        """Return the call's number on its group; 0: it has completed in a compiled function."""
-        return self._epoch
 
     def wait(self, slots: Sequence[int] | None = None) -> None:
         """Order everything that follows after the call, or after its filling of some slots.

@@ -13,6 +13,7 @@ from ultraep_comm.group.group import session_of
 from ultraep_comm.nn import traced
 from ultraep_comm.nn.replication import Replication
 from ultraep_comm.nn.weights import check_trained
+from ultraep_comm.weights.segments import Weights, plain_mapping
 
 Tensor = torch.Tensor
 Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
@@ -120,9 +121,10 @@ class ReplicatedExperts(torch.nn.Module):
         return run.after_experts(self.experts(x, mains, slots, *args))
 
 
-def _check(weights: Mapping[str, torch.nn.Parameter], group: uec.Group) -> None:
+def _check(weights: Weights, group: uec.Group) -> None:
     session_of(group)
-    is_mapping = isinstance(weights, Mapping | torch.nn.ParameterDict)
+    weights = plain_mapping(weights)
+    is_mapping = isinstance(weights, Mapping)
     found = {n: type(w).__name__ for n, w in weights.items()} if is_mapping else weights
     if (
         not is_mapping

@@ -10,7 +10,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
 from ultraep_comm.weights.binding import GRAD_TYPES
-from ultraep_comm.weights.segments import Segment, local_part
+from ultraep_comm.weights.segments import Segment, local_part, plain_mapping
 
 Tensor = torch.Tensor
 Mains: TypeAlias = "Tensor | Sequence[Tensor]"
@@ -31,8 +31,7 @@ def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, M
     Raises:
         InvalidWeightsError: the names are not those of the group's segments.
     """
-    if isinstance(weights, torch.nn.ParameterDict):
-        weights = dict(weights)
+    weights = plain_mapping(weights)
     if not isinstance(weights, Mapping):
         raise InvalidWeightsError(
             f"rank {group.rank}: weights is a {type(weights).__name__}; expected {{name: tensor or"

@@ -183,8 +183,7 @@ def bind_weights(
         InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
             strides. Raised as ``source.error``.
     """
-    if isinstance(weights, torch.nn.ParameterDict):
-        weights = dict(weights)
+    weights = plain_mapping(weights)
     if not isinstance(weights, Mapping):
         raise source.error(
             f"rank {source.rank}: {source.what} is a {type(weights).__name__}; expected {{name:"
@@ -321,6 +320,11 @@ def _check(
     return address
 
 
+def plain_mapping(weights: Weights) -> Weights:
+    """Return a ParameterDict, which is no Mapping, as a dict; others as they are."""
+    return dict(weights) if isinstance(weights, torch.nn.ParameterDict) else weights
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, which gradients flow through; others as they are."""
     to_local = getattr(tensor, "to_local", None)  # DTensor's module is slow to import
@@ -334,8 +338,7 @@ def segments_like(weights: Weights) -> tuple[dict[str, Segment], int]:
     Raises:
         InvalidArgumentError: they are no mapping of tensors, or experts differ.
     """
-    if isinstance(weights, torch.nn.ParameterDict):
-        weights = dict(weights)
+    weights = plain_mapping(weights)
     if (
         not isinstance(weights, Mapping)
         or not weights
