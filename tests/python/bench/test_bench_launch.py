@@ -228,7 +228,8 @@ def test_no_rank_sees_another_end_with_the_run(tmp_path: Path) -> None:
         "from ultraep_comm.bench.launch import run_ranks; "
         "sys.exit(run_ranks(watch_the_first, sys.argv[1], 4))"
     )
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    folder = Path(__file__).parent
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent)))}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environ) as run:
         while len(list(tmp_path.glob("ready*"))) < 4:
             assert run.poll() is None
