@@ -13,14 +13,11 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import (
-    BootstrapError,
     OutOfSharedMemoryError,
-    PeerGoneError,
     PeerRejectedError,
     Words,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
-from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -379,16 +376,6 @@ class LocalStages(Protocol):
 Local = TypeVar("Local", bound=LocalStages)
 
 
-class LoadExchange(Protocol):
-    """Exchange of loads outside the engine, on one rank. Collective."""
-
-    def exchange(self, counts: Tensor) -> Tensor:
-        """All-gather int32 ``[E]`` into ``[G, E]``."""
-
-    def leave(self) -> None:
-        """Release the resources; no exchange follows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a group on one rank.
@@ -403,7 +390,7 @@ class Parts:
         memory: its regions; the first has slots, slot gradients and flags.
         engine: executes schedules.
         local: the stages that need no peer.
-        loads: exchanges loads; None: the engine does.
+        exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         check: check mode.
         banks, grad_banks: sets of slots, and of their gradients.
     """
@@ -417,7 +404,7 @@ class Parts:
     memory: list[SharedRegion]
     engine: Engine
     local: LocalStages
-    loads: LoadExchange | None = None
+    exchange_counts: Callable[[Tensor], Tensor] | None = None
     check: bool = False
     banks: int = 1
     grad_banks: int = 1
@@ -432,7 +419,7 @@ def make_parts(
     local: Callable[[], Local],
     engine: Callable[[_core.EngineConfig, Local], Engine],
     *,
-    loads: LoadExchange | None = None,
+    exchange_counts: Callable[[Tensor], Tensor] | None = None,
 ) -> Parts:
     """Allocate one rank's memory, then create its local stages, then its engine."""
     layout = _core.EngineLayout(config)
@@ -459,7 +446,7 @@ def make_parts(
         memory=[region, *checked],
         engine=engine(config, stages),
         local=stages,
-        loads=loads,
+        exchange_counts=exchange_counts,
         check=options.check,
         banks=options.banks,
         grad_banks=options.grad_banks,
@@ -498,25 +485,3 @@ def check_rows(table: Tensor, rank: int, epoch: int) -> None:
             root=peer,
             epoch=epoch,
         )
-
-
-class ProcessGroupLoads:
-    """Exchange over the process group, for ranks that do not all reach each other's memory."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def exchange(self, counts: Tensor) -> Tensor:
-        """Gather the counts of all ranks."""
-        try:
-            return self._meeting.gather(counts)
-        except BootstrapError as error:
-            raise PeerGoneError(
-                f"rank {self._meeting.rank}: gather_load over the process group failed ({error});"
-                " close the group and create a new one",
-                rank=self._meeting.rank,
-                peer=error.failed_rank,
-            ) from error
-
-    def leave(self) -> None:
-        """Do nothing: the caller owns the process group."""
