@@ -324,6 +324,8 @@ def read_arrays(
                     )
                 # A member that is no array comes as bytes.
                 found = {name: np.asarray(archive[name]) for name in names if name in archive}
+                for array in found.values():
+                    repr(array)  # fails now, not where it is quoted, if a string has no characters
                 if not found:
                     raise ValueError(f"it has the arrays {sorted(archive.files)[:20]}")
         except Exception as problem:  # of any type: damage raises a dozen
