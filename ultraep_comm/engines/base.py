@@ -242,12 +242,12 @@ class LocalStages(Protocol):
     Attributes:
         home: int32 ``[E]``, on the group's device; shared by all plans made there.
         domains: int32 ``[G]``, likewise.
-        lends_entries: whether captured saves use memory that was reserved before the capture.
+        marks: int64, zeroed: one for each plan that graphs save.
     """
 
     home: Tensor
     domains: Tensor
-    lends_entries: bool
+    marks: Tensor
 
     def holds(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
@@ -356,14 +356,18 @@ class LocalStages(Protocol):
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed uint8 memory for saved plans."""
+        """Return uninitialised uint8 memory for a saved plan; in a capture, of its graph.
+
+        Raises:
+            UnsupportedError: the current stream is being captured by another library than torch.
+        """
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
     ) -> None:
         """Copy a plan's tensors, given as pairs (destination, source).
 
-        ``in_use`` (int64, one word) marks an entry that graphs save to; see ``PlanStore``.
+        ``in_use``, one of ``marks``, is that of a captured save; see ``PlanStore``.
         """
 
     def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:

@@ -97,7 +97,7 @@ def check_load_values(load: Tensor) -> None:
 class HostStages:
     """Count, plan and reroute on the CPU; see :class:`LocalStages`."""
 
-    lends_entries = False
+    marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology = topology
@@ -281,8 +281,8 @@ class HostStages:
     # ---- saved plans ----------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed memory, uint8."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        """Return uninitialised memory, uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
