@@ -20,7 +20,7 @@ from ultraep_comm.calls.plan import plan_apart
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
-from ultraep_comm.calls.traced import TABLE, bank_of
+from ultraep_comm.calls.traced import bank_of
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
@@ -317,10 +317,9 @@ def _transfer_of(
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
     """Return the slots that are copies, the rows that the plan fills, and the call."""
     group = find_group(group_name)
-    weights = _by_name(tensors, counts, given)
     call = partial(
         replicate_experts,
-        tensors[0] if given == [TABLE] else weights,
+        _by_name(tensors, counts, given),
         _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank),
         group=group,
         mode=mode,

@@ -12,11 +12,12 @@ from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.forecast import LoadForecast
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 
 def prefetch_experts(
-    weights: Weights | BoundWeights,
+    weights: Weights | Binding,
     forecast: LoadForecast | torch.Tensor,
     *,
     bank: Bank | int,

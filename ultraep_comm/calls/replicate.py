@@ -16,13 +16,14 @@ from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import MODES
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 _REPLICATE = _core.Operation.REPLICATE
 
 
 def replicate_experts(
-    weights: Weights | BoundWeights | torch.Tensor,
+    weights: Weights | Binding,
     plan: Plan | PlanHandle,
     *,
     group: Group,
@@ -48,14 +49,12 @@ def replicate_experts(
 
     A plan on the device of a CUDA group stays there: the kernel checks it, chooses the mode and
     makes the schedule. A fault in it is raised by ``synchronize()`` of the call, or by the next
-    call. Such a call can be captured into a CUDA graph, with weights bound before the capture or
-    with ``group.weight_table``. (In groups of more than 32 segments the plan is copied to the CPU,
-    which synchronises.)
+    call. Such a call can be captured into a CUDA graph, with weights bound before the capture. (In
+    groups of more than 32 segments the plan is copied to the CPU, which synchronises.)
 
     Args:
         weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
-            or what ``group.bind`` returned, or ``group.weight_table``. Not to be changed before the
-            call has finished.
+            or what ``group.bind`` returned. Not to be changed before the call has finished.
         plan: the same on every rank, or the handle that ``group.save`` returned for it. In a CUDA
             graph, every replay reads the plan's memory.
         group: the group.
@@ -85,14 +84,9 @@ def replicate_experts(
 
     call = Call(session, plan, "replicate_experts", layer)
     try:
-        selection = session.selections.find(segments)
+        indices, expert_bytes = session.weights.select(segments)
         bound = session.weights.bind(weights)
-        session.selections.require(bound, selection)
-        if not (call.on_device or bound.addresses or session.num_mains == 0):
-            raise InvalidWeightsError(
-                f"rank {session.rank}: group.weight_table was given with a plan on the CPU;"
-                " expected a plan on the device, or the weights themselves"
-            )
+        session.weights.require(bound, indices)
         if mode == "pull" and bound.region < 0:
             counts = session.layout.num_mains
             uneven = (
@@ -109,11 +103,11 @@ def replicate_experts(
             operation=_REPLICATE,
             plan=call.view,
             mains=bound.addresses.buffer_info()[0],
-            num_segments=selection.count,
+            num_segments=len(indices),
             mode=find_mode(mode, MODES, session.rank),
             background=async_op,
             tag=call.tag,
-            segments=selection.address,
+            segments=indices.buffer_info()[0],
             region=bound.region,
             on_device=call.on_device,
             own_home=call.plan.home is session.local.home,
@@ -129,7 +123,7 @@ def replicate_experts(
     except Exception as error:
         call.reject(error)
         raise
-    work = call.submit(transfer, bound, selection.nbytes, async_op)
+    work = call.submit(transfer, bound, expert_bytes, async_op)
     # After submit: a call that the engine refused fills nothing.
     session.filled_by[max(call.bank, 0)] = plan
     return work

@@ -16,7 +16,8 @@ from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 if TYPE_CHECKING:
     from ultraep_comm.group.bank import Bank
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 # All groups share it, as ranks have to issue calls in one order across groups too. torch's effect
 # tokens do not support operators that mutate arguments, as these mutate slots.
 ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
-TABLE = "group.weight_table"  # takes the place of the segment names
 
 
 def gather_load(routing: torch.Tensor, form: Form, group: Group) -> torch.Tensor:
@@ -42,7 +42,7 @@ def gather_load(routing: torch.Tensor, form: Form, group: Group) -> torch.Tensor
 
 
 def replicate_experts(
-    weights: Weights | BoundWeights | torch.Tensor,
+    weights: Weights | Binding,
     plan: Plan,
     group: Group,
     async_op: bool,
@@ -53,11 +53,7 @@ def replicate_experts(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
-    given: Weights
-    if isinstance(weights, torch.Tensor):  # group.weight_table
-        given = {TABLE: weights}
-    else:
-        given = weights.weights if isinstance(weights, BoundWeights) else weights
+    given = weights.tensors if isinstance(weights, Binding) else weights
     counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
     tensors: list[torch.Tensor] = []
     for value in given.values():

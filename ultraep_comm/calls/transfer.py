@@ -16,8 +16,7 @@ from ultraep_comm.group.session import Session
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import MODES
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights
+from ultraep_comm.weights.binding import Binding
 
 _NAMES: dict[_core.Mode | None, str] = {mode: name for name, mode in MODES.items()}
 _NAMES[None] = "auto"
@@ -112,7 +111,7 @@ class Call:
     def submit(
         self,
         call: _core.TransferCall,
-        bound: BoundWeights | BoundGrads,
+        bound: Binding,
         expert_bytes: int,
         async_op: bool,
         *,
@@ -133,7 +132,7 @@ class Call:
             on_host = self._on_host
             work = session.submit(
                 epoch,
-                (bound, plan),
+                (bound, bound.tensors, plan),  # before an update, too
                 self._operation,
                 _NAMES[mode],
                 on_host,

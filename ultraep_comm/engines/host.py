@@ -34,7 +34,7 @@ from ultraep_comm.fabrics.sockets import Listener, cannot_listen
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables
+from ultraep_comm.weights.binding import PutAddresses
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
@@ -98,6 +98,7 @@ class HostStages:
     """Count, plan and reroute on the CPU; see :class:`LocalStages`."""
 
     lends_entries = False
+    put_addresses: PutAddresses | None = None
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology = topology
@@ -290,10 +291,6 @@ class HostStages:
         """Copy a plan's tensors, given as pairs (destination, source)."""
         for to, source in fields:
             to.copy_(source)
-
-    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return None: the engine reads addresses on the CPU."""
-        return None
 
     def finish_replays(self) -> None:
         """Do nothing: there are no replays."""

@@ -31,8 +31,8 @@ from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -75,9 +75,9 @@ class ExpertPass:
     def __init__(
         self,
         handle: uec.PlanHandle,
-        weights: Weights | BoundWeights | Tensor,
+        weights: Weights | Binding,
         *,
-        main_grads: Weights | BoundGrads | None = None,
+        main_grads: Weights | Binding | None = None,
         mode: str = "auto",
         reduce_mode: str = "auto",
         segments: Sequence[str] | None = None,
@@ -165,7 +165,7 @@ def _replicate(run: ExpertPass) -> uec.Work:
 
 
 def start_transfer(
-    weights: Weights | BoundWeights | Tensor,
+    weights: Weights | Binding,
     plan: uec.Plan | uec.PlanHandle,
     group: uec.Group,
     *,

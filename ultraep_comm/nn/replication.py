@@ -21,8 +21,8 @@ from ultraep_comm.nn.hooks import (
 )
 from ultraep_comm.nn.weights import Mains, local_weights
 from ultraep_comm.plan.topology import as_int
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 
@@ -117,7 +117,7 @@ class Replication:
 
     def begin(
         self,
-        weights: Mapping[str, Mains] | BoundWeights,
+        weights: Mapping[str, Mains] | Binding,
         topk_ids: Tensor | None = None,
         *,
         routing_map: Tensor | None = None,
@@ -126,7 +126,7 @@ class Replication:
         num_tokens: int | Tensor | None = None,
         source: int | None = None,
         microbatch: int | None = None,
-        main_grads: Weights | BoundGrads | None = None,
+        main_grads: Weights | Binding | None = None,
     ) -> LayerPass:
         """Plan, start to fill the slots, and map the routing to instances. Collective.
 
@@ -151,7 +151,7 @@ class Replication:
         """
         group = self.group
         with group.session.rejecting():
-            given = weights.weights if isinstance(weights, BoundWeights) else weights
+            given = weights.tensors if isinstance(weights, Binding) else weights
             mains = local_weights(given, group)
             if torch.is_grad_enabled() and main_grads is None:
                 find_trained(mains, group)
@@ -177,7 +177,7 @@ class Replication:
                 )
                 run.calls.owner = self._owner
             work = start_transfer(
-                weights if isinstance(weights, BoundWeights) else mains,
+                weights if isinstance(weights, Binding) else mains,
                 saved,
                 group,
                 mode=self._mode,

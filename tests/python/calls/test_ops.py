@@ -371,7 +371,7 @@ def test_weights_and_plans_of_every_form(groups: list[uec.Group]) -> None:
     cost = uec.PlanCost(token=1e-6, expert_byte=1e-12)
 
     def calls(
-        load: torch.Tensor, stacked: Weights, bound: uec.BoundWeights, group: uec.Group
+        load: torch.Tensor, stacked: Weights, bound: uec.Binding, group: uec.Group
     ) -> uec.Plan:
         plan = uec.plan_replicas(load, group=group, target=1.1)
         uec.replicate_experts(bound, plan, group=group, mode="push")

@@ -31,8 +31,8 @@ from ultraep_comm.fabrics.loopback import show_again
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 _Fault, _Kind = _core.Fault, _core.RecordKind
@@ -171,9 +171,7 @@ class C10dEngine:
 
     # ---- submitting -------------------------------------------------------------------------
 
-    def transfer(
-        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
-    ) -> tuple[int, _core.Mode | None]:
+    def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction of what ``bound`` refers to."""
         with self._changed:
             if self._refuses():
@@ -187,10 +185,10 @@ class C10dEngine:
                 keep=bound,
             )
             steps = read_steps(rows.tolist())
-            if isinstance(bound, BoundGrads):
+            if bound.types:  # of gradients
                 self._counts["reduce"] += 1
                 grads = self._slots.grads_of_bank(call.bank)
-                main = _mains(bound.grads, self._slots.grad_names, as_bytes=False)
+                main = _mains(bound.tensors, self._slots.grad_names, as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
                     read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
@@ -198,7 +196,7 @@ class C10dEngine:
             else:
                 self._counts["replicate"] += 1
                 slots = self._slots.of_bank(call.bank)
-                main = _mains(bound.weights or {}, self._slots.names, as_bytes=True)
+                main = _mains(bound.tensors, self._slots.names, as_bytes=True)
                 movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))
                 job.movement, job.lacking = movement, set(movement.filled)
             self._submit(job)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from ultraep_comm.engines.base import Counted, Form, count_in_torch
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
-from ultraep_comm.engines.cuda.tables import WeightTables
+from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.host import HostStages, find_ends
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
@@ -54,6 +55,7 @@ class CudaStages(HostStages):
         plan_warps: int | None = None,
     ) -> None:
         super().__init__(topology, rank)
+        self.put_addresses = partial(put_addresses, device)
         self._device = device
         self._num_segments = num_segments
         self._shape = shape = stage_shape(topology, rank, device)
@@ -497,10 +499,6 @@ class CudaStages(HostStages):
     def allocate(self, num_bytes: int) -> Tensor:
         """Return zeroed uint8 memory on the device."""
         return self._device.allocate(num_bytes)
-
-    def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
-        """Return address tables on the device."""
-        return WeightTables(self._device, num_segments, num_mains)
 
     # ---- faults ---------------------------------------------------------------------------
 
