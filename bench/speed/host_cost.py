@@ -248,7 +248,7 @@ def measure(
         "device": group.bind(stacked),
         "resident": group.bind(stacked),
     }
-    held = replace(put_plan(plans[0], device), bank=0)
+    held = replace(put_plan(plans[0], device), reuse=True)
     on_device = itertools.cycle([put_plan(plan, device) for plan in plans])
     rows = list(itertools.product(given, (False, True)))
     times = np.zeros((len(rows), iters))

@@ -38,9 +38,11 @@ def replicate_experts(
     When the call has finished, this rank's filled slots are complete, bit for bit; empty slots are
     untouched; no peer reads this rank's main weights any more; its own sends are delivered.
 
-    A plan of a bank is copied into the bank's slots, as far as they do not hold it yet: slots that
-    do are not written to, and may be used throughout the call. Ranks that hold an expert send it as
-    well as its home does. What the bank held of another version, or in other segments, is gone.
+    A plan with ``reuse`` is copied into its bank's slots as far as they do not hold it yet: slots
+    that do are not written to, and may be used throughout the call. Ranks that hold an expert send
+    it as well as its home does. What the bank held of another version, or in other segments, is
+    gone. A plan without is copied as a whole, as after :meth:`Bank.invalidate`, and in bank 0
+    nothing is kept for later calls.
 
     On the CUDA engine the call is stream-ordered: it runs after the work that the current stream
     already has, and work enqueued after ``wait()`` runs after it. Without ``async_op`` it runs on
@@ -61,7 +63,7 @@ def replicate_experts(
         async_op: return a :class:`Work` at once; a CUDA group then uses its own stream.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
         segments: names of the segments to transfer; None: all.
-        version: of the main weights, for a plan of a bank: a number that grows whenever they
+        version: of the main weights, for a plan with ``reuse``: a number that grows whenever they
             change, the same on every rank. None: that of the bank; see :meth:`Bank.invalidate`.
         layer: whose weights they are, so that a rank that skips a layer gets a PlanMismatchError
             instead of another layer's weights. None: a handle's layer, or not compared.
@@ -116,7 +118,7 @@ def replicate_experts(
             version=(
                 0
                 if version is None and call.bank < 0
-                else find_version(version, call.bank, session)
+                else find_version(version, call.plan, session)
             ),
             known=address(call.filled) if call.bank >= 0 else 0,
         )
@@ -125,5 +127,5 @@ def replicate_experts(
         raise
     work = call.submit(transfer, bound, expert_bytes, async_op)
     # After submit: a call that the engine refused fills nothing.
-    session.filled_by[max(call.bank, 0)] = plan
+    session.filled_by[call.plan.bank] = plan
     return work

@@ -66,7 +66,7 @@ def replicate_experts(
     plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     arguments: tuple[Any, ...] = (
         *(tensors, counts, list(given), *plan_fields),
-        *(slots, names, order, mode, plan.bank, version, layer, group.name),
+        *(slots, names, order, mode, plan.bank, plan.reuse, version, layer, group.name),
     )
     if not async_op:
         torch.ops.ultraep_comm.replicate_experts(*arguments)
@@ -102,14 +102,15 @@ def reduce_expert_grads(
         mode,
         zero,
         plan.bank,
+        plan.reuse,
         group.name,
     )
     return FinishedWork() if async_op else None
 
 
-def bank_of(index: int | None, group: Group) -> Bank:
+def bank_of(index: int, group: Group) -> Bank:
     """Return the bank that a plan's calls use; the first if they will reject the plan."""
-    return group.banks[index if index is not None and index < len(group.banks) else 0]
+    return group.banks[index if index < len(group.banks) else 0]
 
 
 class FinishedWork(Work):
@@ -151,7 +152,7 @@ class TracedWork(Work):
         slot_expert: torch.Tensor,
         slots: list[torch.Tensor],
         names: list[str],
-        bank: int | None,
+        bank: int,
         mode: str,
         group_name: str,
     ) -> None:
@@ -192,7 +193,12 @@ class TracedWork(Work):
 
 
 def plan_replicas(
-    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, bank: int | None = None
+    load: torch.Tensor,
+    group: Group,
+    target: float,
+    cost: PlanCost | None,
+    bank: int = 0,
+    reuse: bool = False,
 ) -> Plan:
     """Trace :func:`ultraep_comm.plan_replicas` with a group."""
     t = group.topology
@@ -202,12 +208,12 @@ def plan_replicas(
         if cost.expert_bytes is not None:
             costs.append(cost.expert_bytes)
     sizes = (t.num_ranks, t.num_experts, t.slots_per_rank)
-    if bank is None:
-        fields = torch.ops.ultraep_comm.plan_replicas(load, *sizes, target, costs, group.name)
-    else:
+    if reuse:
         fields = torch.ops.ultraep_comm.plan_replicas_in_bank(
             load, *sizes, target, costs, ORDER, bank, group.name
         )
+    else:
+        fields = torch.ops.ultraep_comm.plan_replicas(load, *sizes, target, costs, group.name)
     slot_expert, slot_quota, home_quota, home, domains, *moves = fields
     return Plan(
         slot_expert=slot_expert,
@@ -216,8 +222,9 @@ def plan_replicas(
         home_quota=home_quota,
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=domains,
-        moves=None if bank is None else moves[0],
+        moves=moves[0] if reuse else None,
         bank=bank,
+        reuse=reuse,
     )
 
 

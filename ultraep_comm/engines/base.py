@@ -332,7 +332,6 @@ class LocalStages(Protocol):
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,
     ) -> Plan:

@@ -190,7 +190,6 @@ class HostStages:
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,  # of a device
     ) -> Plan:
@@ -226,7 +225,6 @@ class HostStages:
             load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
             domains=domains,
             moves=moves,
-            bank=bank,
         )
 
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:

@@ -48,7 +48,7 @@ class Session(Shared):
         weights: binds main weights.
         grads: binds main gradients.
         plans: saved plans.
-        filled_by: the plan or handle of the last transfer to each bank; without one: to bank 0.
+        filled_by: the plan or handle of the last transfer to each bank.
         held_for: of each bank, whose main weights its slots hold; see `nn.Replication`.
         recomputed: forward passes made in a backward pass, until that reduces: the number of the
             backward pass, the layer, and the plan's ``slot_expert``.

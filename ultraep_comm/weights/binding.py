@@ -90,7 +90,8 @@ class Binder:
         put_addresses: for the device of a CUDA group; None: the engine reads them on the CPU.
     """
 
-    _what, _error = "weights", InvalidWeightsError
+    _what = "weights"
+    _error: type[UltraEPError] = InvalidWeightsError
 
     def __init__(
         self,
@@ -361,7 +362,8 @@ def _plain_addresses(
 class GradBinder(Binder):
     """Binds main gradients. ``segments``: of the slot gradients; empty: there are none."""
 
-    _what, _error = "grads", InvalidGradientsError
+    _what = "grads"
+    _error = InvalidGradientsError
 
     def _bind(self, grads: Weights) -> Binding:
         if not self._segments:

@@ -55,14 +55,6 @@ class Slots:
     bytes: Sequence[list[Tensor]]
     grads: Sequence[list[Tensor]]
 
-    def of_bank(self, bank: int) -> list[Tensor]:
-        """Return the slots of a bank, by segment."""
-        return self.bytes[max(bank, 0)]
-
-    def grads_of_bank(self, bank: int) -> list[Tensor]:
-        """Return the slot gradients of a bank, by segment."""
-        return self.grads[max(bank, 0) % len(self.grads)]
-
 
 @dataclass(kw_only=True)
 class _Job:
@@ -185,9 +177,10 @@ class C10dEngine:
                 keep=bound,
             )
             steps = read_steps(rows.tolist())
+            bank = max(call.bank, 0)  # the core's -1: bank 0 without reuse
             if bound.types:  # of gradients
                 self._counts["reduce"] += 1
-                grads = self._slots.grads_of_bank(call.bank)
+                grads = self._slots.grads[bank % len(self._slots.grads)]
                 main = _mains(bound.tensors, self._slots.grad_names, as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
@@ -195,7 +188,7 @@ class C10dEngine:
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
                 self._counts["replicate"] += 1
-                slots = self._slots.of_bank(call.bank)
+                slots = self._slots.bytes[bank]
                 main = _mains(bound.tensors, self._slots.names, as_bytes=True)
                 movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))
                 job.movement, job.lacking = movement, set(movement.filled)
