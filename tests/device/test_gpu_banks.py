@@ -179,7 +179,7 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
 
 def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
     """What a slot keeps for later is neither added up nor cleared."""
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         3,
         num_experts=3,
         slots_per_rank=1,

@@ -51,7 +51,7 @@ class Model:
     ) -> None:
         self.draw = torch.Generator().manual_seed(seed)
         self.num_ranks, self.num_experts = num_ranks, num_experts
-        self.groups = uec.new_loopback_groups(
+        self.groups = uec.testing.new_loopback_groups(
             num_ranks,
             num_experts=num_experts,
             slots_per_rank=S,

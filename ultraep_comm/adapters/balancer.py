@@ -45,7 +45,7 @@ class Balancer:
         """Describe a layer.
 
         Args:
-            group: shared by layers whose experts have the same shape; see ``uec.group_for``.
+            group: shared by layers whose experts have the same shape; see ``group_for``.
             weights: this rank's main weights, as for :meth:`Replication.begin`: bound ones for
                 captures into CUDA graphs.
             options: as for :class:`Replication`: ``target``, ``cost``, ``min_tokens``, ``mode``,

@@ -21,6 +21,7 @@ from torch.func import functional_call
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
@@ -103,7 +104,7 @@ def replicate(
         each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
         if any(p.requires_grad for p in each[0].values()):
             options.setdefault("grads", torch.float32)
-        group, index = uec.group_for(
+        group, index = group_for(
             layer.ep_group,
             like={name: [own[name].detach() for own in each] for name in each[0]},
             slots_per_rank=slots_per_rank,

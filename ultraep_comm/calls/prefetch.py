@@ -23,7 +23,7 @@ def prefetch_experts(
     bank: Bank | int,
     group: Group,
     target: float = 1.01,
-    async_op: bool = True,
+    async_op: bool = False,
     mode: str = "auto",
     segments: Sequence[str] | None = None,
     version: int | None = None,
@@ -42,7 +42,8 @@ def prefetch_experts(
         bank: of the group; no kernel may read its slots that the plan moves.
         group: the group.
         target: as for :func:`plan_replicas`.
-        async_op: return a :class:`Work` at once.
+        async_op: return a :class:`Work` at once, instead of waiting; a prefetch is meant to
+            overlap, so most callers pass True.
         mode, segments, version, layer: as for :func:`replicate_experts`.
 
     Returns:

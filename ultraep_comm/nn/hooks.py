@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 import ultraep_comm as uec
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import Binding
@@ -119,7 +120,7 @@ class ExpertPass:
             ]
 
     @property
-    def bank(self) -> uec.Bank:
+    def bank(self) -> Bank:
         """Return the bank of the handle's plan."""
         return self.handle.group.bank(self.handle.saved.plan.bank)
 

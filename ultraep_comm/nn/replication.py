@@ -9,6 +9,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
@@ -207,7 +208,7 @@ class Replication:
         routing_map: Tensor | None,
         num_tokens: int | Tensor | None,
         source: int | None,
-        bank: uec.Bank,
+        bank: Bank,
     ) -> uec.Plan:
         group, target = self.group, self._target
         given: dict[str, Any] = {"routing_map": routing_map, "num_tokens": num_tokens}

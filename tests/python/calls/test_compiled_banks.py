@@ -40,7 +40,7 @@ def _no_graphs_of_earlier_runs(
 
 
 def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=EXPERTS,
         slots_per_rank=SLOTS,

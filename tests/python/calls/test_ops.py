@@ -18,6 +18,7 @@ from torch.library import opcheck
 import ultraep_comm as uec
 from ultraep_comm import errors, ops
 from ultraep_comm.calls.traced import ORDER
+from ultraep_comm.weights.binding import Binding
 
 RANKS, EXPERTS, SLOTS, TOP_K, HIDDEN = 2, 8, 2, 2, 16
 EXPERT = {"w": ((HIDDEN, HIDDEN), torch.float32), "b": ((HIDDEN,), torch.bfloat16)}
@@ -41,7 +42,7 @@ def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=EXPERTS,
         slots_per_rank=SLOTS,
@@ -370,9 +371,7 @@ def test_maps_and_their_gradient(alone: uec.Group) -> None:
 def test_weights_and_plans_of_every_form(groups: list[uec.Group]) -> None:
     cost = uec.PlanCost(token=1e-6, expert_byte=1e-12)
 
-    def calls(
-        load: torch.Tensor, stacked: Weights, bound: uec.Binding, group: uec.Group
-    ) -> uec.Plan:
+    def calls(load: torch.Tensor, stacked: Weights, bound: Binding, group: uec.Group) -> uec.Plan:
         plan = uec.plan_replicas(load, group=group, target=1.1)
         uec.replicate_experts(bound, plan, group=group, mode="push")
         listed = {name: list(tensor.unbind()) for name, tensor in stacked.items()}

@@ -27,7 +27,7 @@ def group(emulated: EmulatedDevice) -> Iterator[uec.Group]:
 
 def make_group(**options: Any) -> uec.Group:
     options = {"slots_per_rank": 1, "expert": EXPERT, "num_sms": 2, "timeout": 60.0, **options}
-    (group,) = uec.new_loopback_groups(1, num_experts=4, engine="cuda", **options)
+    (group,) = uec.testing.new_loopback_groups(1, num_experts=4, engine="cuda", **options)
     return group
 
 

@@ -249,7 +249,7 @@ def test_failed_replay_poisons_the_group(emulated: EmulatedDevice, groups_of: An
 
 def test_too_many_ranks_for_a_launch(emulated: EmulatedDevice) -> None:
     with pytest.raises(errors.UnsupportedError, match=r"65 ranks .* at most 64"):
-        uec.new_loopback_groups(
+        uec.testing.new_loopback_groups(
             65, num_experts=65, slots_per_rank=1, expert={"w": ((4,), torch.int8)}, engine="cuda"
         )
 

@@ -38,7 +38,7 @@ def device(emulated: EmulatedDevice) -> EmulatedDevice:
 
 def _groups(num_ranks: int, num_experts: int, slots: int, **options: Any) -> list[uec.Group]:
     options = {"expert": MIXED, "timeout": 60.0, "num_sms": 2, **options}
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks, num_experts=num_experts, slots_per_rank=slots, engine="cuda", **options
     )
 

@@ -163,7 +163,7 @@ def test_slots_are_ready_one_by_one() -> None:
 @pytest.mark.parametrize("mode", ["push", "pull", "direct"])
 def test_what_is_ready_is_complete(mode: str) -> None:
     num_ranks = 5
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=E,
         slots_per_rank=S,
@@ -320,7 +320,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     sizes: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": expert}
     sizes |= {"grads": torch.float32, "banks": 5, "grad_banks": 2}
     before = uec.group_memory(3, **sizes)
-    groups = uec.new_loopback_groups(3, timeout=30.0, **sizes)
+    groups = uec.testing.new_loopback_groups(3, timeout=30.0, **sizes)
     after = groups[1].memory()
     assert before == after
     assert after.slots == 5 * S * 2 * 256 * 256

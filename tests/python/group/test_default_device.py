@@ -34,7 +34,7 @@ def on_meta(call: Callable[[int], Any]) -> list[Any]:
 
 def make_groups(engine: str) -> list[uec.Group]:
     with torch.device("meta"):
-        return uec.new_loopback_groups(
+        return uec.testing.new_loopback_groups(
             G,
             num_experts=E,
             slots_per_rank=S,

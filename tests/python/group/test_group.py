@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ SMALL = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
 
 def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
     options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(num_ranks, **options)
+    return uec.testing.new_loopback_groups(num_ranks, **options)
 
 
 def test_slots_are_stable_views() -> None:
@@ -433,7 +434,7 @@ import ultraep_comm as uec
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 E = 4
 def make():
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, timeout=30
     )
     weights = [{"w": torch.zeros((2, 1 << 16), dtype=torch.uint8)} for _ in groups]
@@ -493,8 +494,9 @@ def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_close_reports_a_failure_that_nobody_waited_for() -> None:
-    groups = _groups(2, timeout=0.3)
+@pytest.mark.parametrize("timeout", [0.3, timedelta(seconds=0.3)])
+def test_close_reports_a_failure_that_nobody_waited_for(timeout: Any) -> None:
+    groups = _groups(2, timeout=timeout)
     plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
     uec.replicate_experts(make_weights(groups[0]), plan, group=groups[0], async_op=True)
     with pytest.raises(errors.TransferTimeoutError, match="rank 1"):

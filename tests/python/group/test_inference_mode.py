@@ -18,7 +18,7 @@ def test_memory_of_groups_made_in_inference_mode(
     if engine == "cuda":
         request.getfixturevalue("emulated")
     with torch.inference_mode():
-        (group,) = uec.new_loopback_groups(
+        (group,) = uec.testing.new_loopback_groups(
             1,
             num_experts=4,
             slots_per_rank=1,
@@ -42,7 +42,7 @@ def test_memory_of_groups_made_in_inference_mode(
 def test_tables_and_plans_of_the_device(
     emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = uec.new_loopback_groups(
+    (group,) = uec.testing.new_loopback_groups(
         1, num_experts=4, slots_per_rank=1, expert=EXPERT, engine="cuda", timeout=60.0
     )
     plan = uec.plan_replicas(emulated.put(torch.ones(1, 4, dtype=torch.int32)), group=group)

@@ -29,6 +29,7 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.fabrics import shm
 from ultraep_comm.fabrics.loopback import host_memory
+from ultraep_comm.group.bank import Bank
 
 E, S = 6, 2
 MODES = ("push", "pull", "direct", "auto")
@@ -41,7 +42,7 @@ _bytes = cache(expert_bytes)
 
 def _groups(num_ranks: int = 3, **options: Any) -> list[uec.Group]:
     options = {"expert": MIXED, "instances": True, "timeout": 30.0, **options}
-    return uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
+    return uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 
 def _mains(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors:
@@ -63,7 +64,7 @@ def _check_slots(group: uec.Group, instances: Tensors, plan: uec.Plan, epoch: in
             assert bool((found == wanted).all()), (name, slot, expert)
 
 
-def _clear(bank: uec.Bank, group: uec.Group) -> None:
+def _clear(bank: Bank, group: uec.Group) -> None:
     for name, segment in group.segments.items():
         for row in bank.slots[name]:
             raw(row, segment).fill_(0xA5)
@@ -166,7 +167,7 @@ def test_uneven_homes_are_not_pulled() -> None:
 
 
 def test_without_slots_there_are_mains() -> None:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=0, expert=MIXED, instances=True, timeout=30.0
     )
     for _, tensors in _layers(groups, [0, 0]):
@@ -281,7 +282,7 @@ def _pss() -> int:
 def test_more_layers_take_no_more_slots() -> None:
     slot_bytes = 16 << 20
     expert = {"w": Segment((slot_bytes // 2,), torch.bfloat16), "s": Segment((3,), torch.uint8)}
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2,
         num_experts=4,
         slots_per_rank=4,
@@ -309,7 +310,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     sizes: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": MIXED}
     sizes |= {"grads": GRADS, "banks": 3, "grad_banks": 2}
     known = uec.group_memory(3, **sizes, instances=True)
-    groups = uec.new_loopback_groups(3, **sizes, instances=True, timeout=30.0)
+    groups = uec.testing.new_loopback_groups(3, **sizes, instances=True, timeout=30.0)
     assert groups[0].memory() == known
     assert known.total == len(groups[0].session.memory[0].local)
     weights = sum(segment.nbytes for segment in MIXED.values())

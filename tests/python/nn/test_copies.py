@@ -64,7 +64,7 @@ def test_a_loaded_module_takes_a_group_that_fits(models: Callable[..., Model]) -
 
 def _groups(engine: str, banks: int = 1) -> list[uec.Group]:
     expert = {"w": ((1,), torch.float32)}
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         2, num_experts=2, slots_per_rank=1, expert=expert, engine=engine, banks=banks, timeout=20.0
     )
 

@@ -50,6 +50,10 @@ Section = dict[str, str]
 READERS = {
     "ultraep_comm.recording": ["Recording", "load_recording", "load_recordings"],
     "ultraep_comm.calibration": ["read_calibration"],
+    "ultraep_comm.group.bank": ["Bank"],
+    "ultraep_comm.group.layers": ["LayerGroup", "group_for"],
+    "ultraep_comm.group.memory": ["GroupMemory"],
+    "ultraep_comm.testing": ["new_loopback_groups"],
 }
 # Made by users; what others are made of is nobody's business.
 CONSTRUCTED = {"ExpertPass", "Machine", "Plan", "PlanCost", "ReplicatedExperts", "Segment"}
@@ -115,7 +119,7 @@ def members(cls: type, instance: object) -> Iterator[str]:
 
 @contextlib.contextmanager
 def small_groups() -> Iterator[list[uec.Group]]:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)}, grads=torch.float32
     )
     try:
@@ -468,7 +472,7 @@ def results(case: Case, index: int) -> str:
 
 def rerouted(case: Case, plan: uec.Plan, rng: random.Random) -> str:
     num_ranks, num_experts = case.load.shape
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=num_experts,
         slots_per_rank=case.slots,

@@ -389,7 +389,7 @@ def test_the_page_in_a_browser_with_lost_plans(
 
 
 def test_the_command_draws_traces_and_runs(trace: Path, tmp_path: Path) -> None:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)}
     )
     recorders = [group.start_recording() for group in groups]

@@ -17,11 +17,11 @@ from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.replicate import replicate_experts
-from ultraep_comm.group.create import new_loopback_groups
 from ultraep_comm.group.group import Group
 from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
+from ultraep_comm.testing import new_loopback_groups
 from ultraep_comm.weights.segments import Segment
 
 WAYS = ("empty", "residents", "prefetch")
@@ -95,6 +95,7 @@ class Way:
                     bank=0,
                     group=g,
                     target=self._settings.target,
+                    async_op=True,
                 )
                 for g in groups
             ]
