@@ -79,7 +79,7 @@ struct TransferCall {
   uint64_t known;       // transfer to a bank of a plan on the device: slot_expert on the CPU, or 0
 
   uint64_t plan_digest(const Topology& t) const {
-    return digest_quotas(Alone{}, t, at<const int32_t>(plan.slot_quota),
+    return digest_quotas(SingleThread{}, t, at<const int32_t>(plan.slot_quota),
                          at<const int32_t>(plan.home_quota));
   }
 

@@ -57,7 +57,7 @@ std::vector<std::string> driver_names() {
 Capacity largest_capacity(const EngineConfig& config) {
   const EngineLayout layout(config);
   Capacity capacity = layout.capacity(config);
-  capacity.num_mains = layout.max_mains;
+  capacity.num_mains = layout.max_local_experts;
   return capacity;
 }
 

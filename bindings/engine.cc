@@ -125,7 +125,7 @@ void bind_engine(nb::module_& m) {
       .def_ro("grad_instance_offset", &EngineLayout::grad_instance_offset)
       .def_ro("main_idx", &EngineLayout::main_idx)
       .def_ro("num_mains", &EngineLayout::num_mains)
-      .def_ro("max_mains", &EngineLayout::max_mains);
+      .def_ro("max_mains", &EngineLayout::max_local_experts);
 
   nb::class_<Report>(m, "Report", "How a call failed; see src/engine/health.hpp.")
       .def_ro("fault", &Report::fault)

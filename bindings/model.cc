@@ -73,7 +73,7 @@ void check_transfer(const model::Transfer& transfer, size_t num_slots) {
   if (t.slots_per_rank < 0) reject("slots_per_rank", t.slots_per_rank, "0 or more");
   require_homes(t);
   require_equal("length of slot_expert", num_slots, int64_t{t.num_ranks} * t.slots_per_rank);
-  if (check_plan(Alone{}, t, transfer.slot_expert).fault != PlanFault::kNone)
+  if (check_plan(SingleThread{}, t, transfer.slot_expert).fault != PlanFault::kNone)
     throw nb::value_error("the plan is not legal on this topology");
   if (transfer.tile_bytes < 1 || transfer.tile_bytes > 1 << 30)
     reject("tile_bytes", transfer.tile_bytes, "1 to 2**30");

@@ -58,7 +58,7 @@ class Ledger {
 
   const Topology& topology() const { return topology_; }
   PlanCheck check(const int32_t* slot_expert) const {
-    return check_plan(Alone{}, topology_, slot_expert);
+    return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
   // Each takes the next number, and chains its digest: ranks that differed once differ for ever.

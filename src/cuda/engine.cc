@@ -177,8 +177,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
   const auto prepare = [&](Call* call) {
     note_call({}, submitted_.load() + 1, 0);
     if (args.bank.index >= 0) banks_[args.bank.index].version = args.bank.version;  // no slots
-    return prepare_replicate(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
-                             call);
+    return prepare_replicate(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule,
+                             &shape_, call);
   };
   return submit_from_host(Operation::kReplicate, args.tag, prepare, args.mains, num_addresses(),
                           args.region, background, stream, interrupted, mode);
@@ -187,7 +187,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
 uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
                         const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
-    return prepare_reduce(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_, call);
+    return prepare_reduce(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
+                          call);
   };
   return submit_from_host(Operation::kReduce, args.tag, prepare, args.mains, num_grad_addresses(),
                           -1, background, stream, interrupted, mode);
@@ -319,14 +320,14 @@ void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t 
   (capture == 0 ? bank.last_call : bank.last_captured) = call;
   bank.capture = capture != 0 ? capture : bank.capture;
   if (args.bank < 0) {
-    clear_residents(Alone{}, topology_, bank.table.resident);
+    clear_residents(SingleThread{}, topology_, bank.table.resident);
     bank.known = !bank.in_graphs;
     return;
   }
   bank.known = bank.known && args.known != nullptr && capture == 0;
   if (!bank.known) return;
-  expire_residents(Alone{}, topology_, bank.version, args.segments, bank.table);
-  note_residents(Alone{}, topology_, args.known, bank.table);
+  expire_residents(SingleThread{}, topology_, bank.version, args.segments, bank.table);
+  note_residents(SingleThread{}, topology_, args.known, bank.table);
 }
 
 bool Engine::follow_calls(const BankState& bank, uint64_t capture, Handle stream,
@@ -362,7 +363,7 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
   set(offsetof(BankTable, segments), 0);
   set(offsetof(BankTable, version), version);
   state.version = version;
-  clear_residents(Alone{}, topology_, state.resident.data());
+  clear_residents(SingleThread{}, topology_, state.resident.data());
   state.in_graphs |= capture != 0;
   state.known = !state.in_graphs;
 }

@@ -79,7 +79,7 @@ class Engine {
                      Address table);
 
   PlanCheck check(const int32_t* slot_expert) const {
-    return check_plan(Alone{}, topology_, slot_expert);
+    return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
   // Returns the call's epoch. Blocks only while kDepth calls are in flight.

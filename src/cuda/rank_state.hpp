@@ -84,8 +84,8 @@ inline void pack_call(Call& call, const Capacity& capacity, const Tables& tables
     call.grads = {call.grads.num_segments, tables.grad_bytes, tables.grad_type,
                   banks.offsets + capacity.num_segments};
   take_region(call.addresses, region, capacity.num_ranks);
-  pack_arrays(Alone{}, call, capacity, tables.pes, block);
-  pack_header(Alone{}, call, capacity, tables.pes, digest, block);
+  pack_arrays(SingleThread{}, call, capacity, tables.pes, block);
+  pack_header(SingleThread{}, call, capacity, tables.pes, digest, block);
 }
 
 }  // namespace uec::cuda

@@ -37,7 +37,7 @@ StageShape::StageShape(int32_t rank, int32_t slots_per_rank, std::vector<int32_t
       warp_size(warp_size),
       mains_begin(num_ranks() + 1),
       mains(num_experts()) {
-  max_mains = group_mains(topology(), mains_begin.data(), mains.data());
+  max_local_experts = group_local_experts(topology(), mains_begin.data(), mains.data());
 }
 
 Topology StageShape::topology() const {
@@ -57,7 +57,7 @@ RerouteShape StageShape::reroute(int32_t max_runs) const {
   s.num_ranks = num_ranks();
   s.num_experts = num_experts();
   s.slots_per_rank = slots_per_rank;
-  s.per_rank = max_mains + slots_per_rank;
+  s.per_rank = max_local_experts + slots_per_rank;
   s.max_runs = max_runs;
   return s;
 }
@@ -170,7 +170,7 @@ PlanArgs Stages::plan_args(const Objective& objective) const {
   args.num_ranks = shape_.num_ranks();
   args.num_experts = shape_.num_experts();
   args.slots_per_rank = shape_.slots_per_rank;
-  args.max_mains = shape_.max_mains;
+  args.max_local_experts = shape_.max_local_experts;
   args.allow_cross_domain = shape_.allow_cross_domain;
   return args;
 }

@@ -32,9 +32,9 @@ class StageShape {
   std::vector<int32_t> domain;  // [G]
   bool allow_cross_domain;
   int32_t warp_size;                 // of the device
-  std::vector<int32_t> mains_begin;  // [G + 1] as group_mains() leaves it
+  std::vector<int32_t> mains_begin;  // [G + 1] as group_local_experts() leaves it
   std::vector<int32_t> mains;        // [E] likewise
-  int32_t max_mains = 0;             // the largest number of mains on a rank
+  int32_t max_local_experts = 0;     // the largest number of mains on a rank
 
   int32_t num_ranks() const { return static_cast<int32_t>(domain.size()); }
   int32_t num_experts() const { return static_cast<int32_t>(home.size()); }

@@ -87,7 +87,7 @@ struct EngineLayout {
   int64_t instance_bytes = 0, grad_instance_bytes = 0;
   std::vector<int32_t> main_idx;   // [E] index among the home's mains
   std::vector<int32_t> num_mains;  // [G]
-  int32_t max_mains = 0;
+  int32_t max_local_experts = 0;
   CheckLayout check;
 };
 

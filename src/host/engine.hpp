@@ -44,7 +44,7 @@ class Engine {
   int32_t add_region(Region region);
 
   PlanCheck check(const int32_t* slot_expert) const {
-    return check_plan(Alone{}, topology_, slot_expert);
+    return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
   // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread

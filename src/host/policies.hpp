@@ -18,7 +18,7 @@ static_assert(std::atomic_ref<uint64_t>::is_always_lock_free,
 
 class HostMemory {
  public:
-  using Team = Alone;
+  using Team = SingleThread;
 
   // `gone` [G] is set by the thread that notices that a peer's process ended.
   HostMemory(uint8_t* const* bases, int32_t rank, int64_t doorbell, const std::atomic<bool>* gone)

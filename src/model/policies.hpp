@@ -36,7 +36,7 @@ struct Spent {
 
 class ModelMemory {
  public:
-  using Team = Alone;
+  using Team = SingleThread;
 
   ModelMemory(World& world, int32_t rank, Spent& spent)
       : world_(world), rank_(rank), spent_(spent) {}

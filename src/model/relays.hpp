@@ -15,7 +15,7 @@ namespace uec::model {
 // has arrived. Fills the worklist's arrays, whose capacities are those of any plan.
 inline void build_relays(const Topology& t, const Schedule& s, const std::vector<int32_t>& parent,
                          int32_t groups, const int32_t* main_idx, int32_t rank, Worklist& w) {
-  detail::note_involved(Alone{}, t, s, w);
+  detail::note_involved(SingleThread{}, t, s, w);
   w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = w.num_reductions = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
     const int32_t first = s.first[x], end = s.first[x + 1], home = s.source[x].rank;

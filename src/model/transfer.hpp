@@ -86,21 +86,21 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
   ScheduleArrays::cut(schedule_block.data(), capacity, &work);
   PlanShape shape;
   if (transfer.reduces())
-    make_reduction(Alone{}, t, tiles, transfer.slot_expert, nullptr, transfer.mode, transfer.cost,
-                   work.scratch, &shape, work.schedule);
+    make_reduction(SingleThread{}, t, tiles, transfer.slot_expert, nullptr, transfer.mode,
+                   transfer.cost, work.scratch, &shape, work.schedule);
   else
-    make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.resident, transfer.mode,
+    make_schedule(SingleThread{}, t, tiles, transfer.slot_expert, transfer.resident, transfer.mode,
                   transfer.may_pull, transfer.cost, work.scratch, &shape, work.schedule);
 
-  const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+  const int32_t max_local_experts = *std::max_element(num_mains.begin(), num_mains.end());
   const SymmetricLayout layout =
-      SymmetricLayout::make(t, max_mains, tiles.num_groups(), transfer.reduces() ? 0 : num_segments,
-                            transfer.segment_bytes.data(), slot_offset.data(), grads,
-                            transfer.tile_bytes, slot_offset.data());
+      SymmetricLayout::make(t, max_local_experts, tiles.num_groups(),
+                            transfer.reduces() ? 0 : num_segments, transfer.segment_bytes.data(),
+                            slot_offset.data(), grads, transfer.tile_bytes, slot_offset.data());
   check_sizes(layout, machine);
   std::vector<uint8_t*> bases(t.num_ranks);
   for (int32_t r = 0; r < t.num_ranks; ++r) bases[r] = base_of(r);
-  const std::vector<const uint8_t*> mains(static_cast<size_t>(num_segments) * max_mains,
+  const std::vector<const uint8_t*> mains(static_cast<size_t>(num_segments) * max_local_experts,
                                           base_of(t.num_ranks));
 
   Job job;
@@ -129,14 +129,14 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
     call.grads = grads;
     call.main_type = transfer.grad_type.data();
     if (transfer.reduces())
-      build_reductions(Alone{}, t, tiles, work.schedule, main_idx.data(), r, transfer.zero,
+      build_reductions(SingleThread{}, t, tiles, work.schedule, main_idx.data(), r, transfer.zero,
                        call.work);
     else if (transfer.parent.empty())
-      build_worklist(Alone{}, t, work.schedule, main_idx.data(), r, call.work);
+      build_worklist(SingleThread{}, t, work.schedule, main_idx.data(), r, call.work);
     else
       build_relays(t, work.schedule, transfer.parent, tiles.num_groups(), main_idx.data(), r,
                    call.work);
-    call.reset_counters(Alone{});
+    call.reset_counters(SingleThread{});
   }
   const Mode mode = work.schedule.mode;
   if (transfer.reduces())

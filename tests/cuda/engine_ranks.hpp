@@ -103,7 +103,7 @@ class Ranks {
   uec::Capacity capacity() const {
     const EngineLayout layout(config);
     uec::Capacity capacity = layout.capacity(config);
-    capacity.num_mains = layout.max_mains;
+    capacity.num_mains = layout.max_local_experts;
     return capacity;
   }
   const RankState& state(int32_t rank) const {

@@ -27,13 +27,13 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   const uec::Capacity capacity = layout.capacity(config);
   uec::host::Prepared expected(capacity, 1);
   const uint64_t digest =
-      uec::prepare_replicate(uec::Alone{}, tables, ranks.args(plan), expected.arrays,
+      uec::prepare_replicate(uec::SingleThread{}, tables, ranks.args(plan), expected.arrays,
                              expected.schedule, &expected.shape, &expected.call);
   const auto& header = *reinterpret_cast<const CallHeader*>(block);
   const uec::Worklist& work = expected.call.work;
   CHECK(header.digest == digest);
   uec::CallBody found = header.body;
-  uec::cuda::place_arrays(uec::Alone{}, found, header.pointers, block,
+  uec::cuda::place_arrays(uec::SingleThread{}, found, header.pointers, block,
                           const_cast<std::byte*>(block));
   const uec::Addresses& to = found.addresses;
   CHECK(to.regions == nullptr);

@@ -259,7 +259,7 @@ void check_reductions() {
     const uec::Capacity capacity = layout.capacity(config);
     uec::host::Prepared expected(capacity, 1);
     const uint64_t digest =
-        uec::prepare_reduce(uec::Alone{}, layout.tables(config), args, expected.arrays,
+        uec::prepare_reduce(uec::SingleThread{}, layout.tables(config), args, expected.arrays,
                             expected.schedule, &expected.shape, &expected.call);
     auto* const block =
         reinterpret_cast<std::byte*>(launch.args.calls + r * launch.args.call_bytes);
@@ -267,7 +267,7 @@ void check_reductions() {
     const uec::Worklist& work = expected.call.work;
     CHECK(header.digest == digest);
     uec::CallBody found = header.body;
-    uec::cuda::place_arrays(uec::Alone{}, found, header.pointers, block, block);
+    uec::cuda::place_arrays(uec::SingleThread{}, found, header.pointers, block, block);
     CHECK(found.addresses.regions == nullptr);
     CHECK_EQ(found.work.num_pieces, 0);
     CHECK(work.num_reductions > 0);

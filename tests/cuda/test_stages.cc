@@ -114,7 +114,7 @@ void check_plan() {
   CHECK_EQ(args.num_ranks, 3);
   CHECK_EQ(args.num_experts, 7);
   CHECK_EQ(args.slots_per_rank, 2);
-  CHECK_EQ(args.max_mains, 4);
+  CHECK_EQ(args.max_local_experts, 4);
   CHECK_EQ(args.allow_cross_domain, 1);
   const auto has = [](uint64_t at, std::vector<int32_t> values) {
     CHECK(std::equal(values.begin(), values.end(), reinterpret_cast<const int32_t*>(at)));
@@ -131,7 +131,7 @@ void check_plan() {
   CHECK_EQ(other.block[0], 32 * kBankPlanWarps);
   CHECK_EQ(other.shared_bytes, f.shape.bank_plan_shared_bytes(kBankPlanWarps));
   CHECK_EQ(f.in_bank.plan.load, 0x101);
-  CHECK_EQ(f.in_bank.plan.max_mains, 4);
+  CHECK_EQ(f.in_bank.plan.max_local_experts, 4);
   CHECK_EQ(f.in_bank.bank, 0x600);
   CHECK_EQ(f.in_bank.moves, 0x700);
 }

@@ -180,7 +180,8 @@ class EmulatedGradients : public EmulatedGroup {
     args.mode = how.mode;
     args.zero = how.zero;
     const auto prepare = [&](auto&&... out) {
-      return uec::prepare_reduce(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
+      return uec::prepare_reduce(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args,
+                                 out...);
     };
     make_block(r, prepare, nullptr, [&](const uint8_t** mains) {
       std::copy(addresses_[r].begin(), addresses_[r].end() - 1, mains);

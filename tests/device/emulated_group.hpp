@@ -351,7 +351,8 @@ class EmulatedGroup {
     args.mode = static_cast<int32_t>(mode);
     args.region = mode == Mode::kPull ? 0 : -1;
     const auto prepare = [&](auto&&... out) {
-      return uec::prepare_replicate(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
+      return uec::prepare_replicate(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args,
+                                    out...);
     };
     make_block(r, prepare, mode == Mode::kPull ? region_table_.data() : nullptr,
                [&](const uint8_t** mains) { write_mains(r, mode, mains); });

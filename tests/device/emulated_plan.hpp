@@ -35,7 +35,7 @@ struct PlanCall {
             .num_experts = t.num_experts,
             .slots_per_rank = t.slots_per_rank,
             .num_sources = static_cast<int32_t>(load.size()) / t.num_experts,
-            .max_mains = uec::group_mains(t, mains_begin.data(), mains.data()),
+            .max_local_experts = uec::group_local_experts(t, mains_begin.data(), mains.data()),
             .allow_cross_domain = t.allow_cross_domain,
         } {}
   PlanCall(const PlanCall&) = delete;  // its arguments are its addresses

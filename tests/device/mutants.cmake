@@ -577,14 +577,14 @@ ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan
 # ---- the plan ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan
-  FILE cuda/device/block_crew.cuh
+  FILE cuda/device/block_teams.cuh
   FIND [[    if (Warp::leader()) now[index()] = value;
     ptx::sync_block();]]
   REPLACE [[    if (Warp::leader()) now[index()] = value;
     ptx::sync_warp();]])
 
 ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan
-  FILE cuda/device/block_crew.cuh
+  FILE cuda/device/block_teams.cuh
   FIND [[    turn_ ^= 1;]]
   REPLACE [[]])
 
@@ -595,7 +595,7 @@ ultraep_add_device_mutant(device_added_before_zero PROGRAM test_plan
   REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan
-  FILE cuda/device/block_crew.cuh
+  FILE cuda/device/block_teams.cuh
   FIND [[      value = min_u32(value, static_cast<uint32_t>(all[i]));]]
   REPLACE [[      (void)all;]])
 
@@ -620,7 +620,7 @@ ultraep_add_device_mutant(device_one_pool_of_all PROGRAM test_plan
 
 ultraep_add_device_mutant(device_tokens_of_one_thread PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[    Warp::add(block.tokens_before + r, tokens);]]
+  FIND [[    Warp::atomic_add(block.tokens_before + r, tokens);]]
   REPLACE [[    block.tokens_before[r] = tokens;]])
 
 ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/plan/pool_search.hpp
@@ -646,8 +646,8 @@ ultraep_add_device_mutant(device_best_plan_forgotten PROGRAM test_plan
 
 ultraep_add_device_mutant(device_offers_from_slots_stay_away PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
-  FIND [[      if (from.instance >= 0) team_.lower(]]
-  REPLACE [[      if (from.instance < 0) team_.lower(]])
+  FIND [[      if (from.instance >= 0) team_.atomic_min(]]
+  REPLACE [[      if (from.instance < 0) team_.atomic_min(]])
 
 ultraep_add_device_mutant(device_reach_in_any_order PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
@@ -661,7 +661,7 @@ ultraep_add_device_mutant(device_groups_of_one PROGRAM test_plan
 
 ultraep_add_device_mutant(device_words_compared_apart PROGRAM test_plan
   FILE core/base/team.hpp
-  FIND [[leads &= word == team.lowest(leads ? word : ~0u);]]
-  REPLACE [[leads &= word == team.lowest(word);]])
+  FIND [[leads &= word == team.min_sync(leads ? word : ~0u);]]
+  REPLACE [[leads &= word == team.min_sync(word);]])
 
 ultraep_add_mutants(device _ultraep_device_program)

@@ -63,9 +63,9 @@ class BankedGroup : public EmulatedGroup {
     uint64_t mask = 0;
     for (const int32_t i : selected_) mask |= uint64_t{1} << i;
     if (bank_ >= 0)
-      uec::expire_residents(uec::Alone{}, t, held.table.version, mask, held.table);
+      uec::expire_residents(uec::SingleThread{}, t, held.table.version, mask, held.table);
     else
-      uec::clear_residents(uec::Alone{}, t, held.table.resident);
+      uec::clear_residents(uec::SingleThread{}, t, held.table.resident);
     int64_t bytes = 0;
     for (size_t at = 0; at < held.resident.size(); ++at) {
       const int32_t expert = group().slot_expert[at];
@@ -76,7 +76,7 @@ class BankedGroup : public EmulatedGroup {
       }
     }
     if (bank_ >= 0)
-      uec::note_residents(uec::Alone{}, t, group().slot_expert.data(), held.table);
+      uec::note_residents(uec::SingleThread{}, t, group().slot_expert.data(), held.table);
     else
       held.table.segments = 0;
     return bytes;

@@ -32,7 +32,8 @@ class EmulatedPlanner {
     plan.num_ranks = topology_.num_ranks;
     plan.num_experts = topology_.num_experts;
     plan.slots_per_rank = topology_.slots_per_rank;
-    plan.max_mains = uec::group_mains(topology_, mains_begin_.data(), mains_.data());
+    plan.max_local_experts =
+        uec::group_local_experts(topology_, mains_begin_.data(), mains_.data());
     plan.allow_cross_domain = topology_.allow_cross_domain;
     for (int32_t r = 0; r < topology_.num_ranks; ++r) outputs_.emplace_back(part(0).bytes / 4 + 1);
   }

@@ -73,12 +73,12 @@ mutant(arrival_without_acquire simulation/world.cc
   REPLACE [[]])
 
 mutant(publish_before_all_arrivals core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == task.num_groups)]]
-  REPLACE [[    if (team_.share(arrived) <= task.num_groups)]])
+  FIND [[    if (team_.broadcast(arrived) == task.num_groups)]]
+  REPLACE [[    if (team_.broadcast(arrived) <= task.num_groups)]])
 
 mutant(last_arriver_off_by_one core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == task.num_groups)]]
-  REPLACE [[    if (team_.share(arrived) >= task.num_groups - 1)]])
+  FIND [[    if (team_.broadcast(arrived) == task.num_groups)]]
+  REPLACE [[    if (team_.broadcast(arrived) >= task.num_groups - 1)]])
 
 mutant(groups_of_other_tasks_counted core/transfer/fetcher.hpp
   FIND [[      if (call_.work.pieces[p].task != task) continue;]]

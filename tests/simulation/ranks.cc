@@ -22,7 +22,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   shape.num_ranks = g.num_ranks;
   shape.num_experts = g.num_experts;
   shape.slots_per_rank = g.slots_per_rank;
-  shape.max_mains = *std::max_element(num_mains_.begin(), num_mains_.end());
+  shape.max_local_experts = *std::max_element(num_mains_.begin(), num_mains_.end());
   shape.agents_per_rank = workers() + 1;
   shape.tile_bytes = case_.tile_bytes;
   shape.segment_bytes = case_.segment_bytes;
@@ -31,7 +31,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   for (const int64_t bytes : case_.segment_bytes) {
     tiles += uec::ceil_div(bytes, case_.tile_bytes);
     shape.region_offset.push_back(region);
-    region = uec::round_up(region + shape.max_mains * bytes, uec::kSegmentAlign);
+    region = uec::round_up(region + shape.max_local_experts * bytes, uec::kSegmentAlign);
   }
   shape.grad_bytes = case_.grad_bytes;
   shape.grad_type = case_.grad_type;
@@ -40,13 +40,13 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   int64_t grads_end = 0;
   for (size_t i = 0; i < case_.grad_bytes.size(); ++i) {
     shape.main_grad_offset.push_back(grads_end);
-    grads_end += shape.max_mains * main_grad_bytes(i);
+    grads_end += shape.max_local_experts * main_grad_bytes(i);
   }
   const uec::Gradients grads{static_cast<int32_t>(case_.grad_bytes.size()), case_.grad_bytes.data(),
                              case_.grad_type.data(), grad_offset_.data()};
   const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes);
   shape.layout = uec::SymmetricLayout::make(
-      g.topology(), shape.max_mains, uec::ceil_div(tiles, finest),
+      g.topology(), shape.max_local_experts, uec::ceil_div(tiles, finest),
       static_cast<int32_t>(case_.segment_bytes.size()), case_.segment_bytes.data(),
       shape.slot_offset.data(), grads, case_.tile_bytes, grad_offset_.data());
   shape.grad_offset = grad_offset_;
@@ -131,7 +131,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
       world_->leave_behind(r, layout.gathered(peer), left);
       for (int32_t s = 0; s < g.slots_per_rank; ++s)
         world_->leave_behind(r, layout.done(s, peer), left);
-      for (int32_t m = -g.slots_per_rank; m < shape.max_mains; ++m)
+      for (int32_t m = -g.slots_per_rank; m < shape.max_local_experts; ++m)
         world_->leave_behind(r, layout.pulled(m, peer), left);
     }
     for (int32_t s = 0; s < g.slots_per_rank; ++s)
@@ -140,7 +140,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
     for (int32_t peer = 0; peer < g.num_ranks && has_grads(); ++peer)
       for (int32_t s = 0; s < g.slots_per_rank; ++s)
         world_->leave_behind(r, layout.consumed(s, peer), left);
-    for (int32_t m = 0; m < shape.max_mains && has_grads(); ++m)
+    for (int32_t m = 0; m < shape.max_local_experts && has_grads(); ++m)
       for (int64_t i = 0; i < layout.max_grad_groups; ++i)
         world_->leave_behind(r, layout.summed(m, i), left);
     write_mains(r, 0, true);
@@ -364,7 +364,7 @@ void Simulation::start_workers(int32_t rank) {
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
       if (!holds_resident(prepared, rank, s))
         world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
-  call.reset_counters(uec::Alone{});
+  call.reset_counters(uec::SingleThread{});
   world_->reset_arrivals(rank);
   const bool moves = call.work.num_pieces + call.work.num_reductions > 0;
   for (int32_t w = 0; w < workers() && moves; ++w) {

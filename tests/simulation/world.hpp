@@ -78,7 +78,7 @@ inline uint8_t* base_of(Space space, int32_t rank) {
 }
 
 struct Shape {
-  int32_t num_ranks, num_experts, slots_per_rank, max_mains;
+  int32_t num_ranks, num_experts, slots_per_rank, max_local_experts;
   int32_t agents_per_rank;  // workers, and last the rank's own thread
   int64_t tile_bytes;
   std::vector<int64_t> segment_bytes, slot_offset, region_offset;
@@ -119,7 +119,7 @@ class World {
     return (rank * shape.slots_per_rank + slot) * num_tiles() + tile;
   }
   int32_t main_cell(int32_t rank, int32_t main, int32_t tile) const {
-    return mains_begin_ + (rank * shape.max_mains + main) * num_tiles() + tile;
+    return mains_begin_ + (rank * shape.max_local_experts + main) * num_tiles() + tile;
   }
   int32_t table_cell(int32_t rank, int32_t writer) const {
     return tables_begin_ + rank * shape.num_ranks + writer;
@@ -132,7 +132,7 @@ class World {
     return slot_grads_begin_ + (rank * shape.slots_per_rank + slot) * num_grad_tiles() + tile;
   }
   int32_t main_grad_cell(int32_t rank, int32_t main, int32_t tile) const {
-    return main_grads_begin_ + (rank * shape.max_mains + main) * num_grad_tiles() + tile;
+    return main_grads_begin_ + (rank * shape.max_local_experts + main) * num_grad_tiles() + tile;
   }
 
   // ---- what an agent does
@@ -302,7 +302,7 @@ class World {
 // The core's policies over a world.
 class SimMemory {
  public:
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   SimMemory(World& world, int32_t agent) : world_(world), agent_(agent) {}
 

@@ -196,9 +196,9 @@ struct ScheduleArrays {
     schedule.egress = egress.data();
     schedule.source = source.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
-    shape = uec::collect_entries(uec::Alone{}, c.topology(), c.slot_expert.data(),
+    shape = uec::collect_entries(uec::SingleThread{}, c.topology(), c.slot_expert.data(),
                                  uec::SlotsToFill{c.residents()}, scratch, schedule);
-    uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
+    uec::assign_hubs(uec::SingleThread{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }
   ScheduleArrays(const ScheduleArrays&) = delete;

@@ -184,14 +184,14 @@ void check_prepared(int32_t num_cases, int32_t max_ranks, const Run& run) {
     PrepareCase c(draw_case(random, seed % 8 == 0 ? max_ranks : 12), random);
     if (seed % 3 == 0) c.spoil(random);
     Given expected(c.capacity());
-    const PrepareAnswer answer = prepare_call(uec::Alone{}, c, expected);
+    const PrepareAnswer answer = prepare_call(uec::SingleThread{}, c, expected);
     seen.add(c, answer, expected);
     run([&](const auto& prepare) {
       Given given(c.capacity());
       if (seed < num_cases / 2) {  // storage that another call has used
         PrepareCase other = c;
         other.mode = static_cast<int32_t>(uec::Mode::kPush);
-        prepare_call(uec::Alone{}, other, given);
+        prepare_call(uec::SingleThread{}, other, given);
       }
       for (const PrepareAnswer& own : prepare(c, given)) CHECK(own == answer);
       if (answer.check.fault == uec::PlanFault::kNone) check_equal(c, given, expected);

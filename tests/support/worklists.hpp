@@ -26,7 +26,7 @@ struct WorklistArrays {
     list.involved = involved.data();
     list.needs = needs.data();
     const std::vector<int32_t> main_idx = c.main_idx();
-    uec::build_worklist(uec::Alone{}, c.topology(), s, main_idx.data(), rank, list);
+    uec::build_worklist(uec::SingleThread{}, c.topology(), s, main_idx.data(), rank, list);
     CHECK(list.num_tasks <= static_cast<int32_t>(tasks.size()));
     CHECK(list.num_pieces <= static_cast<int32_t>(pieces.size()));
     CHECK(list.num_destinations <= static_cast<int32_t>(destinations.size()));

@@ -32,7 +32,7 @@ UEC_HD int32_t fastest_probe(Team team, const SortedLoad& sorted, int32_t p, con
   if (pool.num_ranks <= 2 * team.size()) return packed_probe<2>(team, pool, ask, trial);
   return packed_probe<kMaxPlaces>(team, pool, ask, trial);
 }
-UEC_HD inline int32_t fastest_probe(Alone alone, const SortedLoad& sorted, int32_t p,
+UEC_HD inline int32_t fastest_probe(SingleThread alone, const SortedLoad& sorted, int32_t p,
                                     const Question& ask, const ProbeScratch& scratch,
                                     Replica* trial) {
   return probe(alone, sorted.pool(p), ask, scratch, trial);
@@ -72,7 +72,7 @@ UEC_HD bool can_pack(Team team, const Pool& pool, const Question& ask) {
   const int32_t low = min32(detail::KeyBits(pool.num_ranks, ask.max_imports).low, 31);
   return pool.rank_tokens != nullptr && ask.variant / kNumOrders != kLevel &&
          pool.num_ranks <= kMaxPlaces * team.size() &&
-         (pool.max_mains <= team.size() || ask.max_exports <= team.size()) &&
+         (pool.max_local_experts <= team.size() || ask.max_exports <= team.size()) &&
          pool.fullest() <= kLimit && ask.threshold * pool.num_ranks <= kLimit &&
          int64_t{pool.largest} * max32(ask.max_imports, team.size()) <= kLimit &&
          max64(pool.largest, ask.threshold) >> (31 - low) == 0;
@@ -86,7 +86,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
   const int32_t largest = pool.largest;
   const detail::KeyBits bits(n, ask.max_imports);
   // From another member, so that a device keeps it in a register, and does not compute it again.
-  const uint32_t slots = team.least((1u << bits.slot) - 1);
+  const uint32_t slots = team.min_unordered((1u << bits.slot) - 1);
   const auto slot_of = [&](uint32_t key) { return static_cast<int32_t>(key & slots); };
   int32_t turn = n * (ask.max_imports + 1);
   // Tokens that a rank's next replica brings, if no room is to be lost, are these or `largest`.
@@ -133,7 +133,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
     from.end = max32((min32(row.count, ask.max_exports) > 1 ? tokens[1] : 0) - from.extra, 1);
     return from;
   };
-  Exporter mine = look_at(index), next = team.from(0, mine);
+  Exporter mine = look_at(index), next = team.read_from(0, mine);
   // What a main lacks to be as large as the largest of all and, in the bits below, which it is.
   const auto lack = [&](int32_t tokens, int32_t main) {
     return static_cast<uint32_t>((largest - tokens) * size + main);
@@ -146,7 +146,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
   const auto find_widest = [&] {
     uint32_t first = keys[0];
     for (int32_t p = 1; p < kPlaces; ++p) first = min_u32(first, keys[p]);
-    return team.least(first);
+    return team.min_unordered(first);
   };
   uint32_t widest = find_widest();
 
@@ -156,7 +156,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
   for (int32_t h = 0; h < num_hot; ++h) {
     Exporter from = next;
     if ((h + 1) % size == 0) mine = look_at(h + 1 + index);
-    next = team.from((h + 1) % size, mine);
+    next = team.read_from((h + 1) % size, mine);
     const int32_t limit = max_count - (num_hot - 1 - h);  // the others take one at least
     int32_t main = 0;
     bool is_listed = false;
@@ -176,7 +176,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
             const bool fits = (keys[p] <= fitting) & (due[p] <= reach);
             found = min_u32(found, fits ? keys[p] ^ mask : detail::kNobody);
           }
-          found = team.least(found);
+          found = team.min_unordered(found);
           taker = found ^ mask;
           quota = need;
           if (found == detail::kNobody) {  // room would be lost
@@ -187,8 +187,8 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
               else
                 below = min_u32(below, keys[p]);
             }
-            taker = team.least(above) ^ mask;
-            below = team.least(below);
+            taker = team.min_unordered(above) ^ mask;
+            below = team.min_unordered(below);
             // More than the need, if the main has it: then the exporter joins.
             quota = min32(from.extra + need, bits.slack_of(taker));
             const int32_t its_due =
@@ -230,10 +230,11 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
       }
       is_listed = true;
       if (index == main) own = lack(from.extra + need, main);
-      const uint32_t first = team.least(own);
+      const uint32_t first = team.min_unordered(own);
       if (first > most_lack) return -1;  // `max_exports` mains do not have the excess
       main = static_cast<int32_t>(first % members);
-      const uint32_t second = team.least(index == main ? most_lack : min_u32(own, most_lack));
+      const uint32_t second =
+          team.min_unordered(index == main ? most_lack : min_u32(own, most_lack));
       const int32_t most = largest - static_cast<int32_t>(first / members);
       from.all = min32(most, from.excess);
       from.extra = most - from.all;

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/scratch.hpp"
 #include "core/plan/search.hpp"
 
@@ -175,8 +175,8 @@ UEC_HD inline SortedLoad sort_load(const Topology& topology, const int64_t* load
 // Sorts the mains of ranks above the threshold, as probes of it and of any higher one need.
 UEC_HD inline void sort_mains(const Topology& topology, int64_t threshold, const PlannerScratch& s,
                               SortedLoad* sorted) {
-  const int32_t max_mains = group_mains(topology, s.mains_begin, s.mains);
-  sorted->last_cap = max32(max_mains, topology.slots_per_rank);
+  const int32_t max_local_experts = group_local_experts(topology, s.mains_begin, s.mains);
+  sorted->last_cap = max32(max_local_experts, topology.slots_per_rank);
   for (int32_t r = 0, end = topology.num_ranks; r < end; ++r) {
     if (s.rank_load[r] <= threshold) continue;
     const int32_t begin = s.mains_begin[r];
@@ -200,11 +200,11 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
   if (slots == 0) return;
   SortedLoad sorted = detail::sort_load(topology, load, scratch);
   if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, scratch);
-  const Goal goal = find_goal(Alone{}, sorted, objective);
+  const Goal goal = find_goal(SingleThread{}, sorted, objective);
   if (goal.is_met) return;
   detail::sort_mains(topology, goal.mean, scratch, &sorted);
-  AloneCrew crew;
-  search_plan(crew, sorted, objective, goal, slots, scratch.team(topology, 0),
+  SingleTeam teams;
+  search_plan(teams, sorted, objective, goal, slots, scratch.team(topology, 0),
               {slot_expert, slot_quota, home_quota});
 }
 

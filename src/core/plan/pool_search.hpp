@@ -1,6 +1,6 @@
 // The planner's search in one pool: which probes to ask, and which of their plans is the best.
 //
-// It tells every team of a crew (team.hpp) what to ask, and derives the next questions from the
+// It gives every team of a TeamSet (team.hpp) a question, and derives the next questions from the
 // answers. (Inverted like this, a kernel has one copy of the probe, which is most of its code.) Any
 // number of teams leads to the same plan: answers to speculative questions that turn out not to be
 // needed are never used.
@@ -20,16 +20,16 @@ UEC_HD constexpr int32_t next_cap(int32_t cap, int32_t slots) {
   return cap < slots ? cap + 1 : 2 * cap;
 }
 
-template <class Crew>
+template <class TeamSet>
 class PoolSearch {
  public:
   struct Found {
     int32_t num_replicas, variant;  // -1: none
   };
 
-  UEC_HD PoolSearch(const Crew& crew, const SortedLoad& sorted, const Goal& goal, int32_t p,
+  UEC_HD PoolSearch(const TeamSet& teams, const SortedLoad& sorted, const Goal& goal, int32_t p,
                     int32_t slots)
-      : crew_(crew),
+      : teams_(teams),
         sorted_(sorted),
         goal_(goal),
         p_(p),
@@ -62,7 +62,7 @@ class PoolSearch {
 
   // This team's question. A team without one gets a variant from kNumVariants up.
   UEC_HD Question question() const {
-    const int32_t i = crew_.index();
+    const int32_t i = teams_.index();
     switch (aim_) {
       case Aim::kOpening:
         return make(high_, cap_, first_ + i < kNumOrders ? first_ + i : kNumVariants,
@@ -95,7 +95,7 @@ class PoolSearch {
 
   // The lowest cap below which some rank could not shed its excess.
   UEC_HD int32_t least_cap(int64_t threshold) const {
-    const auto team = crew_.team();
+    const auto team = teams_.team();
     const Pool pool = this->pool();
     int32_t cap = 1;
     for (int32_t i = team.index(); i < pool.num_ranks; i += team.size()) {
@@ -106,7 +106,7 @@ class PoolSearch {
       for (; excess > 0; ++n) excess -= pool.load[mains[n]];
       cap = max32(cap, n);
     }
-    return static_cast<int32_t>(~team.lowest(~static_cast<uint32_t>(cap)));
+    return static_cast<int32_t>(~team.min_sync(~static_cast<uint32_t>(cap)));
   }
 
  private:
@@ -147,8 +147,8 @@ class PoolSearch {
   }
   UEC_HD void take_threshold(const int32_t* counts) {
     bool is_reached = false;
-    for (int32_t t = 0; t < crew_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
-    first_ += crew_.size();
+    for (int32_t t = 0; t < teams_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
+    first_ += teams_.size();
     if (!is_reached && first_ < kNumVariants) return;
     if (stage_ == Stage::kBisect) {
       (is_reached ? high_ : low_) = asked_;
@@ -197,7 +197,7 @@ class PoolSearch {
   UEC_HD int32_t take_cap(const int32_t* counts) {
     const int32_t end = aim_ == Aim::kOpening ? kNumOrders : kNumVariants;
     int32_t best = -1, v = first_;
-    for (; v < first_ + crew_.size() && v < end; ++v) {
+    for (; v < first_ + teams_.size() && v < end; ++v) {
       if (v % kNumOrders == 0 && found_.variant >= 0) break;
       if (prefer_fewer(counts[v - first_], v)) best = v - first_;
     }
@@ -257,7 +257,7 @@ class PoolSearch {
   }
   UEC_HD int32_t take_improvement(const int32_t* counts) {
     int32_t best = -1;
-    for (int32_t n = 1; n <= min32(crew_.size(), kMaxNodes) && aim_ != Aim::kDone;) {
+    for (int32_t n = 1; n <= min32(teams_.size(), kMaxNodes) && aim_ != Aim::kDone;) {
       const int64_t middle = low_ + (high_ - low_) / 2;
       const int32_t count = counts[n - 1];
       const bool succeeds = count >= 0 && count <= found_.num_replicas;
@@ -272,7 +272,7 @@ class PoolSearch {
     return best;
   }
 
-  const Crew& crew_;
+  const TeamSet& teams_;
   const SortedLoad& sorted_;
   const Goal& goal_;
   const int32_t p_;

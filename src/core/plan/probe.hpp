@@ -39,7 +39,7 @@ struct Pool {
   const int32_t* rank_tokens = nullptr;  // [num_ranks] without replicas
   const MainsRow* rows = nullptr;        // [num_ranks]
   const int32_t* main_tokens = nullptr;  // [E] of `mains`
-  int32_t max_mains = 0;                 // of a rank
+  int32_t max_local_experts = 0;         // of a rank
 
   // Tokens on the i-th rank without replicas.
   UEC_HD int64_t rank_load(int32_t i) const { return tokens_before[i + 1] - tokens_before[i]; }
@@ -119,8 +119,8 @@ UEC_HD inline bool may_suffice(const Pool& pool, const Question& ask, int32_t nu
 
 // The cool ranks, by ascending slack; of equal ones, the latest first.
 //
-// Members read entries, then synchronise in lowest() or sync(), then change some, then synchronise
-// again: so a change happens after all earlier reads, and before all later ones.
+// Members read entries, then synchronise in min_sync() or sync(), then change some, then
+// synchronise again: so a change happens after all earlier reads, and before all later ones.
 template <class Team>
 struct CoolRanks {
   Team team;
@@ -129,7 +129,7 @@ struct CoolRanks {
 
   // The first with at least that much slack, or `count`.
   UEC_HD int32_t find(int64_t slack) const {
-    return first_enough(team, 0, count, [&](int32_t i) { return entry[i].slack >= slack; });
+    return bisect_first(team, 0, count, [&](int32_t i) { return entry[i].slack >= slack; });
   }
   UEC_HD void insert(CoolRank added) {
     put(added, count);
@@ -160,7 +160,7 @@ struct CoolRanks {
       CoolRank moved{};
       if (i > 0) moved = entry[i - 1];
       const bool moves = i > 0 && moved.slack >= added.slack;
-      const auto stays = static_cast<int32_t>(team.lowest(moves ? team.size() : team.index()));
+      const auto stays = static_cast<int32_t>(team.min_sync(moves ? team.size() : team.index()));
       if (moves) entry[i] = moved;
       at -= stays;
       if (stays < team.size()) break;
@@ -206,8 +206,8 @@ struct Exporter {
     for (int32_t m = own + team.size(); m < num_open; m += team.size())
       if (have[m] > have[own]) own = m;
     const int32_t left = own < num_open ? have[own] : -1;
-    most = kMaxInt - static_cast<int32_t>(team.lowest(static_cast<uint32_t>(kMaxInt) - left));
-    main = static_cast<int32_t>(team.lowest(left == most ? own : num_open));
+    most = kMaxInt - static_cast<int32_t>(team.min_sync(static_cast<uint32_t>(kMaxInt) - left));
+    main = static_cast<int32_t>(team.min_sync(left == most ? own : num_open));
   }
 
  private:
@@ -237,7 +237,7 @@ struct Prober {
     // The first from there on with that much slack: slack only grows along the list.
     const auto first_with = [&](int64_t slack, int32_t from) {
       if (from == n || ask.threshold - pool.rank_load(from) >= slack) return from;
-      return first_enough(team, from + 1, n,
+      return bisect_first(team, from + 1, n,
                           [&](int32_t i) { return ask.threshold - pool.rank_load(i) >= slack; });
     };
     const int32_t num_hot = first_with(0, 0);
@@ -267,7 +267,7 @@ struct Prober {
       const int32_t n = first + team.index();
       const int32_t at = wide ? cool.count - 1 - n : above + n;
       const bool fits = n < room && costs(cool.entry[at], need) <= spare;
-      const auto found = static_cast<int32_t>(team.lowest(fits ? n : room));
+      const auto found = static_cast<int32_t>(team.min_sync(fits ? n : room));
       if (found < room) return wide ? cool.count - 1 - found : above + found;
     }
     return -1;
@@ -313,7 +313,7 @@ UEC_HD int32_t first_highest(Team team, int32_t count, const Value& value) {
     first = i;
   }
   const uint64_t all = highest(team, most);
-  return static_cast<int32_t>(team.lowest(most == all ? first : count));
+  return static_cast<int32_t>(team.min_sync(most == all ? first : count));
 }
 
 // probe() for kLevel. The fullest rank fills the emptiest one up, from the main that has most left,

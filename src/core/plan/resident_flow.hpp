@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/scratch.hpp"
 #include "core/base/team.hpp"
 
@@ -72,7 +72,7 @@ struct Holding {
   }
 
  private:
-  UEC_HD void copy_words(Alone, const Holding& from) const {
+  UEC_HD void copy_words(SingleThread, const Holding& from) const {
     __builtin_memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
   }
   template <class Team>
@@ -230,7 +230,7 @@ class Flow {
 
   // Breadth first, from a rank with excess, which goes to ranks with room as they are reached.
   // Returns false if there are no more of them.
-  UEC_HD bool search(Alone, const Holding& h, int32_t start, bool skip_stuck) {
+  UEC_HD bool search(SingleThread, const Holding& h, int32_t start, bool skip_stuck) {
     const int32_t slots = t_.slots_per_rank;
     // Copies of members, which stores to arrays might change for all that a compiler knows.
     const int32_t mark = ++search_;
@@ -278,7 +278,7 @@ class Flow {
   // instances, and each expert's holders take the first offer. All is in the order in which one
   // member comes: by place in the queue, then instance, then home and list of holders.
   template <class Members>
-  UEC_STEP bool search(Members team, const Holding& h, int32_t start, bool skip_stuck) {
+  UEC_HD_NOINLINE bool search(Members team, const Holding& h, int32_t start, bool skip_stuck) {
     const int32_t mark = ++search_;
     for (int32_t r = team.index(); r < t_.num_ranks; r += team.size()) s_.claim[r] = kUnclaimed;
     for (int32_t e = team.index(); e < t_.num_experts; e += team.size()) s_.offer[e] = kUnclaimed;
@@ -306,10 +306,10 @@ class Flow {
       begin = end;
       end += num_fresh;
       const auto has_room = [&](int32_t i) { return h.tokens[s_.queue[i]] < threshold_; };
-      for (int32_t i = begin - 1; (i = first_that(team, i + 1, end, has_room)) < end;) {
+      for (int32_t i = begin - 1; (i = find_first(team, i + 1, end, has_room)) < end;) {
         bool goes_on = false;
         if (team.leader()) goes_on = hand_on(h, start, s_.queue[i]);
-        if (!team.share(goes_on)) return true;
+        if (!team.broadcast(goes_on)) return true;
       }
     }
     count_ = end;
@@ -341,8 +341,8 @@ class Flow {
       const Giver from = giver(h, s_.queue[place], at.column);
       if (from.expert < 0 || quota(h, from.instance) == 0) continue;
       const uint32_t offer = static_cast<uint32_t>(place) << width_bits_ | at.column;
-      team_.lower(s_.offer + from.expert, offer);
-      if (from.instance >= 0) team_.lower(s_.claim + t_.home[from.expert], offer);
+      team_.atomic_min(s_.offer + from.expert, offer);
+      if (from.instance >= 0) team_.atomic_min(s_.claim + t_.home[from.expert], offer);
     }
   }
   // Returns how many ranks that were not reached before are now.
@@ -363,7 +363,7 @@ class Flow {
         if (taken >= 0) order = static_cast<uint32_t>(h.order[taken]) ^ 1u << 31;
         s_.taken[r] = taken;
       }
-      const Counted fresh = team_.count(claim != kUnclaimed);
+      const MemberCount fresh = team_.count(claim != kUnclaimed);
       if (claim != kUnclaimed) {
         s_.arrived[num_fresh + fresh.before] = r;
         s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | order;

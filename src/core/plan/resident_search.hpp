@@ -23,7 +23,7 @@ struct ResidentSource {
     if (supply != other.supply) return supply > other.supply;
     return need != other.need ? need > other.need : expert < other.expert;
   }
-  UEC_HD Words<5> order() const {  // the same
+  UEC_HD SortKey<5> order() const {  // the same
     return {{~high_word(supply), ~low_word(supply), ~high_word(need), ~low_word(need),
              static_cast<uint32_t>(expert)}};
   }
@@ -40,7 +40,7 @@ struct ResidentMove {
     if (price != other.price) return price < other.price;
     return expert != other.expert ? expert < other.expert : slot < other.slot;
   }
-  UEC_HD Words<6> order() const {  // the same
+  UEC_HD SortKey<6> order() const {  // the same
     return {{high_word(left), low_word(left), high_word(price), low_word(price),
              static_cast<uint32_t>(expert), static_cast<uint32_t>(slot)}};
   }
@@ -138,8 +138,8 @@ UEC_HD int32_t merge(Team team, const FirstFew<T>& own, T* merged) {
   int32_t count = 0, used = 0;
   for (; count < own.most; ++count) {
     const bool has_any = used < own.count;
-    if (team.lowest(has_any ? 0 : 1) != 0) break;
-    if (is_first(team, has_any, (has_any ? own.list[used] : T{}).order()))
+    if (team.min_sync(has_any ? 0 : 1) != 0) break;
+    if (holds_min(team, has_any, (has_any ? own.list[used] : T{}).order()))
       merged[count] = own.list[used++];
   }
   team.sync();
@@ -152,15 +152,15 @@ UEC_HD int32_t merge(Team team, const FirstFew<T>& own, T* merged) {
 template <class Team>
 class ResidentSearch {
  public:
-  // `is_first`: there is no best plan yet; else the one that the scratch has.
+  // `holds_min`: there is no best plan yet; else the one that the scratch has.
   UEC_HD ResidentSearch(const Topology& topology, const ResidentTask& task,
-                        const ResidentScratch& scratch, bool is_first)
+                        const ResidentScratch& scratch, bool holds_min)
       : t_(topology),
         task_(task),
         s_(scratch),
         flow_(topology, task.mains, scratch.flow),
         mains_(team_, static_cast<int32_t>(task.mains.most)) {
-    if (is_first && team_.leader()) *s_.verdict = {INT64_MAX, 0, 0, 0};
+    if (holds_min && team_.leader()) *s_.verdict = {INT64_MAX, 0, 0, 0};
     team_.sync();
   }
 
@@ -305,9 +305,9 @@ class ResidentSearch {
       hot = r;
     }
     const int64_t order = fullest_first ? -most : most;
-    const Words<3> own{{high_word(order), low_word(order), static_cast<uint32_t>(hot)}};
+    const SortKey<3> own{{high_word(order), low_word(order), static_cast<uint32_t>(hot)}};
     return static_cast<int32_t>(
-        team_.lowest(is_first(team_, hot >= 0, own) ? static_cast<uint32_t>(hot) : ~0u));
+        team_.min_sync(holds_min(team_, hot >= 0, own) ? static_cast<uint32_t>(hot) : ~0u));
   }
 
   // Relieves one hot rank after the other. A retry begins at the other end, and looks at more
@@ -335,7 +335,7 @@ class ResidentSearch {
     for (int32_t first = 0; first < flow_.count(); first += team_.size()) {
       const int32_t i = first + team_.index();
       const int64_t excess = i < flow_.count() ? flow_.excess(s_.now, flow_.reached(i)) : 0;
-      const Counted hot = team_.count(excess > 0);
+      const MemberCount hot = team_.count(excess > 0);
       if (excess > 0) s_.hot[num_hot_ + hot.before] = flow_.reached(i);
       num_hot_ += hot.all;
       own_excess += excess;
@@ -345,8 +345,8 @@ class ResidentSearch {
     team_.sync();
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
       if (s_.now.slot_quota[i] > 0 && flow_.is_reached(flow_.rank_of(i)))
-        team_.add(s_.supply + s_.now.slot_expert[i],
-                  min64(flow_.supply(flow_.rank_of(i)), s_.now.slot_quota[i]));
+        team_.atomic_add(s_.supply + s_.now.slot_expert[i],
+                         min64(flow_.supply(flow_.rank_of(i)), s_.now.slot_quota[i]));
     team_.sync();
     detail::FirstFew<ResidentSource> own{s_.sources + team_.index() * kMaxSources, most};
     for (Cells at = mains_; at.row < flow_.count(); at.next()) {
@@ -373,7 +373,7 @@ class ResidentSearch {
     team_.sync();
     join_groups(team_);
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      team_.add(s_.group_room + s_.group[r], max64(flow_.room(s_.now, r), 0));
+      team_.atomic_add(s_.group_room + s_.group[r], max64(flow_.room(s_.now, r), 0));
     team_.sync();
   }
   // Another rank that holds the expert of a slot with tokens, and has tokens of it, too.
@@ -384,7 +384,7 @@ class ResidentSearch {
     while (s_.now.slot_quota[at] == 0) at = s_.now.next_slot[at];
     return flow_.rank_of(at);
   }
-  UEC_HD void join_groups(Alone) const {
+  UEC_HD void join_groups(SingleThread) const {
     for (int32_t i = 0; i < num_slots(); ++i) {
       if (s_.now.slot_quota[i] == 0) continue;
       const uint32_t a = group_of(flow_.rank_of(i)), b = group_of(partner(i));
@@ -414,12 +414,12 @@ class ResidentSearch {
         }
         team.sync();  // all have looked
         if (a != b) {
-          team.lower(s_.group + (a < b ? other : rank), min_u32(a, b));
+          team.atomic_min(s_.group + (a < b ? other : rank), min_u32(a, b));
           changes = true;
         }
         team.sync();
       }
-      changes = team.lowest(changes ? 0 : 1) == 0;
+      changes = team.min_sync(changes ? 0 : 1) == 0;
     }
   }
 
@@ -510,7 +510,7 @@ class ResidentSearch {
       return has_moved(slot) && int64_t{4} * s_.now.slot_quota[slot] <= room;
     };
     for (int32_t i = -1;
-         (i = first_that(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
+         (i = find_first(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
       s_.before.copy(team_, s_.now);
       if (!flow_.relieve(s_.now, replace(i, task_.residents[i]))) go_back();
     }
@@ -522,7 +522,7 @@ class ResidentSearch {
       return quota > 0 && !has_moved(slot) &&
              flow_.room(s_.now, t_.home[s_.now.slot_expert[slot]]) >= quota;
     };
-    for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
+    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
       if (team_.leader()) give(i, -s_.now.slot_quota[i]);
       team_.sync();
     }
@@ -545,7 +545,7 @@ class ResidentSearch {
       instances += s_.now.slot_quota[i] > 0;
     ResidentVerdict verdict{0, 0, 0, static_cast<int32_t>(team_.sum(instances))};
     const auto moves = [&](int32_t slot) { return has_moved(slot); };
-    for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), moves)) < num_slots();) {
+    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), moves)) < num_slots();) {
       ++verdict.moves;
       if (team_.leader()) record(i, s_.now.slot_expert[i]);
     }

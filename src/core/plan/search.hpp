@@ -1,7 +1,7 @@
 // The planner's search: from a sorted load to replicas in their slots.
 //
-// A crew (team.hpp) runs several probes at a time; on the host they run one by one. The plan is the
-// same.
+// A TeamSet (team.hpp) runs several probes at a time; on the host they run one by one. The plan is
+// the same.
 #pragma once
 
 #include <cstdint>
@@ -76,14 +76,14 @@ struct PlanOut {
 };
 
 // Writes the replicas of the plan into slots that are empty (-1, and 0 tokens), and takes their
-// tokens from home_quota [E], which starts as the load. All threads of the crew call it, for a goal
+// tokens from home_quota [E], which starts as the load. All threads of the set call it, for a goal
 // that is not met yet; it does not order one thread's writes before another thread's reads.
 //
 // Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
 // takes at most 10 (2 n + 2 + 2 c) + 9 probes by target, and 10 (14 c + 1) by cost. By target it
-// nearly always takes nine, which a crew of seven or more asks in three rounds.
-template <class Crew>
-UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
+// nearly always takes nine, which seven or more teams ask in three rounds.
+template <class TeamSet>
+UEC_HD void search_plan(TeamSet& teams, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
                         const PlanOut& out);
 
@@ -105,36 +105,36 @@ UEC_HD inline int64_t target_threshold(int64_t total, int32_t num_ranks, int64_t
 template <class Team>
 UEC_HD int64_t highest(Team team, int64_t value) {
   const auto high = static_cast<uint32_t>(value >> 32), low = static_cast<uint32_t>(value);
-  const uint32_t most = ~team.lowest(~high);
-  const uint32_t least_missing = team.lowest(high == most ? ~low : ~0u);
+  const uint32_t most = ~team.min_sync(~high);
+  const uint32_t least_missing = team.min_sync(high == most ? ~low : ~0u);
   return static_cast<int64_t>(most) << 32 | ~least_missing;
 }
 
 // The plan, kept by the team whose probe has found it.
-template <class Crew>
+template <class TeamSet>
 struct Keeper {
-  Crew& crew;
+  TeamSet& teams;
   TeamScratch scratch;
   int32_t slots;
   int32_t team = 0;
 
   UEC_HD void keep(int32_t finder) {
     team = finder;
-    if (crew.index() != finder) return;
+    if (teams.index() != finder) return;
     Replica* const kept = scratch.trial;
     scratch.trial = scratch.best;
     scratch.best = kept;
   }
   UEC_HD void place(const Pool& pool, int32_t num_replicas, const PlanOut& out) const {
-    if (crew.index() != team) return;
-    const auto members = crew.team();
+    if (teams.index() != team) return;
+    const auto members = teams.team();
     for (int32_t i = members.index(); i < num_replicas; i += members.size()) {
       const Replica replica = scratch.best[i];
       const int32_t expert = pool.mains[replica.main];
       const int32_t at = pool.ranks[replica.place] * slots + replica.slot;
       out.slot_expert[at] = expert;
       out.slot_quota[at] = replica.quota;
-      crew.subtract(out.home_quota + expert, replica.quota);
+      teams.subtract(out.home_quota + expert, replica.quota);
     }
   }
 };
@@ -198,16 +198,16 @@ UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& obje
   return goal;
 }
 
-template <class Crew>
-UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
+template <class TeamSet>
+UEC_HD void search_plan(TeamSet& teams, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
                         const PlanOut& out) {
-  detail::Keeper<Crew> keeper{crew, scratch, slots_per_rank};
+  detail::Keeper<TeamSet> keeper{teams, scratch, slots_per_rank};
   detail::CostSearch costs(objective, goal, sorted, slots_per_rank);
   for (bool is_last = !objective.by_cost;;) {
     int64_t sum = costs.fixed();
     for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.least); ++p) {
-      detail::PoolSearch<Crew> search(crew, sorted, goal, p, slots_per_rank);
+      detail::PoolSearch<TeamSet> search(teams, sorted, goal, p, slots_per_rank);
       if (!objective.by_cost)
         search.begin_by_target();
       else if (is_last)
@@ -219,9 +219,9 @@ UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& o
         const ProbeScratch memory{keeper.scratch.have, keeper.scratch.cool};
         const int32_t count =
             question.variant < kNumVariants
-                ? fastest_probe(crew.team(), sorted, p, question, memory, keeper.scratch.trial)
+                ? fastest_probe(teams.team(), sorted, p, question, memory, keeper.scratch.trial)
                 : -1;
-        const int32_t best = search.take(crew.exchange(count));
+        const int32_t best = search.take(teams.exchange(count));
         if (best >= 0) keeper.keep(best);
       }
       const int32_t num_replicas = search.found().num_replicas;

@@ -28,7 +28,7 @@ struct SortedLoad {
   const int32_t* rank_tokens = nullptr;
   const MainsRow* rows = nullptr;
   const int32_t* main_tokens = nullptr;
-  int32_t max_mains = 0;
+  int32_t max_local_experts = 0;
 
   UEC_HD Pool pool(int32_t p) const {
     const int32_t begin = pool_begin[p];
@@ -44,7 +44,7 @@ struct SortedLoad {
     pool.rank_tokens = rank_tokens + begin;
     pool.rows = rows + begin;
     pool.main_tokens = main_tokens;
-    pool.max_mains = max_mains;
+    pool.max_local_experts = max_local_experts;
     return pool;
   }
   UEC_HD int64_t pool_mean(int32_t p) const {

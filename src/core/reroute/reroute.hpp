@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/scratch.hpp"
 #include "core/reroute/shares.hpp"
 
@@ -142,7 +142,7 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
   const int32_t num_experts = topology.num_experts;
   const int32_t num_ranks = topology.num_ranks;
   const int32_t slots = topology.slots_per_rank;
-  const int32_t stride = group_mains(topology, s.mains_begin, s.mains) + slots;
+  const int32_t stride = group_local_experts(topology, s.mains_begin, s.mains) + slots;
   for (int32_t e = 0; plan.home != nullptr && e < num_experts; ++e)
     if (plan.home[e] != topology.home[e])
       return {.fault = RerouteFault::kOtherHome, .expert = e, .value = plan.home[e]};
@@ -227,18 +227,18 @@ UEC_HD inline void share_instances(const Topology& topology, const QuotaPlan& pl
   const int64_t stride = topology.num_experts;
   for (int32_t r = 0; r < topology.num_ranks; ++r)
     s.turns[r].rest = static_cast<uint32_t>(load[r * stride]);
-  share_expert<4, 1>(Alone{}, load[source * stride], source, s.rank + begin, end - begin,
+  share_expert<4, 1>(SingleThread{}, load[source * stride], source, s.rank + begin, end - begin,
                      s.quota + begin, s.turns);
   for (int32_t i = begin; i < end; ++i) s.share[i] = s.quota[i] - (i > begin ? s.quota[i - 1] : 0);
 }
 
 // G * P: ids of instances are below it.
 UEC_HD inline int64_t num_instance_ids(const Topology& topology, const RerouteScratch& s) {
-  int32_t max_mains = 0;
+  int32_t max_local_experts = 0;
   for (int32_t r = 0; r < topology.num_ranks; ++r) {
-    max_mains = max32(max_mains, s.mains_begin[r + 1] - s.mains_begin[r]);
+    max_local_experts = max32(max_local_experts, s.mains_begin[r + 1] - s.mains_begin[r]);
   }
-  return static_cast<int64_t>(topology.num_ranks) * (max_mains + topology.slots_per_rank);
+  return static_cast<int64_t>(topology.num_ranks) * (max_local_experts + topology.slots_per_rank);
 }
 
 // Puts every cursor before its expert's first instance.

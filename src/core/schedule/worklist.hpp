@@ -136,7 +136,7 @@ struct WorklistBuilder {
     for (int32_t begin = s.first[x]; begin < end; begin += team.size()) {
       const int32_t i = begin + team.index();
       const bool sends = i < end && i != skip && bounds[i + 1] > bounds[i];
-      const Counted counted = team.count(sends);
+      const MemberCount counted = team.count(sends);
       if (sends)
         put_expected(num_expected + counted.before, kind, s.replica_rank[i], s.expert[x], idx);
       num_expected += counted.all;
@@ -169,7 +169,7 @@ struct WorklistBuilder {
       for (int32_t begin = 1; begin <= n; begin += team.size()) {
         const int32_t hub = begin + team.index();
         const bool is_hub = hub <= n && bounds[hub + 1] > bounds[hub];
-        const Counted counted = team.count(is_hub);
+        const MemberCount counted = team.count(is_hub);
         if (is_hub) {
           const int32_t to = to_all ? all + hub - 1 : num_destinations + counted.before;
           if (!to_all) put_destination(to, s.first[x] + hub - 1);
@@ -226,10 +226,10 @@ UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&&
                           OfReplica&& of_replica) {
   const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
   const auto next_source = [&](int32_t from) {
-    return first_that(team, from, num_experts, [&](int32_t x) { return s.source[x].rank == rank; });
+    return find_first(team, from, num_experts, [&](int32_t x) { return s.source[x].rank == rank; });
   };
   const auto next_replica = [&](int32_t from) {
-    return first_that(team, from, num_replicas,
+    return find_first(team, from, num_replicas,
                       [&](int32_t i) { return s.replica_rank[i] == rank; });
   };
   int32_t source = next_source(0);
@@ -238,7 +238,7 @@ UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&&
     const int32_t x =
         i == num_replicas
             ? num_experts
-            : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
+            : bisect_first(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
     for (; source < x; source = next_source(source + 1)) of_source(source);
     if (i < num_replicas) of_replica(x, i);
     from = i + 1;
@@ -266,8 +266,8 @@ UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const
 //
 // Run by a team as the functions of schedule.hpp are: the leader writes the counts.
 template <class Team>
-UEC_STEP void build_worklist(Team team, const Topology& t, const Schedule& schedule,
-                             const int32_t* main_idx, int32_t rank, Worklist& w) {
+UEC_HD_NOINLINE void build_worklist(Team team, const Topology& t, const Schedule& schedule,
+                                    const int32_t* main_idx, int32_t rank, Worklist& w) {
   const Schedule s = schedule;
   detail::note_involved(team, t, s, w);
   detail::WorklistBuilder<Team> build{team, s, rank, w};

@@ -87,7 +87,7 @@ class Finish {
       const Expected& e = call_.work.expected[waits_for_];
       wait = {flag_of(e), e.peer, e.expert, -1, memory_.observe(offset_of(e)), call_.epoch.number};
     }
-    return team_.share(wait);
+    return team_.broadcast(wait);
   }
 
   UEC_HD Step step() {
@@ -99,15 +99,15 @@ class Finish {
       if (mine != kAll) break;
     }
     const uint32_t chosen =
-        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(next_));
+        team_.min_sync(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(next_));
     const auto kind = static_cast<Outcome>(chosen >> 30);
     if (kind == kAll) return Step::kFinished;
     // Names the first in the list, as a team of one would.
     waits_for_ = static_cast<int32_t>(chosen & 0x3FFFFFFF);
-    fault_ = team_.from(waits_for_ % team_.size(), fault);
+    fault_ = team_.read_from(waits_for_ % team_.size(), fault);
     if (kind == kFailed) return Step::kFailed;
     // Every wait has its own clock: any arrival is progress.
-    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
+    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
   }
 
  private:

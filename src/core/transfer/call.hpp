@@ -81,7 +81,7 @@ UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout, const E
     first = static_cast<uint32_t>(r);
     break;
   }
-  first = team.lowest(first);
+  first = team.min_sync(first);
   return static_cast<int32_t>(first);  // ~0: -1
 }
 

@@ -51,7 +51,7 @@ UEC_HD int32_t find_disagreement(Memory& memory, const SymmetricLayout& layout, 
     first = static_cast<uint32_t>(r);
     break;
   }
-  first = team.lowest(first);
+  first = team.min_sync(first);
   return static_cast<int32_t>(first);  // ~0: -1
 }
 
@@ -70,7 +70,7 @@ UEC_HD Report check_peers(Memory& memory, const SymmetricLayout& layout, const E
     found = static_cast<uint32_t>(i);
     break;
   }
-  const auto first = static_cast<int32_t>(team.lowest(found));  // -1: none
+  const auto first = static_cast<int32_t>(team.min_sync(found));  // -1: none
   Report report;
   if (first >= ranks) {
     report.fault = Fault::kMismatch;
@@ -92,7 +92,7 @@ UEC_HD bool all_called(Memory& memory, const Call& call) {
     const CallRecord seen{memory.observe(call.layout.call(r))};
     if (seen.ahead_of(call.epoch.number) < 0) all = 0;
   }
-  return team.lowest(all) != 0;
+  return team.min_sync(all) != 0;
 }
 
 // For a step that failed with `fault`, or (kNone) is blocked: the rank whose abort is the reason,

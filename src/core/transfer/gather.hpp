@@ -43,7 +43,7 @@ class Gather {
       wait = {flag_, waits_for_, -1, -1, seen, call_.epoch.number};
       if (flag_ == FlagKind::kCall) wait.seen = CallRecord{seen}.epoch_low();
     }
-    return team_.share(wait);
+    return team_.broadcast(wait);
   }
 
   UEC_HD Step step() {
@@ -120,7 +120,7 @@ class Gather {
 
   // One rank after another, each by all members: the flag travels behind the row.
   UEC_HD void store_far(uint32_t mine, int64_t offset) {
-    for (uint32_t r = team_.lowest(mine); r != ~0u; r = team_.lowest(mine)) {
+    for (uint32_t r = team_.min_sync(mine); r != ~0u; r = team_.min_sync(mine)) {
       mover_.store_far(0, static_cast<int32_t>(r), offset, row_bytes(),
                        call_.layout.gathered(call_.rank), call_.epoch.number);
       if (r == mine) mine = ~0u;
@@ -159,18 +159,18 @@ class Gather {
     if (kind == kAll) return Step::kFinished;
     if (kind == kFailed) return Step::kFailed;
     // Every wait has its own clock: any arrival is progress.
-    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
+    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
   }
 
   // The team's outcome is the worst of its members'; the first rank in the list that has it is
   // named, as a team of one would name it.
   UEC_HD Outcome choose(Outcome mine, int32_t at, Fault fault, FlagKind flag) {
     const uint32_t chosen =
-        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));
+        team_.min_sync(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));
     const auto kind = static_cast<Outcome>(chosen >> 30);
     flag_ = flag;
     waits_for_ = kind == kFailed || kind == kWaits ? static_cast<int32_t>(chosen & 0x3FFFFFFF) : -1;
-    if (kind == kFailed) fault_ = team_.from(waits_for_ % team_.size(), fault);
+    if (kind == kFailed) fault_ = team_.read_from(waits_for_ % team_.size(), fault);
     return kind;
   }
 

@@ -51,14 +51,15 @@ struct SymmetricLayout {
 
   // `slot_offset` [banks][segments] receives where the slots of each bank begin: [S] dense copies
   // of one expert's bytes. `grad_offset` [grad_banks][grad segments] receives the same for the
-  // slots' gradients. `max_mains` is the largest number of mains on a rank. With `instance_align`
-  // (0: none is wanted) each of these lies as place_instances() says, with room for so many mains.
-  UEC_HD static SymmetricLayout make(const Topology& t, int32_t max_mains, int64_t max_groups,
-                                     int32_t num_segments, const int64_t* segment_bytes,
-                                     int64_t* slot_offset, const Gradients& grads = {},
-                                     int64_t tile_bytes = 1, int64_t* grad_offset = nullptr,
-                                     int32_t banks = 1, int32_t grad_banks = 1,
-                                     int64_t instance_align = 0) {
+  // slots' gradients. `max_local_experts` is the largest number of mains on a rank. With
+  // `instance_align` (0: none is wanted) each of these lies as place_instances() says, with room
+  // for so many mains.
+  UEC_HD static SymmetricLayout make(const Topology& t, int32_t max_local_experts,
+                                     int64_t max_groups, int32_t num_segments,
+                                     const int64_t* segment_bytes, int64_t* slot_offset,
+                                     const Gradients& grads = {}, int64_t tile_bytes = 1,
+                                     int64_t* grad_offset = nullptr, int32_t banks = 1,
+                                     int32_t grad_banks = 1, int64_t instance_align = 0) {
     SymmetricLayout l;
     l.num_ranks = t.num_ranks;
     l.slots_per_rank = t.slots_per_rank;
@@ -76,7 +77,7 @@ struct SymmetricLayout {
     l.open_base = take(ranks * kFlagLine, kFlagLine);
     l.done_base = take(slots * ranks * kFlagLine, kFlagLine);
     l.ready_base = take(slots * max_groups * 8, kFlagLine);
-    l.pulled_base = take((max_mains + slots) * ranks * 8, kFlagLine);
+    l.pulled_base = take((max_local_experts + slots) * ranks * 8, kFlagLine);
     l.abort_base = take(ranks * 8, kFlagLine);
     l.gathered_base = take(ranks * 8, kFlagLine);
     l.load_base = take(ranks * t.num_experts * 4, kFlagLine);
@@ -88,13 +89,13 @@ struct SymmetricLayout {
     }
     l.max_grad_groups = uec::max_grad_groups(grad_tiles, tile_bytes);
     l.sums_bytes = sums_apart ? uec::sums_bytes(grad_tiles, tile_bytes) : 0;
-    l.summed_base = take(max_mains * l.max_grad_groups * 8, kFlagLine);
+    l.summed_base = take(max_local_experts * l.max_grad_groups * 8, kFlagLine);
     l.consumed_base = take(grads.num_segments > 0 ? slots * ranks * kFlagLine : 0, kFlagLine);
     l.slots_base = take(0, kSlotAlign);
     const auto place = [&](int32_t count, const int64_t* bytes, int32_t sets, int64_t* offset) {
       if (instance_align > 0) {
         for (int64_t b = 0; b < sets; ++b)
-          at = place_instances(count, bytes, max_mains, slots, instance_align, at,
+          at = place_instances(count, bytes, max_local_experts, slots, instance_align, at,
                                offset + b * count);
         return;
       }

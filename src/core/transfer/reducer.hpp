@@ -183,7 +183,7 @@ class Reducer {
   }
 
   // The group's next tiles, up to the end of their segment: one addition.
-  UEC_STEP void do_tiles(const Reduction& r) {
+  UEC_HD_NOINLINE void do_tiles(const Reduction& r) {
     const int32_t tile = tile_;
     const TileSpan span = call_.tiles.span(tile, end_tile_);
     tile_ += static_cast<int32_t>(
@@ -251,7 +251,7 @@ class Reducer {
     // acquire-release, so the last one vouches for all of them.
     int32_t arrived = 0;
     if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[held.piece], 1);
-    if (team_.share(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
+    if (team_.broadcast(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {

@@ -130,7 +130,7 @@ class Storer {
     const Task& task = call_.work.tasks[t];
     int32_t arrived = 0;
     if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t], share);
-    if (team_.share(arrived) == task.num_groups) finish_task(token, task);
+    if (team_.broadcast(arrived) == task.num_groups) finish_task(token, task);
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {

@@ -160,7 +160,7 @@ class OwnStripe {
       while (p < num_pieces() && !(closed < 0 ? waits(p) : touches(p, closed))) ++p;
       if (p < num_pieces()) wait = make_wait(p, closed);
     }
-    return team_.share(wait);
+    return team_.broadcast(wait);
   }
 
  private:
@@ -208,7 +208,7 @@ class OwnStripe {
       best = found;
       best_at = own.next;
     }
-    const uint32_t chosen = team_.lowest(best);
+    const uint32_t chosen = team_.min_sync(best);
     const Step taken = chosen != kNone                 ? Step::kProgress
                        : team_.count(any_left).all > 0 ? Step::kBlocked
                                                        : Step::kFinished;
@@ -216,7 +216,7 @@ class OwnStripe {
     if (taken != Step::kProgress) return taken;
     const int32_t p = unshifted(static_cast<int32_t>(chosen & ((1u << kIdBits) - 1)));
     *piece = p;
-    *at = team_.from(p % team_.size(), best_at);
+    *at = team_.read_from(p % team_.size(), best_at);
     if (best == chosen) {
       OwnGroups& own = scratch_.groups()[p];
       own.next += num_workers_;
@@ -250,7 +250,7 @@ class OwnStripe {
       const bool arrived = p >= 0 && look_at(p, own, team_.index() - nth * each, &failed);
       sees_news |= team_.count(arrived).all > 0;
     }
-    *why = team_.lowest(failed);
+    *why = team_.min_sync(failed);
     return sees_news;
   }
 
@@ -304,7 +304,7 @@ class OwnStripe {
         own.movable = OwnGroups::kOpen | (waits ? 0 : OwnGroups::kAll);
       asks = waits && own.is_open() && (Pieces::is_flagged(call_, p) || (own.movable & 1) == 0);
     }
-    const Counted counted = team_.count(asks);
+    const MemberCount counted = team_.count(asks);
     if (asks) scratch_.asked->piece[counted.before] = p;
     return counted.all;
   }
@@ -318,7 +318,7 @@ class OwnStripe {
     Fault why = Fault::kNone;
     const Verdict verdict = Pieces::ready(call_, memory_, p, at, &why);
     if (verdict == Verdict::kArrived)
-      team_.add(&scratch_.groups()[p].movable, flagged ? 1 << i : OwnGroups::kAll);
+      team_.atomic_add(&scratch_.groups()[p].movable, flagged ? 1 << i : OwnGroups::kAll);
     if (verdict == Verdict::kFault && i == 0)
       *failed = min_u32(*failed, failure(call_.num_ranks + p, why));
     return verdict == Verdict::kArrived;

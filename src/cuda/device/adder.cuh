@@ -120,7 +120,7 @@ UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* mains
 // addends, and sums are kept meanwhile. Where fewer rows are left it adds the last one more than
 // once, with the same outcome.
 template <GradType kFrom, GradType kTo, bool kAdds, int32_t kSources, bool kAll>
-UEC_APART void add_rows(const Addition& addition, int32_t rows) {
+UEC_DEVICE_NOINLINE void add_rows(const Addition& addition, int32_t rows) {
   constexpr int32_t kNumbers = kOfQuad<kFrom>;
   constexpr int32_t kToBytes = kNumbers * static_cast<int32_t>(bytes_of(kTo));
   constexpr int32_t kToLoads = !kAdds ? 0 : kToBytes > kQuad ? kToBytes / kQuad : 1;
@@ -177,7 +177,7 @@ UEC_DEVICE float load_number(const uint8_t* from, int64_t i, GradType type) {
 }
 
 // What does not fill a row, or is not aligned: a number at a time, kAddsInFlight of them per lane.
-UEC_APART void add_numbers(const Addition& addition, int64_t begin) {
+UEC_DEVICE_NOINLINE void add_numbers(const Addition& addition, int64_t begin) {
   const GradType from = addition.from, to = addition.type;
   const int64_t end = addition.elements, step = Adders::size();
 #pragma unroll 1
@@ -215,7 +215,7 @@ UEC_DEVICE void clear(uint8_t* to, int64_t count) {
 }
 
 // Bytewise up to the first quad and after the last one.
-UEC_APART void clear_bytes(uint8_t* to, int64_t bytes) {
+UEC_DEVICE_NOINLINE void clear_bytes(uint8_t* to, int64_t bytes) {
   const auto low = static_cast<int64_t>(reinterpret_cast<uint64_t>(to) % kQuad);
   const int64_t ahead = min64(low == 0 ? 0 : kQuad - low, bytes);
   const int64_t quads = (bytes - ahead) / kQuad;
@@ -336,7 +336,7 @@ class DeviceAdder : public DeliveryPolicy {
   // Loads of what peers write are not ordered by another lane's acquire alone. The lane that has
   // observed the opening, or the sum's flag, did so at system scope, behind which no cache of this
   // multiprocessor has anything older; and all adding lanes come after it by the barriers of the
-  // take (Warp::from()), those here, and `full`.
+  // take (Warp::read_from()), those here, and `full`.
   template <class Source>
   UEC_DEVICE void take(Addition addition, Source&& source) {
     const uint32_t place = taken_ % kAdditions;

@@ -165,7 +165,7 @@ struct PlanStatus {
 struct PlanArgs {
   uint64_t home = 0;         // [E] int32
   uint64_t domain = 0;       // [G] int32
-  uint64_t mains_begin = 0;  // [G + 1] int32, as group_mains() leaves it
+  uint64_t mains_begin = 0;  // [G + 1] int32, as group_local_experts() leaves it
   uint64_t mains = 0;        // [E] int32, likewise
   uint64_t load = 0;         // [sources, E] int32
   uint64_t kept_load = 0;    // [sources, E] int32, out: a copy; 0: none is wanted
@@ -177,8 +177,8 @@ struct PlanArgs {
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
   int32_t slots_per_rank = 0;
-  int32_t num_sources = 0;  // G, or 1: global sums
-  int32_t max_mains = 0;    // the largest number of mains on a rank
+  int32_t num_sources = 0;        // G, or 1: global sums
+  int32_t max_local_experts = 0;  // the largest number of mains on a rank
   int32_t allow_cross_domain = 0;
 };
 

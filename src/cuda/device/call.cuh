@@ -136,7 +136,7 @@ UEC_ROLE void finish(CallShared& shared, int32_t bank, bool counted) {
       state.epoch = block.call.epoch.number;
       state.last_call = shared.known.last_call + counted;
     }
-  } else if (!Warp::share(state.settled)) {
+  } else if (!Warp::broadcast(state.settled)) {
     settle(block, memory);
   } else if (Warp::leader()) {
     release_slots(state);  // a replay's stream may have cleared the words
@@ -199,7 +199,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   if (warp != Kernel::kLeaver) return;
   bool last = false;
   if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
-  if (!Warp::share(last)) return;
+  if (!Warp::broadcast(last)) return;
   finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.bank, args.counted != 0);
   if (Warp::leader()) Kernel::leave(known, device);
 }

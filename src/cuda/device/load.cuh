@@ -27,8 +27,8 @@ struct Squad : Warp {
   }
   UEC_DEVICE static int32_t index() { return ptx::thread_idx() - (ptx::num_threads() - size()); }
   template <class T>
-  UEC_DEVICE static T from(int32_t member, T value) {
-    return Warp::from(member % ptx::kWarpSize, value);
+  UEC_DEVICE static T read_from(int32_t member, T value) {
+    return Warp::read_from(member % ptx::kWarpSize, value);
   }
 };
 
@@ -120,7 +120,7 @@ UEC_DEVICE bool is_clean(const RankState& state) {
     const int32_t failed = ptx::load_relaxed(&state.failed);
     clean = ptx::load_global(&state.bad_id) == 0 && failed == 0;
   }
-  return Warp::share(clean);
+  return Warp::broadcast(clean);
 }
 
 UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
@@ -211,7 +211,7 @@ UEC_ROLE void finish_load(LoadShared& shared, bool done, bool counted) {
     DeviceMemory<kFar> memory(block);
     if (!has_failed(block)) fail(block, memory, Fault::kCancelled, -1, Wait{});
     ptx::sync_warp();
-    if (!Warp::share(state.settled)) settle(block, memory);
+    if (!Warp::broadcast(state.settled)) settle(block, memory);
   }
   if (!Warp::leader()) return;
   if (done) {

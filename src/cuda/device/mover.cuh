@@ -95,8 +95,8 @@ class DeviceMover : public DeliveryPolicy {
     // What bulk stores cannot take: by all lanes together, one destination after another.
     for (uint32_t rest = ptx::ballot(any && in_bulk < bytes); rest != 0; rest &= rest - 1) {
       const int32_t lane = ptx::lowest_set(rest);
-      const int64_t done = Warp::from(lane, in_bulk);
-      copy_from_shared(Warp::from(lane, destination) + done, tile(k) + done, bytes - done);
+      const int64_t done = Warp::read_from(lane, in_bulk);
+      copy_from_shared(Warp::read_from(lane, destination) + done, tile(k) + done, bytes - done);
     }
   }
 

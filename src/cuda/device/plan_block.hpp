@@ -18,7 +18,7 @@ struct PlanBlock {
   int32_t* home;           // [E]
   int32_t* by_home;        // [E] mains by home, then id
   int32_t* pool;           // [G] ranks with equal values may hold each other's experts
-  int32_t* answers;        // [2][warps] of BlockCrew
+  int32_t* answers;        // [2][warps] of BlockTeams
   uint8_t* is_split;       // [1] into more than one pool
   int64_t* tokens_before;  // [G] in a rank's pool, of those that go before it
   int32_t* before;         // [G] how many they are

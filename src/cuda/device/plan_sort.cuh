@@ -4,7 +4,7 @@
 
 #include "core/plan/planner.hpp"
 #include "cuda/device/args.hpp"
-#include "cuda/device/block_crew.cuh"
+#include "cuda/device/block_teams.cuh"
 #include "cuda/device/plan_block.hpp"
 
 namespace uec::cuda {
@@ -16,7 +16,7 @@ namespace uec::cuda {
 // fault; else the complement of the largest load, which is above all of those.
 inline constexpr uint32_t kNoFault = 1u << 31;
 
-UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
+UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockTeams& teams, const PlanBlock& block) {
   const auto* const load = reinterpret_cast<const int32_t*>(args.load);
   auto* const kept_load = reinterpret_cast<int32_t*>(args.kept_load);
   uint32_t found = ~0u;
@@ -43,11 +43,11 @@ UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBl
       }
     }
     block.load[e] = tokens;
-    Warp::add(block.planner.rank_load + block.home[e], tokens);
+    Warp::atomic_add(block.planner.rank_load + block.home[e], tokens);
     const uint32_t fault = 2 * static_cast<uint32_t>(e) + (negative ? 0 : 1);
     found = min_u32(found, negative || tokens > kMaxLoad ? fault : ~static_cast<uint32_t>(tokens));
   }
-  return crew.lowest(found);
+  return teams.min_sync(found);
 }
 
 // Each rank's mains by descending load.
@@ -88,8 +88,8 @@ UEC_DEVICE void compare_ranks(const PlanArgs& args, const PlanBlock& block) {
       before += counts;
       tokens += counts ? other : 0;
     }
-    Warp::add(block.before + r, before);
-    Warp::add(block.tokens_before + r, tokens);
+    Warp::atomic_add(block.before + r, before);
+    Warp::atomic_add(block.tokens_before + r, tokens);
   }
 }
 
@@ -171,7 +171,7 @@ UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
 }
 
 // Of args.load, into block.sorted if it has no fault. All threads have the same answer.
-UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
+UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockTeams& teams, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   copy_constants(args, block);
   ptx::sync_block();
@@ -180,7 +180,7 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
     if (block.pool[r] != block.pool[0]) Warp::set(block.is_split);
   // Fields one by one: a whole struct of constants would be a load from memory.
   PlanStatus status;
-  const uint32_t found = sum_load(args, crew, block);
+  const uint32_t found = sum_load(args, teams, block);
   if (found < kNoFault) {
     status.fault = found % 2 == 0 ? LoadFault::kNegative : LoadFault::kTooMany;
     status.expert = static_cast<int32_t>(found / 2);
@@ -189,7 +189,7 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
   if (ptx::thread_idx() == 0) {
     SortedLoad& sorted = *block.sorted;  // field by field, as above
     sorted.largest = static_cast<int32_t>(~found);
-    sorted.last_cap = max32(args.max_mains, args.slots_per_rank);
+    sorted.last_cap = max32(args.max_local_experts, args.slots_per_rank);
     sorted.pool_begin = s.pool_begin;
     sorted.ranks = s.order;
     sorted.tokens_before = s.tokens_before;
@@ -199,7 +199,7 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
     sorted.rank_tokens = block.rank_tokens;
     sorted.rows = block.rows;
     sorted.main_tokens = block.main_tokens;
-    sorted.max_mains = args.max_mains;
+    sorted.max_local_experts = args.max_local_experts;
   }
   const bool is_split = *block.is_split != 0;
   sort_mains(args, block);

@@ -34,8 +34,8 @@ UEC_DEVICE Topology topology_of(const RankState& known) {
 }
 
 // By one thread: the arguments of fill_call(), from what the group and the call give.
-UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device,
-                                const LaunchArgs& launch, PrepareShared& made) {
+UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCall& device,
+                                          const LaunchArgs& launch, PrepareShared& made) {
   const Capacity& c = known.capacity;
   GroupTables& tables = made.tables;
   const PrepareArrays& arrays = made.arrays;
@@ -108,11 +108,11 @@ UEC_DEVICE uint32_t compare_homes(const RankState& known, const DeviceCall& devi
       if (homes[k] != others[k])
         differs = static_cast<uint32_t>(min32(begin + k * Warp::size(), last));
   }
-  return Warp::lowest(differs);
+  return Warp::min_sync(differs);
 }
 
 // Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By a warp.
-UEC_APART Wait find_refusal(const RankState& known, const DeviceCall& device) {
+UEC_DEVICE_NOINLINE Wait find_refusal(const RankState& known, const DeviceCall& device) {
   Wait wait;
   wait.peer = known.rank;
   const uint32_t differs = compare_homes(known, device);
@@ -131,7 +131,8 @@ UEC_APART Wait find_refusal(const RankState& known, const DeviceCall& device) {
 }
 
 // The same for main weights whose address is missing, once it is known what this rank sends.
-UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity, int32_t rank) {
+UEC_DEVICE_NOINLINE Wait find_missing(const PrepareShared& made, const Capacity& capacity,
+                                      int32_t rank) {
   const int32_t num_segments = made.call.tiles.num_segments;
   const int32_t count = made.call.work.num_pieces * num_segments;
   const auto segment_of = [&](int32_t i) { return made.arrays.arrays.segment[i % num_segments]; };
@@ -142,7 +143,7 @@ UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity,
         made.arrays.arrays.mains[segment_of(i) * capacity.num_mains + piece.source_idx] == nullptr)
       missing = static_cast<uint32_t>(i);
   }
-  missing = Warp::lowest(missing);
+  missing = Warp::min_sync(missing);
   Wait wait;
   wait.peer = rank;
   if (missing == ~0u) return wait;
@@ -166,7 +167,8 @@ UEC_DEVICE BankTable& bank_of(const RankState& known, int32_t bank) {
 }
 
 // By a warp: what a bank's slots hold ahead of a call that transfers `segments`.
-UEC_APART const int32_t* take_residents(const RankState& known, uint64_t segments, int32_t bank) {
+UEC_DEVICE_NOINLINE const int32_t* take_residents(const RankState& known, uint64_t segments,
+                                                  int32_t bank) {
   BankTable& table = bank_of(known, bank);
   expire_residents(Warp{}, topology_of(known), table.version, segments, table);
   return table.resident;
@@ -185,8 +187,8 @@ UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32
 
 // By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
 template <Operation kOperation>
-UEC_APART void take_plan(const RankState& known, const DeviceCall& device, const LaunchArgs& launch,
-                         PrepareShared& made) {
+UEC_DEVICE_NOINLINE void take_plan(const RankState& known, const DeviceCall& device,
+                                   const LaunchArgs& launch, PrepareShared& made) {
   place_spare(known.spare.arrays, made, &made.arrays.arrays);
   if (Warp::leader()) {
     gather_arguments(known, device, launch, made);
@@ -196,8 +198,8 @@ UEC_APART void take_plan(const RankState& known, const DeviceCall& device, const
 
 // By the same, while the other makes the schedule: what does not depend on it.
 template <Operation kOperation, bool kBanked>
-UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
-                           PrepareShared& made) {
+UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
+                                     PrepareShared& made) {
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
@@ -219,7 +221,7 @@ UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, int
 // By a warp, once the plan has been checked: what is particular to groups whose plans may cross
 // domains.
 template <bool kBanked>
-UEC_APART void split_plan(const RankState& known, int32_t bank, PrepareShared& made) {
+UEC_DEVICE_NOINLINE void split_plan(const RankState& known, int32_t bank, PrepareShared& made) {
   ScheduleArrays& work = made.arrays.schedule;
   PlanShape shape;
   if constexpr (kBanked)
@@ -236,8 +238,9 @@ UEC_APART void split_plan(const RankState& known, int32_t bank, PrepareShared& m
 // By all threads: makes the call in shared memory, where `made` is. A refusal has its reason in
 // `seen`, in all threads of the warp that has found it, and `prepared` is false.
 template <Operation kOperation, bool kBanked>
-UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
-                            const LaunchArgs& launch, PrepareShared& made, int32_t& prepared) {
+UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& device,
+                                      const LaunchArgs& launch, PrepareShared& made,
+                                      int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
   Wait refusal;

@@ -22,7 +22,7 @@ class ReduceWorker {
         reducer_(shared.block.call, memory_, adder_, scratch(shared).stripe, shared.held,
                  {ptx::block_x(), ptx::num_blocks_x()}) {}
 
-  UEC_APART Step step() { return reducer_.step(); }
+  UEC_DEVICE_NOINLINE Step step() { return reducer_.step(); }
   UEC_DEVICE Fault fault() const { return reducer_.fault(); }
   UEC_DEVICE Wait wait() { return reducer_.wait(); }
 
@@ -60,7 +60,7 @@ struct Reduce {
     if (device.in_use != 0) *reinterpret_cast<uint64_t*>(device.in_use) = 0;
   }
 
-  UEC_APART static void work(ReduceShared& shared) {
+  UEC_DEVICE_NOINLINE static void work(ReduceShared& shared) {
     BlockCall& block = shared.block;
     if (ptx::thread_idx() >= ptx::kWarpSize) return add_all(shared.ring);
     Memory memory(block);

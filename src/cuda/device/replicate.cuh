@@ -49,7 +49,7 @@ UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared, worker);
   Storer<Memory, Mover> storer(block.call, memory, mover, shared.workers[worker].held);
-  const auto stops = [&] { return Warp::share(ptx::load_shared_relaxed(&block.stop)) != 0; };
+  const auto stops = [&] { return Warp::broadcast(ptx::load_shared_relaxed(&block.stop)) != 0; };
   bool goes_on = !stops();
   for (uint32_t idle = 0; goes_on;) {
     const Step step = storer.step();

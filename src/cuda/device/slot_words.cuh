@@ -21,8 +21,8 @@ UEC_DEVICE uint64_t slot_number(const RankState& known, int64_t counted) {
 }
 
 // By a warp, ahead of note_residents(): slots that hold what the plan has there stay as they are.
-UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert,
-                              const BankTable& table, int32_t bank, int64_t counted) {
+UEC_DEVICE_NOINLINE void tell_residents(const RankState& known, const int32_t* slot_expert,
+                                        const BankTable& table, int32_t bank, int64_t counted) {
   const int32_t slots = known.capacity.slots_per_rank, begin = known.rank * slots;
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
     const int32_t expert = slot_expert[begin + s];
@@ -36,8 +36,8 @@ UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert
 // By a warp, whose members have observed the flags so far, and have synchronised since, in
 // Finish::step(); `all`: every one that is expected.
 template <class Memory>
-UEC_APART void tell_filled(const BlockCall& block, int32_t slots, uint64_t* words, uint64_t number,
-                           bool all) {
+UEC_DEVICE_NOINLINE void tell_filled(const BlockCall& block, int32_t slots, uint64_t* words,
+                                     uint64_t number, bool all) {
   const Memory memory(block);
   const Call& call = block.call;
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {

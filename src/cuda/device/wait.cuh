@@ -21,12 +21,12 @@ UEC_DEVICE bool has_failed(BlockCall& block) {
     failed = ptx::load_relaxed(&block.state->failed);
     if (failed) ptx::store_shared_relaxed(&block.stop, 1);
   }
-  return Warp::share(failed) != 0;
+  return Warp::broadcast(failed) != 0;
 }
 
 UEC_DEVICE bool is_cancelled(uint64_t status) {
   const auto* const cancelled = &reinterpret_cast<const Status*>(status)->cancelled;
-  return Warp::share(Warp::leader() && ptx::load_acquire_system(cancelled) != 0);
+  return Warp::broadcast(Warp::leader() && ptx::load_acquire_system(cancelled) != 0);
 }
 UEC_DEVICE bool is_cancelled(const BlockCall& block) { return is_cancelled(block.state->status); }
 
@@ -48,7 +48,7 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Fault fault, int32_t abor
       report.all_called = all_called;
     }
   }
-  if (!Warp::share(first)) return;
+  if (!Warp::broadcast(first)) return;
   DeviceHerald herald;
   announce_abort(block.call, memory, herald, abort_word(block.call, report));
   while (!memory.flags_delivered()) {
@@ -82,7 +82,7 @@ inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memo
 // Nanoseconds that the current wait has lasted, once that is too long; else 0.
 template <class Memory>
 UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
-  const bool all = Warp::share(clock.called) != 0 || all_called(memory, block.call);
+  const bool all = Warp::broadcast(clock.called) != 0 || all_called(memory, block.call);
   uint64_t waited = 0;
   if (Warp::leader()) {
     const uint64_t now = ptx::nanoseconds();
@@ -94,7 +94,7 @@ UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
     waited = lasted(max64(clock.since, clock.called ? clock.called_since : 0), now);
     if (limit == 0 || waited <= limit) waited = 0;
   }
-  return Warp::share(waited);
+  return Warp::broadcast(waited);
 }
 
 // Runs steps to their end. Every wait is bounded: by an abort, a cancellation, or the warp's clock.
@@ -125,7 +125,7 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memo
     waited = expired(block, clock, memory);
     if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;
   }
-  const bool all_called = Warp::share(clock.called) != 0;
+  const bool all_called = Warp::broadcast(clock.called) != 0;
   fail(block, memory, fault, aborter, steps.wait(), waited, all_called);
   return false;
 }

@@ -11,10 +11,10 @@
 
 namespace {
 
-using uec::Alone;
 using uec::Pool;
 using uec::Question;
 using uec::Replica;
+using uec::SingleThread;
 
 constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
 
@@ -35,7 +35,7 @@ struct Packed {
       const int32_t end = pool.mains_begin[pool.ranks[i] + 1];
       rank_tokens.push_back(static_cast<int32_t>(pool.rank_load(i)));
       rows.push_back({begin, end - begin});
-      sorted->max_mains = uec::max32(sorted->max_mains, end - begin);
+      sorted->max_local_experts = uec::max32(sorted->max_local_experts, end - begin);
     }
     for (int32_t i = 0; i < pool.mains_begin[pool.num_ranks]; ++i)
       main_tokens.push_back(static_cast<int32_t>(pool.load[pool.mains[i]]));
@@ -73,7 +73,7 @@ void check_probes(uint32_t seed, Seen* seen) {
                        draw(random, 0, 1) == 0 ? 0x7FFFFFFF : draw(random, 0, 2 * num_ranks)};
     const uec::TeamScratch scratch(topology, memory.data());
     const uec::ProbeScratch shared{scratch.have, scratch.cool};
-    const int32_t expected_count = uec::probe(Alone{}, pool, ask, shared, scratch.trial);
+    const int32_t expected_count = uec::probe(SingleThread{}, pool, ask, shared, scratch.trial);
     const int32_t num_replicas = expected_count < 0 ? 0 : expected_count;
     const std::vector<Replica> expected(scratch.trial, scratch.trial + num_replicas);
     seen->plans += num_replicas > 0;

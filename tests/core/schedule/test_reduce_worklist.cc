@@ -118,7 +118,7 @@ void check_case(const ReduceCase& c) {
   const PlanCase& plan = c.plan;
   Sums sums;
   Given first(plan.num_ranks > 0 ? c.capacity(0) : uec::Capacity{});
-  prepare_reduction(uec::Alone{}, c, 0, first);
+  prepare_reduction(uec::SingleThread{}, c, 0, first);
   for (int32_t e = 0; e < plan.num_experts; ++e) {
     const std::vector<Slot> replicas = replicas_of(plan, e);
     if (replicas.empty()) continue;
@@ -135,12 +135,12 @@ void check_case(const ReduceCase& c) {
     // Bytes around its arrays are seen to be untouched.
     ranks.push_back(std::make_unique<Given>(c.capacity(r)));
     Given& given = *ranks.back();
-    prepare_reduction(uec::Alone{}, c, r, given);
+    prepare_reduction(uec::SingleThread{}, c, r, given);
     CHECK(given.call.work.num_reductions <= c.capacity(r).reductions());
     CHECK(given.call.work.num_destinations <= 2 * c.capacity(r).replicas());
     CHECK(given.call.work.num_expected <= 2 * c.capacity(r).replicas());
     add_rank(c, r, given, sums);
-    given.call.reset_counters(uec::Alone{});
+    given.call.reset_counters(uec::SingleThread{});
     for (int32_t i = 0; i < given.call.work.num_reductions; ++i) CHECK_EQ(given.call.arrived[i], 0);
   }
   CHECK_EQ(sums.reads.size(), plan.num_replicas());  // nothing but filled slots
@@ -166,7 +166,7 @@ void check_known() {
   c.add_segment(64 << 10, uec::GradType::kFloat32, uec::GradType::kFloat32);
   c.mode = static_cast<int32_t>(Mode::kPull);
   Given home(c.capacity(0)), hub(c.capacity(1));
-  prepare_reduction(uec::Alone{}, c, 0, home);
+  prepare_reduction(uec::SingleThread{}, c, 0, home);
   const uec::Worklist& h = home.call.work;
   CHECK_EQ(h.num_reductions, 2);
   for (int32_t i = 0; i < 2; ++i) {
@@ -176,7 +176,7 @@ void check_known() {
     CHECK_EQ(h.destinations[h.reductions[i].first].rank, i + 1);
   }
   CHECK_EQ(h.num_expected, 0);
-  prepare_reduction(uec::Alone{}, c, 1, hub);
+  prepare_reduction(uec::SingleThread{}, c, 1, hub);
   const uec::Worklist& w = hub.call.work;
   CHECK_EQ(w.num_reductions, 2);
   CHECK(w.reductions[0].kind == Reduction::kSum && w.reductions[1].kind == Reduction::kZero);

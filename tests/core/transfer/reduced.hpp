@@ -177,7 +177,7 @@ class Reduced {
 
   void prepare(int32_t rank) {
     Given& given = ranks_[rank]->given;
-    const uint64_t digest = prepare_reduction(uec::Alone{}, c_, rank, given);
+    const uint64_t digest = prepare_reduction(uec::SingleThread{}, c_, rank, given);
     uec::Call& call = given.call;
     call.rank = rank;
     call.num_ranks = c_.plan.num_ranks;
@@ -187,7 +187,7 @@ class Reduced {
     call.addresses.num_mains = c_.plan.num_mains()[rank];
     for (size_t i = 0; i < ranks_[rank]->mains.size(); ++i)
       given.arrays.mains[i] = ranks_[rank]->mains[i].data();
-    call.reset_counters(uec::Alone{});
+    call.reset_counters(uec::SingleThread{});
   }
 
   std::vector<std::vector<uint8_t>> slots() {

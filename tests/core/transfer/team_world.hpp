@@ -21,7 +21,6 @@
 namespace team_tests {
 
 using uec::AbortWord;
-using uec::Alone;
 using uec::Call;
 using uec::CallRecord;
 using uec::Delivered;
@@ -29,6 +28,7 @@ using uec::Fault;
 using uec::FlagKind;
 using uec::Mode;
 using uec::RecordKind;
+using uec::SingleThread;
 using uec::Step;
 using uec::Wait;
 
@@ -70,16 +70,16 @@ struct World {
         main_idx(group.main_idx()),
         num_mains(group.num_mains()),
         gone(group.num_ranks) {
-    const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+    const int32_t max_local_experts = *std::max_element(num_mains.begin(), num_mains.end());
     slot_offset.resize(segment_bytes.size());
     int64_t region = 0;
     for (const int64_t bytes : segment_bytes) {
       region_offset.push_back(region);
-      region += max_mains * bytes;
+      region += max_local_experts * bytes;
     }
     const int64_t finest = uec::TileMap::tiles_per_group(tile_bytes);
     layout = uec::SymmetricLayout::make(
-        group.topology(), max_mains, uec::ceil_div(tiles.map().num_tiles(), finest),
+        group.topology(), max_local_experts, uec::ceil_div(tiles.map().num_tiles(), finest),
         static_cast<int32_t>(segment_bytes.size()), segment_bytes.data(), slot_offset.data());
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       memory.emplace_back(uec::ceil_div(layout.total, 8));
@@ -210,7 +210,7 @@ class TeamMover : public uec::DeliveryPolicy {
     if (destination != nullptr) std::memcpy(destination, ring_.source[k % Ring::kStages], bytes);
     team_.sync();
   }
-  uint32_t commit(uint32_t) { return team_.share(team_.leader() ? ++ring_.commits : 0); }
+  uint32_t commit(uint32_t) { return team_.broadcast(team_.leader() ? ++ring_.commits : 0); }
   bool reusable(uint32_t) {
     return told([&] { return draw(ring_.dice, 0, 2) > 0; });
   }
@@ -228,7 +228,7 @@ class TeamMover : public uec::DeliveryPolicy {
  private:
   template <class F>
   bool told(F&& look) {
-    return team_.share(team_.leader() && look());
+    return team_.broadcast(team_.leader() && look());
   }
 
   Ring& ring_;

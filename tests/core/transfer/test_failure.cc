@@ -18,7 +18,7 @@ constexpr int32_t kRanks = 5;
 constexpr uint64_t kEpoch = 9;
 
 struct FakeMemory {
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   std::map<int64_t, uint64_t> words{};
   std::vector<bool> gone = std::vector<bool>(kRanks, false);

@@ -16,12 +16,12 @@ using team_tests::agree;
 using team_tests::kFirstEpoch;
 using team_tests::kSizes;
 using team_tests::record_of;
-using uec::Alone;
 using uec::Call;
 using uec::CallRecord;
 using uec::Fault;
 using uec::FlagKind;
 using uec::RecordKind;
+using uec::SingleThread;
 using uec::Step;
 
 int32_t load_of(uint64_t epoch, int32_t rank, int32_t expert) {
@@ -93,17 +93,17 @@ class TeamMover : public uec::DeliveryPolicy {
     source_ = source;
   }
   bool loaded(uint32_t) {
-    return team_.share(team_.leader() && stores_.loads_left.fetch_sub(1) <= 0);
+    return team_.broadcast(team_.leader() && stores_.loads_left.fetch_sub(1) <= 0);
   }
   void store(uint32_t, uint8_t* destination, int64_t bytes) {
     CHECK_EQ(bytes, bytes_);
     if (destination != nullptr) pending_.push_back(destination);
     team_.sync();
   }
-  uint32_t commit(uint32_t) { return team_.share(team_.leader() ? ++stores_.commits : 0); }
+  uint32_t commit(uint32_t) { return team_.broadcast(team_.leader() ? ++stores_.commits : 0); }
   template <class F>
   bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (!team_.share(idle)) return false;
+    if (!team_.broadcast(idle)) return false;
     if (ticket > 0) {
       for (uint8_t* const to : pending_) std::memcpy(to, source_, bytes_);
       pending_.clear();
@@ -289,7 +289,7 @@ void check_reports() {
       std::vector<uint8_t> sent(num_ranks);
       std::vector<Answer> answers;
       if (size == 0)
-        answers = {answer_of<Alone>(world, rank, stores, sent.data())};
+        answers = {answer_of<SingleThread>(world, rank, stores, sent.data())};
       else
         answers =
             Crowd::run(size, [&] { return answer_of<Crowd>(world, rank, stores, sent.data()); });

@@ -48,7 +48,7 @@ void add_slots(const std::vector<int64_t>& offset, int32_t sets, int32_t slots, 
   }
 }
 
-void check_layout(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t max_mains,
+void check_layout(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t max_local_experts,
                   int64_t max_groups, const std::vector<int64_t>& segment_bytes,
                   const SlotGradients& slot_grads = {}, const Sets& sets = {}) {
   const uec::Topology t{
@@ -58,9 +58,10 @@ void check_layout(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t
   std::vector<int64_t> grad_offset(sets.grad_banks * slot_grads.bytes.size());
   const uec::Gradients grads{static_cast<int32_t>(slot_grads.bytes.size()), slot_grads.bytes.data(),
                              slot_grads.type.data(), grad_offset.data()};
-  const auto layout = uec::SymmetricLayout::make(
-      t, max_mains, max_groups, num_segments, segment_bytes.data(), slot_offset.data(), grads,
-      slot_grads.tile_bytes, grad_offset.data(), sets.banks, sets.grad_banks, sets.instance_align);
+  const auto layout = uec::SymmetricLayout::make(t, max_local_experts, max_groups, num_segments,
+                                                 segment_bytes.data(), slot_offset.data(), grads,
+                                                 slot_grads.tile_bytes, grad_offset.data(),
+                                                 sets.banks, sets.grad_banks, sets.instance_align);
   std::vector<Range> ranges{{layout.doorbell, layout.doorbell + 8}};
   const auto flag = [&ranges](int64_t at) {
     CHECK_EQ(at % 8, 0);
@@ -79,21 +80,21 @@ void check_layout(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t
     flag(layout.gathered(r));
     for (int32_t i = 0; i < slots; ++i) padded(layout.done(i, r));
     for (int32_t i = 0; i < slots && grads.num_segments > 0; ++i) padded(layout.consumed(i, r));
-    for (int32_t i = 0; i < max_mains; ++i) flag(layout.pulled(i, r));
+    for (int32_t i = 0; i < max_local_experts; ++i) flag(layout.pulled(i, r));
     const int64_t row = layout.load(r, num_experts);
     ranges.push_back({row, row + int64_t{4} * num_experts});
     CHECK_EQ(row, layout.load(0, 0) + int64_t{4} * num_experts * r);  // read as one table
   }
   for (int32_t i = 0; i < slots; ++i)
     for (int64_t group = 0; group < max_groups; ++group) flag(layout.ready(i, group));
-  for (int32_t i = 0; i < max_mains; ++i)
+  for (int32_t i = 0; i < max_local_experts; ++i)
     for (int64_t group = 0; group < layout.max_grad_groups; ++group) flag(layout.summed(i, group));
   CHECK_EQ(layout.slots_base % uec::kSlotAlign, 0);
   for (const Range& range : ranges) CHECK(range.end <= layout.slots_base);
-  add_slots(slot_offset, sets.banks, slots, max_mains, segment_bytes, layout.slots_base,
+  add_slots(slot_offset, sets.banks, slots, max_local_experts, segment_bytes, layout.slots_base,
             sets.instance_align, &ranges);
-  add_slots(grad_offset, sets.grad_banks, slots, max_mains, slot_grads.bytes, layout.slots_base,
-            sets.instance_align, &ranges);
+  add_slots(grad_offset, sets.grad_banks, slots, max_local_experts, slot_grads.bytes,
+            layout.slots_base, sets.instance_align, &ranges);
   int64_t tiles = 0;
   bool apart = false;  // sums that do not fit where they are added up
   for (int32_t i = 0; i < grads.num_segments; ++i) {

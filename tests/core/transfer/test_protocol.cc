@@ -17,7 +17,7 @@ using uec::Verdict;
 
 // Answers each observe with the next value of the word, and repeats the last one.
 struct FakeMemory {
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   std::map<int64_t, std::deque<uint64_t>> words;
   bool gone = false;

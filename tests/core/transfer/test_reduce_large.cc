@@ -11,9 +11,9 @@
 
 namespace {
 
-using uec::Alone;
 using uec::GradType;
 using uec::Mode;
+using uec::SingleThread;
 using uec::Step;
 
 // Addresses, of which the first `used` bytes may be followed.
@@ -174,7 +174,7 @@ void check(Mode mode) {
   Large large;
   ReduceCase& c = large.c;
   c.mode = static_cast<int32_t>(mode);
-  using Memory = reducing::PlainMemory<Alone>;
+  using Memory = reducing::PlainMemory<SingleThread>;
   std::vector<std::unique_ptr<Given>> given;
   std::vector<Memory> memories;
   std::vector<NotingAdder> adders;
@@ -182,7 +182,7 @@ void check(Mode mode) {
   for (int32_t r = 0; r < 3; ++r) {
     given.push_back(std::make_unique<Given>(c.capacity(r)));
     uec::Call& call = given[r]->call;
-    const uint64_t digest = prepare_reduction(Alone{}, c, r, *given[r]);
+    const uint64_t digest = prepare_reduction(SingleThread{}, c, r, *given[r]);
     call.rank = r;
     call.num_ranks = 3;
     call.layout = large.layout;
@@ -191,7 +191,7 @@ void check(Mode mode) {
     call.addresses.num_mains = 1;
     for (int32_t i = 0; i < c.num_segments(); ++i)
       given[r]->arrays.mains[i] = large.mains[r * c.num_segments() + i]->base();
-    call.reset_counters(Alone{});
+    call.reset_counters(SingleThread{});
     scratch.emplace_back(3, c.capacity(r).striped());
     memories.emplace_back(large.bases.data(), r);
     adders.emplace_back(large, r);

@@ -23,7 +23,7 @@ constexpr uint64_t kEpoch = 9, kDigest = 0x123456789ABCDEF;
 
 // Rank 0's memory, seen by one worker. `before_look` runs once, ahead of a look at a flag.
 struct FakeMemory {
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   std::map<int64_t, uint64_t>& words;
   std::map<std::pair<int32_t, int64_t>, uint64_t>& published;
@@ -84,8 +84,9 @@ struct Sender {
                       .num_mains = 1};
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.arrived = arrived;
-    uec::build_worklist(uec::Alone{}, group.topology(), schedule->schedule, main_idx, 0, call.work);
-    call.reset_counters(uec::Alone{});
+    uec::build_worklist(uec::SingleThread{}, group.topology(), schedule->schedule, main_idx, 0,
+                        call.work);
+    call.reset_counters(uec::SingleThread{});
     peer_is_at(kEpoch);
   }
 

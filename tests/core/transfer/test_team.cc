@@ -94,7 +94,7 @@ void check_same_call() {
       return world;
     };
     const auto expected = make_world();
-    const std::vector<Fields> trace = make_call<Alone>(*expected, repeat);
+    const std::vector<Fields> trace = make_call<SingleThread>(*expected, repeat);
     for (const auto& counts : expected->counts) {
       for (const auto& count : counts) CHECK(count.load() <= 1);
       for (int64_t s = 0; s < group.slots_per_rank; ++s)
@@ -184,7 +184,7 @@ Outcome outcome_of(World& world, int32_t rank) {
 // larger team finds a fault that is farther down the list.
 Answer answer_of_finish(World& world, int32_t rank, int32_t team_size) {
   const Call& call = world.parts[0][rank]->call;
-  TeamMemory<Alone> memory(world, rank);
+  TeamMemory<SingleThread> memory(world, rank);
   std::map<int32_t, Answer> unmet[2];  // waiting, faulty
   for (int32_t member = 0; member < team_size; ++member)
     for (int32_t i = member; i < call.work.num_expected; i += team_size) {
@@ -330,7 +330,7 @@ void check_same_reports() {
       return world;
     };
     const auto alone = make_world();
-    Outcome expected = outcome_of<Alone>(*alone, rank);
+    Outcome expected = outcome_of<SingleThread>(*alone, rank);
     CHECK(expected.finish == answer_of_finish(*alone, rank, 1));
     if (expected.fetch.step == Step::kBlocked) ++blocked[expected.fetch.wait.flag];
     if (expected.fetch.step == Step::kFailed) ++failed[expected.fetch.wait.flag];
@@ -369,7 +369,7 @@ struct Both {
 template <class Side>
 bool drive(TeamMemory<Crowd>& memory, const Call& call, Side& side, Both& both) {
   for (;;) {
-    if (Crowd::share(both.fault.load()) != Fault::kNone) return false;
+    if (Crowd::broadcast(both.fault.load()) != Fault::kNone) return false;
     const Step step = side.step();
     agree_on<Crowd>(side, step);
     if (step == Step::kFinished) return true;
