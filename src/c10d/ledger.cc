@@ -24,7 +24,7 @@ Ledger::Ledger(host::EngineConfig config)
       layout_(config_),
       topology_(config_.topology()),
       tables_(layout_.tables(config_)),
-      banks_(topology_, config_.banks),
+      banks_(topology_, config_.num_banks),
       digest_(config_.initial_digest()),
       moves_(int64_t{topology_.num_ranks} * topology_.slots_per_rank) {
   const Capacity capacity = layout_.capacity(config_);
@@ -160,7 +160,7 @@ void Ledger::list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) c
     entry = hop.entry;
     const bool sends = hop.from == rank, receives = hop.to == rank;
     const int32_t expert = s.expert[entry];
-    const int32_t main = tables_.main_idx[expert];
+    const int32_t main = tables_.local_idx[expert];
     const auto slot_of = [&](int32_t replica) { return s.replica_slot[s.first[entry] + replica]; };
     each_part(hop, [&](const TileSpan& span, int64_t its_tag) {
       if (!sends && !receives) return;

@@ -30,7 +30,7 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
   Tables::cut(begin, capacity_, &own_tables_);
   BankTables::cut(begin + tables, capacity_, &own_banks_);
   arrays_.cut(begin + tables + banks, capacity_);
-  banks_.resize(config_.banks);
+  banks_.resize(config_.num_banks);
   for (BankState& bank : banks_) {
     bank.resident.assign(capacity_.replicas(), -1);
     bank.table.resident = bank.resident.data();
@@ -142,9 +142,9 @@ std::pair<int64_t, int64_t> Engine::bad_id() const {
 
 template <class Prepare>
 uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
-                                  const uint64_t* mains, int64_t num_mains, int32_t region,
-                                  bool background, Handle stream, const Interrupted& interrupted,
-                                  Mode* mode) {
+                                  const uint64_t* main_ptrs, int64_t num_local_experts,
+                                  int32_t region, bool background, Handle stream,
+                                  const Interrupted& interrupted, Mode* mode) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   *mode = Mode::kDirect;
@@ -156,7 +156,7 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
     Call call;
     arrays_.arrays.lend_to(&call);
     const uint64_t digest = prepare(&call);
-    std::transform(mains, mains + num_mains, arrays_.arrays.mains,
+    std::transform(main_ptrs, main_ptrs + num_local_experts, arrays_.arrays.main_ptrs,
                    [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
     *mode = arrays_.schedule.schedule.mode;
     const bool reads_region = operation == Operation::kReplicate && *mode == Mode::kPull;
@@ -180,7 +180,7 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     return prepare_replicate(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule,
                              &shape_, call);
   };
-  return submit_from_host(Operation::kReplicate, args.tag, prepare, args.mains, num_addresses(),
+  return submit_from_host(Operation::kReplicate, args.tag, prepare, args.main_ptrs, num_addresses(),
                           args.region, background, stream, interrupted, mode);
 }
 
@@ -190,23 +190,23 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
     return prepare_reduce(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
                           call);
   };
-  return submit_from_host(Operation::kReduce, args.tag, prepare, args.mains, num_grad_addresses(),
-                          -1, background, stream, interrupted, mode);
+  return submit_from_host(Operation::kReduce, args.tag, prepare, args.main_ptrs,
+                          num_grad_addresses(), -1, background, stream, interrupted, mode);
 }
 
-uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* mains,
-                                    int64_t num_mains, Handle stream,
+uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* main_ptrs,
+                                    int64_t num_local_experts, Handle stream,
                                     const Interrupted& interrupted) {
   if (const uint64_t capture = capture_in(stream)) {
-    if (request.device.mains == 0 && num_mains > 0) throw refusal(missing);
+    if (request.device.main_ptrs == 0 && num_local_experts > 0) throw refusal(missing);
     return submit_captured(capture, request, stream);
   }
   const auto fill = [&](uint64_t epoch) {
-    if (mains == nullptr) return request;
+    if (main_ptrs == nullptr) return request;
     std::byte* const block = launcher_->block(config_.rank, epoch);
-    std::copy_n(mains, num_mains, reinterpret_cast<uint64_t*>(block + kHeaderBytes));
-    request.device.mains = launcher_->device_block(config_.rank, epoch) + kHeaderBytes;
-    request.mains_bytes = num_mains * static_cast<int64_t>(sizeof(uint64_t));
+    std::copy_n(main_ptrs, num_local_experts, reinterpret_cast<uint64_t*>(block + kHeaderBytes));
+    request.device.main_ptrs = launcher_->device_block(config_.rank, epoch) + kHeaderBytes;
+    request.mains_bytes = num_local_experts * static_cast<int64_t>(sizeof(uint64_t));
     return request;
   };
   return submit(fill, stream, interrupted);
@@ -224,7 +224,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
                     .home = args.home,
-                    .mains = args.table,
+                    .main_ptrs = args.table,
                     .region_at = args.region < 0 ? 0 : regions_[args.region].table,
                     .segments = args.segments,
                     .mode = static_cast<int8_t>(args.mode),
@@ -238,7 +238,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
       " on the device; bind them with group.bind() before the capture and pass what it returns,"
       " or pass group.weight_table, as compiled functions have to",
-      args.mains, num_addresses(), stream, interrupted);
+      args.main_ptrs, num_addresses(), stream, interrupted);
   note_call(args, call, capture_in(stream));
   return call;
 }
@@ -256,7 +256,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
                     .home = args.home,
-                    .mains = args.table,
+                    .main_ptrs = args.table,
                     .in_use = args.in_use,
                     .segments = args.main_types,
                     .mode = static_cast<int8_t>(args.mode),
@@ -266,7 +266,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
       "the stream is being captured into a CUDA graph, and the addresses of the gradients are not"
       " on the device; bind them with group.bind_grads() before the capture and pass what it"
       " returns",
-      args.mains, num_grad_addresses(), stream, interrupted);
+      args.main_ptrs, num_grad_addresses(), stream, interrupted);
 }
 
 // ---- banks --------------------------------------------------------------------------------------

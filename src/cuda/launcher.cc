@@ -362,7 +362,8 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   for (int32_t i = 0; i < config_.num_ranks; ++i) {
     if (e.requests[i].mains_bytes == 0) continue;
     const int32_t rank = config_.first_rank + i;
-    const auto offset = static_cast<int64_t>(e.requests[i].device.mains - device_block(rank, call));
+    const auto offset =
+        static_cast<int64_t>(e.requests[i].device.main_ptrs - device_block(rank, call));
     copy(rank, offset, e.requests[i].mains_bytes);
   }
 }

@@ -74,7 +74,7 @@ struct LauncherConfig {
   int32_t background_sms = 1;  // the same in a background call
   int64_t tile_bytes = 0;
   int64_t max_shared_bytes = 0;  // of a block, of this device
-  Capacity capacity;             // with the most mains of any rank
+  Capacity capacity;             // with the most local experts of any rank
   Address device = 0;            // device_bytes()
   uint8_t* pinned = nullptr;     // pinned_bytes(): page-locked, at the same address on the device
   double call_timeout = 0;       // seconds that a rank waits for the others to submit; 0: no limit

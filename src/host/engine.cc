@@ -15,7 +15,7 @@ Engine::Engine(EngineConfig config)
       tables_(layout_.tables(config_)),
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
-      banks_(topology_, config_.banks),
+      banks_(topology_, config_.num_banks),
       digest_(config_.initial_digest()) {
   if (!config_.check_bases.empty()) slot_check_ = std::make_unique<SlotCheck>(config_, layout_);
   const Capacity capacity = layout_.capacity(config_);
@@ -27,7 +27,7 @@ Engine::Engine(EngineConfig config)
     call.layout = layout_.symmetric;
     call.addresses.bases = config_.bases.data();
     call.addresses.segment_bytes = config_.segment_bytes.data();
-    call.addresses.num_mains = capacity.num_mains;
+    call.addresses.num_local_experts = capacity.num_local_experts;
   }
   try {
     threads_->background = std::thread([this] { background_loop(); });
@@ -137,9 +137,9 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
   const uint64_t digest = prepare_replicate(SingleThread{}, tables_, args, prepared.arrays,
                                             prepared.schedule, &prepared.shape, &call);
   const int64_t addresses =
-      static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_mains;
+      static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_local_experts;
   for (int64_t i = 0; i < addresses; ++i)
-    prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+    prepared.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(args.main_ptrs[i]);
   if (slot_check_ != nullptr) {
     const int64_t slots = int64_t{topology_.num_ranks} * topology_.slots_per_rank;
     prepared.slot_expert.assign(args.slot_expert, args.slot_expert + slots);
@@ -170,9 +170,9 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode,
                                          prepared.schedule, &prepared.shape, &prepared.call);
   prepared.call.grads = layout_.gradients(config_, args.bank);
   const int64_t addresses =
-      static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_mains[config_.rank];
+      static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_local_experts[config_.rank];
   for (int64_t i = 0; i < addresses; ++i)
-    prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+    prepared.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(args.main_ptrs[i]);
   *mode = prepared.schedule.schedule.mode;
   return enter_call(prepared, digest, background, lock);
 }

@@ -28,7 +28,7 @@ CheckedCall checked_call(const Prepared& prepared) {
           prepared.slot_expert.data(),
           prepared.resident.empty() ? nullptr : prepared.resident.data(),
           prepared.call.addresses.slot_offset,
-          prepared.arrays.mains,
+          prepared.arrays.main_ptrs,
           &prepared.selected};
 }
 

@@ -277,7 +277,7 @@ class ReductionAgent {
   static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
     for (int32_t p = 0; p < call.work.num_reductions; ++p) {
       const Reduction& r = call.work.reductions[p];
-      const int64_t group = (flag - call.layout.summed(r.main_idx, 0)) / 8;
+      const int64_t group = (flag - call.layout.summed(r.local_idx, 0)) / 8;
       if (r.of_hub && group >= r.begin && group < r.end)
         return Stripe{0, workers}.owner(ReductionPieces::list(call, p),
                                         static_cast<int32_t>(group));

@@ -189,12 +189,12 @@ ultraep_add_core_mutant(fit_of_each PROGRAM plan/test_probe FILE core/plan/probe
   REPLACE [[      const int32_t found = fits ? n : room;]])
 
 ultraep_add_core_mutant(main_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[    main = static_cast<int32_t>(team.min_sync(left == most ? own : num_open));]]
-  REPLACE [[    main = own;]])
+  FIND [[    best = static_cast<int32_t>(team.min_sync(left == best_left ? own : num_open));]]
+  REPLACE [[    best = own;]])
 
 ultraep_add_core_mutant(taken_by_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[    if (main % team.size() == team.index()) have[main] -= quota;]]
-  REPLACE [[    have[main] -= quota;]])
+  FIND [[    if (best % team.size() == team.index()) tokens_left[best] -= quota;]]
+  REPLACE [[    tokens_left[best] -= quota;]])
 
 ultraep_add_core_mutant(level_highest_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[  return static_cast<int32_t>(team.min_sync(most == all ? first : count));]]
@@ -218,7 +218,7 @@ ultraep_add_core_mutant(packed_without_turns PROGRAM plan/test_probe FILE core/p
   REPLACE [[static_cast<uint32_t>(1 << slot)]])
 
 ultraep_add_core_mutant(packed_level PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[ && ask.variant / kNumOrders != kLevel &&]]
+  FIND [[ && question.variant / kNumOrders != kLevel &&]]
   REPLACE [[ &&]])
 
 ultraep_add_core_mutant(packed_latest_last PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
@@ -236,7 +236,7 @@ ultraep_add_core_mutant(packed_widest_of_each PROGRAM plan/test_probe FILE core/
   REPLACE [[    return first;]])
 
 ultraep_add_core_mutant(packed_costs_nothing PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[          spare -= max32(min32(beyond, largest) - quota, 0);]]
+  FIND [[          waste_left -= max32(min32(beyond, largest) - quota, 0);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(packed_joins_nowhere PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
@@ -245,7 +245,7 @@ ultraep_add_core_mutant(packed_joins_nowhere PROGRAM plan/test_probe FILE core/p
 
 ultraep_add_core_mutant(packed_full_ranks_stay PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[          if (rest > 0 && slot < ask.max_imports - 1) key]]
+  FIND [[          if (rest > 0 && slot < question.max_imports - 1) key]]
   REPLACE [[          if (rest > 0) key]])
 
 ultraep_add_core_mutant(packed_next_exporter_again PROGRAM plan/test_probe
@@ -255,7 +255,7 @@ ultraep_add_core_mutant(packed_next_exporter_again PROGRAM plan/test_probe
 
 ultraep_add_core_mutant(packed_first_main_again PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[      if (index == main) own = lack(from.extra + need, main);]]
+  FIND [[      if (index == best) own = lack(from.extra + need, best);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(packed_too_large PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
@@ -541,7 +541,7 @@ ultraep_add_core_mutant(gradients_of_32_bits PROGRAM transfer/test_reduce_large
 
 ultraep_add_core_mutant(instances_without_mains PROGRAM transfer/test_layout
   FILE core/transfer/layout.hpp
-  FIND [[    slot_offset[i] = round_up(at + mains * segment_bytes[i], align);]]
+  FIND [[    slot_offset[i] = round_up(at + num_local_experts * segment_bytes[i], align);]]
   REPLACE [[    slot_offset[i] = round_up(at, align);]])
 
 ultraep_add_core_mutant(instances_share_pages PROGRAM transfer/test_layout

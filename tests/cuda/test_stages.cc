@@ -121,8 +121,8 @@ void check_plan() {
   };
   has(args.home, {2, 0, 0, 1, 2, 0, 0});
   has(args.domain, {4, 5, 5});
-  has(args.mains_begin, {0, 4, 5, 7});
-  has(args.mains, {1, 2, 5, 6, 3, 0, 4});
+  has(args.local_begin, {0, 4, 5, 7});
+  has(args.local_experts, {1, 2, 5, 6, 3, 0, 4});
 
   f.stages->plan({.load = 0x101, .num_sources = 3, .objective = {}, .bank = 0x600, .moves = 0x700},
                  kStream);

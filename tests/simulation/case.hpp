@@ -92,7 +92,7 @@ struct RankCall {
     const uec::Capacity capacity{c.group.num_ranks,
                                  c.group.num_experts,
                                  c.group.slots_per_rank,
-                                 c.group.num_mains()[tables.rank],
+                                 c.group.num_local_experts()[tables.rank],
                                  static_cast<int32_t>(c.segment_bytes.size()),
                                  static_cast<int32_t>(c.grad_bytes.size()),
                                  1,
@@ -100,7 +100,7 @@ struct RankCall {
     reduction = std::make_unique<Given>(capacity);
     const uec::ReduceArgs args{.slot_expert = spec.plan.data(),
                                .plan_digest = 0,
-                               .mains = nullptr,
+                               .main_ptrs = nullptr,
                                .main_type = c.main_grad_type.data(),
                                .mode = static_cast<int32_t>(spec.mode),
                                .zero = spec.zero};

@@ -15,8 +15,8 @@ constexpr uint64_t kFirstDigest = 0x123456789ABCDEF;
 
 Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   const PlanCase& g = case_.group;
-  main_idx_ = g.main_idx();
-  num_mains_ = g.num_mains();
+  main_idx_ = g.local_idx();
+  num_mains_ = g.num_local_experts();
 
   Shape shape{};
   shape.num_ranks = g.num_ranks;
@@ -57,11 +57,11 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   for (int32_t r = 0; r < g.num_ranks; ++r) {
     bases_.push_back(base_of(Space::kSymmetric, r));
     regions_.push_back(base_of(Space::kMains, r));
-    mains_.emplace_back();
+    main_weights_.emplace_back();
     for (size_t i = 0; i < case_.segment_bytes.size(); ++i)
       for (int32_t m = 0; m < num_mains_[r]; ++m)
-        mains_.back().push_back(regions_.back() + shape.region_offset[i] +
-                                m * case_.segment_bytes[i]);
+        main_weights_.back().push_back(regions_.back() + shape.region_offset[i] +
+                                       m * case_.segment_bytes[i]);
     main_grads_.emplace_back();
     for (size_t i = 0; i < case_.grad_bytes.size(); ++i)
       for (int32_t m = 0; m < num_mains_[r]; ++m)
@@ -143,7 +143,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
     for (int32_t m = 0; m < shape.max_local_experts && has_grads(); ++m)
       for (int64_t i = 0; i < layout.max_grad_groups; ++i)
         world_->leave_behind(r, layout.summed(m, i), left);
-    write_mains(r, 0, true);
+    write_main_ptrs(r, 0, true);
   }
 }
 
@@ -311,13 +311,14 @@ void Simulation::enter(int32_t rank) {
   call.epoch = {case_.first_epoch + r.call, made.record};
   call.layout = world_->shape.layout;
   call.tiles = made.tiles;
-  call.addresses = {.bases = bases_.data(),
-                    .segment_bytes = world_->shape.segment_bytes.data(),
-                    .slot_offset = world_->shape.slot_offset.data(),
-                    .mains = made.spec.reduce ? main_grads_[rank].data() : mains_[rank].data(),
-                    .num_mains = num_mains_[rank],
-                    .regions = made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
-                    .region_offset = world_->shape.region_offset.data()};
+  call.addresses = {
+      .bases = bases_.data(),
+      .segment_bytes = world_->shape.segment_bytes.data(),
+      .slot_offset = world_->shape.slot_offset.data(),
+      .main_ptrs = made.spec.reduce ? main_grads_[rank].data() : main_weights_[rank].data(),
+      .num_local_experts = num_mains_[rank],
+      .regions = made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
+      .region_offset = world_->shape.region_offset.data()};
   call.work = made.work;
   if (made.spec.reduce) {
     call.grads = made.reduction->call.grads;
@@ -428,7 +429,7 @@ void Simulation::give_back(int32_t rank) {
   } else {
     check_bytes(rank);
   }
-  write_mains(rank, r.call + 1, true);
+  write_main_ptrs(rank, r.call + 1, true);
   ++r.call;
   r.phase = Phase::kEnter;
 }
@@ -478,7 +479,7 @@ void Simulation::settle(int32_t rank) {
   if (!world_->quiet(rank))
     world_->violate(Property::kMainsChanged, "rank %d gave up with operations under way", rank);
   world_->freed[rank] = 1;
-  write_mains(rank, 0, false);
+  write_main_ptrs(rank, 0, false);
   spoil_slot_gradients(rank, false);
   ranks_[rank].phase = Phase::kFailed;
 }

@@ -11,8 +11,8 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
   for (const int64_t bytes : s.segment_bytes)
     tile_begin_.push_back(tile_begin_.back() +
                           static_cast<int32_t>(uec::ceil_div(bytes, s.tile_bytes)));
-  mains_begin_ = s.num_ranks * s.slots_per_rank * num_tiles();
-  tables_begin_ = mains_begin_ + s.num_ranks * s.max_local_experts * num_tiles();
+  main_weights_begin_ = s.num_ranks * s.slots_per_rank * num_tiles();
+  tables_begin_ = main_weights_begin_ + s.num_ranks * s.max_local_experts * num_tiles();
   rows_begin_ = tables_begin_ + s.num_ranks * s.num_ranks;
   slot_grads_begin_ = rows_begin_ + s.num_ranks;
   grad_tile_begin_.push_back(0);
@@ -272,17 +272,17 @@ const char* World::describe(int32_t cell) {
     std::snprintf(text, sizeof text, "tile %d of %s %d of rank %d", (cell - begin) % tiles, what,
                   row % per_rank, row / per_rank);
   };
-  const int32_t slots = shape.slots_per_rank, mains = shape.max_local_experts;
-  if (cell < mains_begin_)
+  const int32_t slots = shape.slots_per_rank, num_local = shape.max_local_experts;
+  if (cell < main_weights_begin_)
     name("slot", 0, slots, num_tiles());
   else if (cell < tables_begin_)
-    name("main", mains_begin_, mains, num_tiles());
+    name("main", main_weights_begin_, num_local, num_tiles());
   else if (cell < slot_grads_begin_)
     std::snprintf(text, sizeof text, "load row %d", cell - tables_begin_);
   else if (cell < main_grads_begin_)
     name("the gradient in slot", slot_grads_begin_, slots, num_grad_tiles());
   else if (cell < sums_begin_)
-    name("main gradient", main_grads_begin_, mains, num_grad_tiles());
+    name("main gradient", main_grads_begin_, num_local, num_grad_tiles());
   else
     name("the sums of slot", sums_begin_, slots, sums_per_slot_);
   return text;
@@ -292,7 +292,7 @@ const char* World::describe(int32_t cell) {
 // out, and must not use what it got: that is judged by the bytes.
 bool World::was_freed(int32_t cell) const {
   if (is_main(cell))
-    return freed[(cell - mains_begin_) / num_tiles() / shape.max_local_experts] != 0;
+    return freed[(cell - main_weights_begin_) / num_tiles() / shape.max_local_experts] != 0;
   if (cell < slot_grads_begin_ || cell >= main_grads_begin_) return false;
   return freed[(cell - slot_grads_begin_) / num_grad_tiles() / shape.slots_per_rank] != 0;
 }

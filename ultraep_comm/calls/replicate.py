@@ -94,7 +94,7 @@ def replicate_experts(
                 " expected a plan on the device, or the weights themselves"
             )
         if mode == "pull" and bound.region < 0:
-            counts = session.layout.num_mains
+            counts = session.layout.num_local_experts
             uneven = (
                 f"; those of empty_instances() are not where ranks' numbers of experts differ, here"
                 f" {counts}"
@@ -108,7 +108,7 @@ def replicate_experts(
         transfer = _core.TransferCall(
             operation=_REPLICATE,
             plan=call.view,
-            mains=bound.addresses.buffer_info()[0],
+            main_ptrs=bound.addresses.buffer_info()[0],
             num_segments=selection.count,
             mode=find_mode(mode, MODES, session.rank),
             background=async_op,

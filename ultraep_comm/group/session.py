@@ -78,7 +78,7 @@ class Session(Shared):
         self.banks = parts.banks
         self.grad_banks = parts.grad_banks
         self.device = parts.memory[0].local.device
-        self.num_mains = parts.layout.num_mains[parts.rank]
+        self.num_mains = parts.layout.num_local_experts[parts.rank]
         tables = self.local.address_tables
         self.weights = RankWeights(
             rank=self.rank,

@@ -1,4 +1,4 @@
-// What the planner and the reroute share: the mains of every rank, and the largest load.
+// What the planner and the reroute share: the local experts of every rank, and the largest load.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace uec {
 // Tokens of one expert over all source ranks: a product of two loads then fits 64 bits.
 inline constexpr int64_t kMaxLoad = (int64_t{1} << 31) - 1;
 
-// Groups the experts by home: the mains of rank r are the entries begin[r] .. begin[r + 1] - 1 of
-// `expert`, in ascending order. Returns the largest number of mains on a rank.
+// Groups the experts by home: rank r's local experts are entries begin[r] .. begin[r + 1] - 1 of
+// `expert`, in ascending order. Returns the largest number of local experts on a rank.
 //
 // Arrays: begin [G + 1], expert [E]; both are written in full.
 UEC_HD inline int32_t group_local_experts(const Topology& topology, int32_t* begin,

@@ -35,7 +35,7 @@ class PoolSearch {
         p_(p),
         slots_(slots),
         last_cap_(sorted.last_cap) {
-    forget();
+    clear_found();
   }
 
   UEC_HD Pool pool() const { return sorted_.pool(p_); }
@@ -47,9 +47,9 @@ class PoolSearch {
   UEC_HD void begin_by_target() {
     improves_ = true;
     aim_ = Aim::kOpening;
-    high_ = wanted();
+    high_ = goal_threshold();
     if (goal_.is_exact) stage_ = Stage::kOneImport;
-    cap_ = least_cap(high_);
+    cap_ = min_cap(high_);
   }
   // The fewest replicas for this threshold and cap.
   UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
@@ -94,16 +94,16 @@ class PoolSearch {
   UEC_HD Found found() const { return found_; }
 
   // The lowest cap below which some rank could not shed its excess.
-  UEC_HD int32_t least_cap(int64_t threshold) const {
+  UEC_HD int32_t min_cap(int64_t threshold) const {
     const auto team = teams_.team();
     const Pool pool = this->pool();
     int32_t cap = 1;
     for (int32_t i = team.index(); i < pool.num_ranks; i += team.size()) {
       int64_t excess = pool.rank_load(i) - threshold;
       if (excess <= 0) break;
-      const int32_t* const mains = pool.mains + pool.mains_begin[pool.ranks[i]];
+      const int32_t* const local_experts = pool.local_experts + pool.local_begin[pool.ranks[i]];
       int32_t n = 0;
-      for (; excess > 0; ++n) excess -= pool.load[mains[n]];
+      for (; excess > 0; ++n) excess -= pool.load[local_experts[n]];
       cap = max32(cap, n);
     }
     return static_cast<int32_t>(~team.min_sync(~static_cast<uint32_t>(cap)));
@@ -112,17 +112,18 @@ class PoolSearch {
  private:
   enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
   // Of kThreshold; the last one of the others, for exact plans.
-  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect, kOneImport };
+  enum class Stage : int32_t { kGoal, kMean, kGallop, kBisect, kOneImport };
 
   static constexpr int32_t kAnyNumber = 0x7FFFFFFF;
 
-  UEC_HD int64_t wanted() const { return goal_.threshold; }
-  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant, int32_t most) const {
+  UEC_HD int64_t goal_threshold() const { return goal_.threshold; }
+  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant,
+                       int32_t max_replicas) const {
     const int32_t imports = min32(cap, stage_ == Stage::kOneImport ? 1 : slots_);
-    return {threshold, imports, cap, variant, most};
+    return {threshold, imports, cap, variant, max_replicas};
   }
   // Field by field: a device would load a constant struct from memory.
-  UEC_HD void forget() {
+  UEC_HD void clear_found() {
     found_.num_replicas = -1;
     found_.variant = -1;
   }
@@ -135,15 +136,15 @@ class PoolSearch {
   // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
   // low end, where the answer nearly always is, then bisects. (More room does not always help a
   // greedy algorithm: the nearest success is a better guide than the middle, and the mean may be
-  // within reach even where `wanted` is not.)
+  // within reach even where goal_threshold() is not.)
 
-  UEC_HD int64_t unit() const { return max64(wanted() / 4096, 1); }
+  UEC_HD int64_t unit() const { return max64(goal_threshold() / 4096, 1); }
   UEC_HD void begin_thresholds() {
     aim_ = Aim::kThreshold;
-    stage_ = Stage::kWanted;
+    stage_ = Stage::kGoal;
     step_ = unit();
-    high_ = wanted();
-    ask(wanted(), last_cap_);
+    high_ = goal_threshold();
+    ask(goal_threshold(), last_cap_);
   }
   UEC_HD void take_threshold(const int32_t* counts) {
     bool is_reached = false;
@@ -157,8 +158,8 @@ class PoolSearch {
       bisect();
     } else if (is_reached) {
       high_ = asked_;
-      begin_cap(least_cap(high_));
-    } else if (stage_ == Stage::kWanted && goal_.mean < wanted()) {
+      begin_cap(min_cap(high_));
+    } else if (stage_ == Stage::kGoal && goal_.mean < goal_threshold()) {
       stage_ = Stage::kMean;
       ask(goal_.mean, last_cap_);
     } else {
@@ -181,19 +182,19 @@ class PoolSearch {
     if (high_ - low_ > unit())
       ask(low_ + (high_ - low_) / 2, last_cap_);
     else
-      begin_cap(least_cap(high_));
+      begin_cap(min_cap(high_));
   }
 
   // ---- the fewest replicas: of the first style that finds any, since later ones send more
 
   UEC_HD void begin_cap(int32_t cap) {
     aim_ = Aim::kCap;
-    forget();
+    clear_found();
     if (goal_.is_exact) stage_ = Stage::kOneImport;
     ask(high_, cap);
   }
-  // The first style at the least cap, for `wanted`, suffices for nearly every load: the opening.
-  // Where it fails the search starts over.
+  // The first style at the least cap, for goal_threshold(), suffices for nearly every load: the
+  // opening. Where it fails the search starts over.
   UEC_HD int32_t take_cap(const int32_t* counts) {
     const int32_t end = aim_ == Aim::kOpening ? kNumOrders : kNumVariants;
     int32_t best = -1, v = first_;
@@ -218,7 +219,7 @@ class PoolSearch {
   // Asks the same again with more imports, unless that was asked already.
   UEC_HD bool allow_imports() {
     if (stage_ != Stage::kOneImport || slots_ == 1) return false;
-    stage_ = Stage::kWanted;
+    stage_ = Stage::kGoal;
     first_ = 0;
     return true;
   }
@@ -278,7 +279,7 @@ class PoolSearch {
   const int32_t p_;
   const int32_t slots_, last_cap_;
   Aim aim_ = Aim::kDone;
-  Stage stage_ = Stage::kWanted;
+  Stage stage_ = Stage::kGoal;
   bool improves_ = false;
   int32_t cap_ = 0, first_ = 0, steps_ = 0;  // first_: variant of this round
   int64_t step_ = 0, low_ = 0, high_ = 0, asked_ = 0;

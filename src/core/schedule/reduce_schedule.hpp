@@ -61,11 +61,11 @@ UEC_HD_NOINLINE int64_t modelled_reduction(Team team, const Topology& t, const T
   // Sums are stored, flagged and loaded again.
   const auto sums = static_cast<int64_t>(team.sum(added));
   const auto flags = static_cast<int64_t>(team.sum(flagged)) * cost.group;
-  const int64_t mains = load + store;
+  const int64_t add_to_main = load + store;
   const int64_t alone =
-      busiest * load / kEgressUnit + shape.max_exports * mains + shape.max_imports * store;
+      busiest * load / kEgressUnit + shape.max_exports * add_to_main + shape.max_imports * store;
   const int64_t percent = max64(min64(cost.parallel_percent, int64_t{100} * t.num_ranks), 1);
-  const int64_t together = (shape.num_replicas * (load + store) + s.num_experts * mains +
+  const int64_t together = (shape.num_replicas * (load + store) + s.num_experts * add_to_main +
                             sums * (load + store) + flags) /
                            percent * 100;
   return max64(alone, together) + (sums > 0 ? 3 : 2) * cost.hop;

@@ -58,9 +58,9 @@ struct Reduction {
     kZero,  // the owner of a slot: clears it, after its readers are done
   } kind;
   int32_t expert;
-  int32_t idx;             // this rank's slot; kAdd: main index
-  int32_t home, main_idx;  // kSum: the rank to tell of each sum, and the expert's index there
-  bool of_hub;             // kAdd: of one hub's sums; else of the replicas themselves
+  int32_t idx;              // this rank's slot; kAdd: main index
+  int32_t home, local_idx;  // kSum: the rank to tell of each sum, and the expert's index there
+  bool of_hub;              // kAdd: of one hub's sums; else of the replicas themselves
   // kSum, kAdd: the slots that are read, by ascending rank: indices into destinations. kZero: the
   // flags that have to arrive before: indices into expected.
   int32_t first, count;
@@ -69,16 +69,17 @@ struct Reduction {
   int32_t group_tiles = 0;         // but for the last one so many each
 };
 
-// Capacities, with R replicas in the plan and M mains on this rank: tasks M + S, pieces M + R + S,
-// reductions M + R + 2 S, destinations and expected R + S * G. Where plans may cross D domains,
-// tasks are at most (M + S) * D, and at most the larger of M + S and G * S.
+// Capacities, with R replicas in the plan and M local experts on this rank: tasks M + S, pieces M +
+// R + S, reductions M + R + 2 S, destinations and expected R + S * G. Where plans may cross D
+// domains, tasks are at most (M + S) * D, and at most the larger of M + S and G * S.
 struct Worklist {
   int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
   Task* tasks = nullptr;
   Piece* pieces = nullptr;
   Destination* destinations = nullptr;
   Expected* expected = nullptr;
-  uint8_t* opens = nullptr;     // [G] 1: may write or read our slots or read our mains in this call
+  uint8_t* opens =
+      nullptr;  // [G] 1: may write or read our slots or read our main weights in this call
   uint8_t* involved = nullptr;  // [G] 1: sends or receives something under the plan
   uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write or read what it has, or flag
   // Of a gradient reduction, which has neither tasks nor pieces.
@@ -86,10 +87,10 @@ struct Worklist {
   Reduction* reductions = nullptr;
 };
 
-// Where an expert lies on a rank, as one number: the index among its mains, or the complement of a
-// slot.
-UEC_HD constexpr int32_t source_idx(int32_t slot, int32_t main_idx) {
-  return slot == kMainSlot ? main_idx : ~slot;
+// Where an expert lies on a rank, as one number: the index among its local experts, or the
+// complement of a slot.
+UEC_HD constexpr int32_t source_idx(int32_t slot, int32_t local_idx) {
+  return slot == kMainSlot ? local_idx : ~slot;
 }
 
 namespace detail {
@@ -262,16 +263,16 @@ UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const
 
 }  // namespace detail
 
-// `main_idx` [E]: index of each expert among its home's mains.
+// `local_idx` [E]: index of each expert among its home's local experts.
 //
 // Run by a team as the functions of schedule.hpp are: the leader writes the counts.
 template <class Team>
 UEC_HD_NOINLINE void build_worklist(Team team, const Topology& t, const Schedule& schedule,
-                                    const int32_t* main_idx, int32_t rank, Worklist& w) {
+                                    const int32_t* local_idx, int32_t rank, Worklist& w) {
   const Schedule s = schedule;
   detail::note_involved(team, t, s, w);
   detail::WorklistBuilder<Team> build{team, s, rank, w};
-  const auto held = [&](int32_t x) { return source_idx(s.source[x].slot, main_idx[s.expert[x]]); };
+  const auto held = [&](int32_t x) { return source_idx(s.source[x].slot, local_idx[s.expert[x]]); };
   detail::visit_experts(
       team, s, rank, [&](int32_t x) { build.add_source(x, held(x)); },
       [&](int32_t x, int32_t i) { build.add_replica(x, i, held(x)); });

@@ -169,7 +169,7 @@ class Fetcher {
     const bool is_remote = piece.source == Source::kRemote;
     if (at < 0)
       return a.bases[is_remote ? piece.source_rank : call_.rank] + a.slot_at(i, ~at) + span.offset;
-    if (!is_remote) return a.mains[i * a.num_mains + at] + span.offset;
+    if (!is_remote) return a.main_ptrs[i * a.num_local_experts + at] + span.offset;
     return a.regions[piece.source_rank] + a.region_offset[i] + at * a.segment_bytes[i] +
            span.offset;
   }

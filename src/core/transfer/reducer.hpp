@@ -81,8 +81,8 @@ struct ReductionPieces {
     if (r.of_hub) {
       // Rule: nobody loads a sum before it is whole.
       const int32_t hub = call.work.destinations[r.first].rank;
-      return judge_flag(memory, call.layout.summed(r.main_idx, r.begin + at), call.layout.call(hub),
-                        hub, call.epoch, fault, &seen);
+      return judge_flag(memory, call.layout.summed(r.local_idx, r.begin + at),
+                        call.layout.call(hub), hub, call.epoch, fault, &seen);
     }
     // Rule: nothing of a slot is cleared before all its readers have said that they are done.
     for (int32_t i = 0; i < r.count; ++i) {
@@ -100,7 +100,7 @@ struct ReductionPieces {
     const Reduction& r = piece(call, p);
     const uint64_t epoch = call.epoch.number;
     if (r.of_hub) {
-      const uint64_t seen = memory.observe(call.layout.summed(r.main_idx, r.begin + at));
+      const uint64_t seen = memory.observe(call.layout.summed(r.local_idx, r.begin + at));
       return {FlagKind::kSummed, call.work.destinations[r.first].rank, r.expert, p, seen, epoch};
     }
     for (int32_t i = 0; i < r.count; ++i) {
@@ -235,7 +235,8 @@ class Reducer {
     const Addresses& a = call_.addresses;
     const int64_t element = elements_of(span.offset, call_.grads.type[span.segment]);
     // A transfer only reads what it is given; these are written to.
-    auto* const main = const_cast<uint8_t*>(a.mains[span.segment * a.num_mains + r.main_idx]);
+    auto* const main =
+        const_cast<uint8_t*>(a.main_ptrs[span.segment * a.num_local_experts + r.local_idx]);
     return main + element * bytes_of(type);
   }
 
@@ -243,7 +244,7 @@ class Reducer {
     const Reduction& r = call_.work.reductions[held.piece];
     // Pairs with ReductionPieces::ready() at the home. Before this, it must not load the sum.
     if (r.kind == Reduction::kSum && team_.leader())
-      memory_.publish(token, r.home, call_.layout.summed(r.main_idx, held.group),
+      memory_.publish(token, r.home, call_.layout.summed(r.local_idx, held.group),
                       call_.epoch.number);
     if (r.kind == Reduction::kZero) return;         // nobody waits for it
     if (r.end - held.group > num_workers_) return;  // not this worker's last one

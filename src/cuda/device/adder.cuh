@@ -101,14 +101,14 @@ UEC_DEVICE void accumulate(float* sum, const uint4& quad, bool first) {
     sum[i] = first ? values[i] : ptx::add(sum[i], values[i]);
 }
 
-// Adds the sum to what is there already (`mains`, unless kLoads is 0), and stores it.
+// Adds the sum to what is there already (`main_quads`, unless kLoads is 0), and stores it.
 template <GradType kTo, int32_t kNumbers, int32_t kLoads>
-UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* mains) {
+UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* main_quads) {
   if constexpr (kLoads > 0) {
     float values[kLoads * kOfQuad<kTo>];
 #pragma unroll
     for (int32_t part = 0; part < kLoads; ++part)
-      widen<kTo>(mains[part], values + part * kOfQuad<kTo>);
+      widen<kTo>(main_quads[part], values + part * kOfQuad<kTo>);
 #pragma unroll
     for (int32_t i = 0; i < kNumbers; ++i) sum[i] = ptx::add(values[i], sum[i]);
   }
@@ -132,7 +132,7 @@ UEC_DEVICE_NOINLINE void add_rows(const Addition& addition, int32_t rows) {
   for (int32_t row = Adders::warp() * kRows; row < rows; row += Adders::warps() * kRows) {
     int32_t quad[kRows];
     float sum[kRows][kNumbers];
-    uint4 mains[kRows][kToLoads + !kAdds];
+    uint4 main_quads[kRows][kToLoads + !kAdds];
 #pragma unroll
     for (int32_t r = 0; r < kRows; ++r)
       quad[r] = (row + r < rows ? row + r : rows - 1) * Warp::size() + Warp::index();
@@ -151,7 +151,7 @@ UEC_DEVICE_NOINLINE void add_rows(const Addition& addition, int32_t rows) {
         for (int32_t r = 0; r < kRows; ++r)
 #pragma unroll
           for (int32_t part = 0; part < kToLoads; ++part)
-            mains[r][part] = load_main<kTo, kToBytes>(to, quad[r], part);
+            main_quads[r][part] = load_main<kTo, kToBytes>(to, quad[r], part);
       }
       ptx::sync_warp();  // or the assembler adds before all loads are under way
 #pragma unroll
@@ -161,12 +161,12 @@ UEC_DEVICE_NOINLINE void add_rows(const Addition& addition, int32_t rows) {
           if (k + i >= n) break;
           accumulate<kFrom>(sum[r], quads[i][r], k + i == 0);
         }
-        if constexpr (kAll) finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], mains[r]);
+        if constexpr (kAll) finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], main_quads[r]);
       }
     }
 #pragma unroll
     for (int32_t r = 0; r < kRows && !kAll; ++r)
-      finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], mains[r]);
+      finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], main_quads[r]);
   }
 }
 
@@ -234,7 +234,7 @@ UEC_DEVICE void add_some(const Addition& addition, int32_t rows) {
   if (addition.n == kFew)
     add_rows<kFrom, kTo, kAdds, kFew, true>(addition, rows);
   else
-    // To mains one float32 addend less: there are no registers for it.
+    // Main gradients take one float32 addend less: there are no registers for it.
     add_rows<kFrom, kTo, kAdds, kAddsInFlight / kRows - kToLoads - (kAdds && kRows == 2), false>(
         addition, rows);
 }

@@ -62,7 +62,7 @@ struct alignas(16) RankState {
   uint64_t segment_bytes = 0;  // [segments] int64
   uint64_t home = 0;           // [E] int32
   uint64_t domain = 0;         // [G] int32
-  uint64_t main_idx = 0;       // [E] int32, index among the home's mains
+  uint64_t local_idx = 0;      // [E] int32, index among the home's local experts
   int64_t tile_bytes = 0;
   CostModel cost;
   int32_t allow_cross_domain = 0;
@@ -101,9 +101,9 @@ struct DeviceCall {
   uint64_t slot_quota = 0;   // [G, S] int32, or 0
   uint64_t home_quota = 0;   // [E] int32, or 0
   uint64_t home = 0;         // [E] int32, to be the group's; 0: it is
-  // [segments of the group][mains of the rank] addresses of main weights; of a reduction:
-  // [grad segments][mains of the rank] of main gradients.
-  uint64_t mains = 0;
+  // [segments of the group][M] addresses of main weights; of a reduction:
+  // [grad segments][M] of main gradients.
+  uint64_t main_ptrs = 0;
   union {
     uint64_t region_at = 0;  // of the region that these fill, as take_region() has it; 0: no pull
     uint64_t in_use;  // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
@@ -163,22 +163,22 @@ struct PlanStatus {
 
 // Arguments of the plan kernel: addresses in device memory.
 struct PlanArgs {
-  uint64_t home = 0;         // [E] int32
-  uint64_t domain = 0;       // [G] int32
-  uint64_t mains_begin = 0;  // [G + 1] int32, as group_local_experts() leaves it
-  uint64_t mains = 0;        // [E] int32, likewise
-  uint64_t load = 0;         // [sources, E] int32
-  uint64_t kept_load = 0;    // [sources, E] int32, out: a copy; 0: none is wanted
-  uint64_t slot_expert = 0;  // [G, S] int32, out, as in plan_replicas()
-  uint64_t slot_quota = 0;   // [G, S] int32, out
-  uint64_t home_quota = 0;   // [E] int32, out
-  uint64_t fault = 0;        // of StageFaults::plan
+  uint64_t home = 0;           // [E] int32
+  uint64_t domain = 0;         // [G] int32
+  uint64_t local_begin = 0;    // [G + 1] int32, as group_local_experts() leaves it
+  uint64_t local_experts = 0;  // [E] int32, likewise
+  uint64_t load = 0;           // [sources, E] int32
+  uint64_t kept_load = 0;      // [sources, E] int32, out: a copy; 0: none is wanted
+  uint64_t slot_expert = 0;    // [G, S] int32, out, as in plan_replicas()
+  uint64_t slot_quota = 0;     // [G, S] int32, out
+  uint64_t home_quota = 0;     // [E] int32, out
+  uint64_t fault = 0;          // of StageFaults::plan
   Objective objective;
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
   int32_t slots_per_rank = 0;
   int32_t num_sources = 0;        // G, or 1: global sums
-  int32_t max_local_experts = 0;  // the largest number of mains on a rank
+  int32_t max_local_experts = 0;  // the largest number of local experts on a rank
   int32_t allow_cross_domain = 0;
 };
 

@@ -59,7 +59,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     own.task = {block.load,
                 block.planner.rank_load,
                 bank.residents,
-                {block.planner.mains_begin, block.by_home, args.plan.max_local_experts},
+                {block.planner.local_begin, block.by_home, args.plan.max_local_experts},
                 block.goal->threshold};
     own.scratch = bank.scratch;
     own.is_enough = block.goal->is_met;
@@ -84,7 +84,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
                 block.planner.team(topology, BlockTeams::index()), *block.out);
     ptx::sync_block();
   }
-  const Holding& best = bank.scratch.best;
+  const Assignment& best = bank.scratch.best;
   for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
     const int32_t expert = is_held ? best.slot_expert[i] : slot_expert[i];
     moves[i] = expert != bank.residents[i];

@@ -1,5 +1,6 @@
-// A load, summed and sorted by all threads of a block: the result of sort_load() and sort_mains()
-// of core/plan/planner.hpp. An entry's position is the number of entries that go before it.
+// A load, summed and sorted by all threads of a block: the result of sort_load() and
+// sort_local_experts() of core/plan/planner.hpp. An entry's position is the number of entries that
+// go before it.
 #pragma once
 
 #include "core/plan/planner.hpp"
@@ -50,12 +51,12 @@ UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockTeams& teams, const Plan
   return teams.min_sync(found);
 }
 
-// Each rank's mains by descending load.
-UEC_DEVICE void sort_mains(const PlanArgs& args, const PlanBlock& block) {
+// Each rank's local experts by descending load.
+UEC_DEVICE void sort_local_experts(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
 #pragma unroll 1
   for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads()) {
-    const int32_t begin = s.mains_begin[block.home[e]], end = s.mains_begin[block.home[e] + 1];
+    const int32_t begin = s.local_begin[block.home[e]], end = s.local_begin[block.home[e] + 1];
     const int64_t own = block.load[e];
     int32_t position = begin;
 #pragma unroll 4
@@ -64,8 +65,8 @@ UEC_DEVICE void sort_mains(const PlanArgs& args, const PlanBlock& block) {
       const int64_t tokens = block.load[other];
       position += (tokens > own) | ((tokens == own) & (other < e));
     }
-    s.mains[position] = e;
-    block.main_tokens[position] = static_cast<int32_t>(own);
+    s.local_experts[position] = e;
+    block.local_tokens[position] = static_cast<int32_t>(own);
   }
 }
 
@@ -123,7 +124,7 @@ UEC_DEVICE void place_ranks(const PlanArgs& args, const PlanBlock& block, bool o
     s.order[position] = r;
     s.tokens_before[position] = tokens;
     block.rank_tokens[position] = static_cast<int32_t>(own);
-    block.rows[position] = {s.mains_begin[r], s.mains_begin[r + 1] - s.mains_begin[r]};
+    block.rows[position] = {s.local_begin[r], s.local_begin[r + 1] - s.local_begin[r]};
     if (block.before[r] == 0) s.pool_begin[pool] = position;
     if (position < n - 1) continue;
     s.tokens_before[n] = tokens + own;
@@ -151,13 +152,13 @@ UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
 UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   const auto* const home = reinterpret_cast<const int32_t*>(args.home);
-  const auto* const mains_begin = reinterpret_cast<const int32_t*>(args.mains_begin);
-  const auto* const mains = reinterpret_cast<const int32_t*>(args.mains);
+  const auto* const local_begin = reinterpret_cast<const int32_t*>(args.local_begin);
+  const auto* const local_experts = reinterpret_cast<const int32_t*>(args.local_experts);
   const auto* const domain = reinterpret_cast<const int32_t*>(args.domain);
   if (ptx::thread_idx() == 0) *block.is_split = 0;
 #pragma unroll 1
   for (int32_t r = ptx::thread_idx(); r <= args.num_ranks; r += ptx::num_threads()) {
-    s.mains_begin[r] = mains_begin[r];
+    s.local_begin[r] = local_begin[r];
     if (r == args.num_ranks) continue;
     block.pool[r] = args.allow_cross_domain ? 0 : domain[r];
     block.before[r] = 0;
@@ -166,7 +167,7 @@ UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
 #pragma unroll 1
   for (int32_t i = ptx::thread_idx(); i < args.num_experts; i += ptx::num_threads()) {
     block.home[i] = home[i];
-    block.by_home[i] = mains[i];
+    block.by_home[i] = local_experts[i];
   }
 }
 
@@ -194,15 +195,15 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockTeams& teams, const P
     sorted.ranks = s.order;
     sorted.tokens_before = s.tokens_before;
     sorted.load = block.load;
-    sorted.mains_begin = s.mains_begin;
-    sorted.mains = s.mains;
+    sorted.local_begin = s.local_begin;
+    sorted.local_experts = s.local_experts;
     sorted.rank_tokens = block.rank_tokens;
     sorted.rows = block.rows;
-    sorted.main_tokens = block.main_tokens;
+    sorted.local_tokens = block.local_tokens;
     sorted.max_local_experts = args.max_local_experts;
   }
   const bool is_split = *block.is_split != 0;
-  sort_mains(args, block);
+  sort_local_experts(args, block);
   for (bool is_padded = false;; is_padded = true) {
     compare_ranks(args, block);
     ptx::sync_block();

@@ -42,7 +42,7 @@ UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCa
   tables.topology = topology_of(known);
   tables.rank = known.rank;
   tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
-  tables.main_idx = reinterpret_cast<const int32_t*>(known.main_idx);
+  tables.local_idx = reinterpret_cast<const int32_t*>(known.local_idx);
   tables.tile_bytes = known.tile_bytes;
   tables.cost = known.cost;
   const auto* const offsets =
@@ -55,7 +55,7 @@ UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCa
   addresses.far = reinterpret_cast<const uint8_t*>(known.far);
   addresses.segment_bytes = tables.segment_bytes;
   addresses.slot_offset = offsets;
-  addresses.num_mains = c.num_mains;
+  addresses.num_local_experts = c.num_local_experts;
   ReplicateArgs& args = made.args;
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
@@ -140,7 +140,8 @@ UEC_DEVICE_NOINLINE Wait find_missing(const PrepareShared& made, const Capacity&
   for (int32_t i = Warp::index(); i < count && missing == ~0u; i += Warp::size()) {
     const Piece& piece = made.call.work.pieces[i / num_segments];
     if (piece.source == Source::kHeld && piece.source_idx >= 0 &&
-        made.arrays.arrays.mains[segment_of(i) * capacity.num_mains + piece.source_idx] == nullptr)
+        made.arrays.arrays.main_ptrs[segment_of(i) * capacity.num_local_experts +
+                                     piece.source_idx] == nullptr)
       missing = static_cast<uint32_t>(i);
   }
   missing = Warp::min_sync(missing);
@@ -200,11 +201,11 @@ UEC_DEVICE_NOINLINE void take_plan(const RankState& known, const DeviceCall& dev
 template <Operation kOperation, bool kBanked>
 UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
                                      PrepareShared& made) {
-  const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
+  const auto* const main_ptrs = reinterpret_cast<const uint64_t*>(device.main_ptrs);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
-  for (int32_t i = Warp::index(); i < segments * c.num_mains; i += Warp::size())
-    made.arrays.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
+  for (int32_t i = Warp::index(); i < segments * c.num_local_experts; i += Warp::size())
+    made.arrays.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(main_ptrs[i]);
   if constexpr (kBanked) {
     const BankTable& table = bank_of(known, bank);
     if (Warp::leader()) made.args.bank = {bank, table.version, table.resident};

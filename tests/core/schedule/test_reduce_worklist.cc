@@ -63,22 +63,22 @@ void add_reading(const PlanCase& c, int32_t rank, const uec::Worklist& w, const 
   const std::vector<Slot> replicas = replicas_of(c, r.expert), sources = sources_of(w, r);
   if (r.kind == Reduction::kSum) {
     CHECK_EQ(r.home, home);
-    CHECK_EQ(r.main_idx, c.main_idx()[r.expert]);
+    CHECK_EQ(r.local_idx, c.local_idx()[r.expert]);
     CHECK_EQ(c.slot_expert[rank * c.slots_per_rank + r.idx], r.expert);
     CHECK(sources == replicas);
     sums.touches.insert({home, rank});
     for (int32_t g = r.begin; g < r.end; ++g)
-      CHECK(sums.flagged.insert({home, r.main_idx, g, rank}).second);
+      CHECK(sums.flagged.insert({home, r.local_idx, g, rank}).second);
   } else {
     CHECK_EQ(rank, home);
-    CHECK_EQ(r.idx, c.main_idx()[r.expert]);
-    CHECK_EQ(r.main_idx, r.idx);
+    CHECK_EQ(r.idx, c.local_idx()[r.expert]);
+    CHECK_EQ(r.local_idx, r.idx);
     for (int32_t i = r.tile; i < r.end_tile; ++i) ++sums.added[r.expert][i];
     if (r.of_hub) {
       CHECK_EQ(r.count, 1);
       CHECK(std::find(replicas.begin(), replicas.end(), sources[0]) != replicas.end());
       for (int32_t g = r.begin; g < r.end; ++g)
-        CHECK(sums.awaited.insert({rank, r.main_idx, g, sources[0].first}).second);
+        CHECK(sums.awaited.insert({rank, r.local_idx, g, sources[0].first}).second);
     } else {
       CHECK(sources == replicas);
     }

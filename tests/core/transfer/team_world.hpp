@@ -67,10 +67,11 @@ struct World {
       : base_case(group),
         segment_bytes(segments),
         tiles(std::move(segments), tile_bytes),
-        main_idx(group.main_idx()),
-        num_mains(group.num_mains()),
+        local_idx(group.local_idx()),
+        num_local_experts(group.num_local_experts()),
         gone(group.num_ranks) {
-    const int32_t max_local_experts = *std::max_element(num_mains.begin(), num_mains.end());
+    const int32_t max_local_experts =
+        *std::max_element(num_local_experts.begin(), num_local_experts.end());
     slot_offset.resize(segment_bytes.size());
     int64_t region = 0;
     for (const int64_t bytes : segment_bytes) {
@@ -87,10 +88,10 @@ struct World {
       bases.push_back(reinterpret_cast<uint8_t*>(memory[r].data()));
       weights.emplace_back(region);
       regions.push_back(weights[r].data());
-      mains.emplace_back();
+      main_ptrs.emplace_back();
       for (size_t i = 0; i < segment_bytes.size(); ++i)
-        for (int32_t m = 0; m < num_mains[r]; ++m)
-          mains[r].push_back(regions[r] + region_offset[i] + m * segment_bytes[i]);
+        for (int32_t m = 0; m < num_local_experts[r]; ++m)
+          main_ptrs[r].push_back(regions[r] + region_offset[i] + m * segment_bytes[i]);
     }
   }
 
@@ -115,8 +116,8 @@ struct World {
       call.addresses = {.bases = bases.data(),
                         .segment_bytes = segment_bytes.data(),
                         .slot_offset = slot_offset.data(),
-                        .mains = mains[r].data(),
-                        .num_mains = num_mains[r],
+                        .main_ptrs = main_ptrs[r].data(),
+                        .num_local_experts = num_local_experts[r],
                         .regions = regions.data(),
                         .region_offset = region_offset.data()};
       call.work = part.worklist.list;
@@ -139,7 +140,7 @@ struct World {
     for (int32_t e = 0; e < base_case.num_experts; ++e)
       for (size_t i = 0; i < segment_bytes.size() && base_case.home[e] == rank; ++i)
         for (int64_t at = 0; at < segment_bytes[i]; ++at)
-          weights[rank][region_offset[i] + main_idx[e] * segment_bytes[i] + at] =
+          weights[rank][region_offset[i] + local_idx[e] * segment_bytes[i] + at] =
               payload(epoch, e, i, at);
   }
 
@@ -160,13 +161,13 @@ struct World {
   std::vector<int64_t> segment_bytes, slot_offset, region_offset;
   Tiles tiles;
   uec::SymmetricLayout layout;
-  std::vector<int32_t> main_idx, num_mains;
+  std::vector<int32_t> local_idx, num_local_experts;
   std::vector<std::vector<uint64_t>> memory;
   std::vector<std::vector<std::atomic<int32_t>>> counts;  // publishes to each flag
   std::vector<std::vector<uint8_t>> weights;
   std::vector<uint8_t*> bases;
   std::vector<const uint8_t*> regions;
-  std::vector<std::vector<const uint8_t*>> mains;
+  std::vector<std::vector<const uint8_t*>> main_ptrs;
   std::vector<std::atomic<bool>> gone;
   std::vector<std::vector<int32_t>> plans;
   std::vector<std::vector<std::unique_ptr<Part>>> parts;  // [call][rank]

@@ -47,7 +47,7 @@ class Group {
     const ReplicateArgs args{.slot_expert = case_.slot_expert.data(),
                              .plan_digest = choice.plan_digest,
                              .tag = choice.tag,
-                             .mains = nullptr,
+                             .main_ptrs = nullptr,
                              .segments = choice.segments.data(),
                              .num_segments = static_cast<int32_t>(choice.segments.size()),
                              .mode = choice.mode,
@@ -85,7 +85,8 @@ class Group {
       // At full capacity: nothing beyond an array is written.
       given.call.reset_counters(uec::SingleThread{});
       std::fill_n(given.arrays.arrived, capacity.tasks(), -1);
-      std::fill_n(given.arrays.mains, capacity.num_segments * capacity.num_mains, nullptr);
+      std::fill_n(given.arrays.main_ptrs, capacity.num_segments * capacity.num_local_experts,
+                  nullptr);
 
       // An engine's storage holds the same.
       uec::host::Prepared prepared(capacity, 2);

@@ -46,7 +46,7 @@ Answer prepare(Team team, const ReduceCase& c, int32_t rank, Given& given) {
                       c.mode, c.cost, given.schedule.scratch, &given.shape, s);
   answer.schedule = sight_of(s, c.plan.num_ranks);
   team.sync();
-  uec::build_reductions(team, tables.topology, given.call.tiles, s, tables.main_idx, rank, c.zero,
+  uec::build_reductions(team, tables.topology, given.call.tiles, s, tables.local_idx, rank, c.zero,
                         given.call.work);
   answer.worklist = sight_of(given.call.work, c.plan.num_ranks);
   return answer;

@@ -73,18 +73,18 @@ struct Sender {
         uec::SymmetricLayout::make(group.topology(), 1, num_groups, 1, &bytes, &slot_offset);
     memory.assign(call.layout.total, 0);
     bases[1] = memory.data();
-    mains[0] = weights.data();
+    main_ptrs[0] = weights.data();
     call.num_ranks = 2;
     call.epoch = {kEpoch, CallRecord::make(kEpoch, kDigest, RecordKind::kCall)};
     call.tiles = tiles.map();
     call.addresses = {.bases = bases,
                       .segment_bytes = &bytes,
                       .slot_offset = &slot_offset,
-                      .mains = mains,
-                      .num_mains = 1};
+                      .main_ptrs = main_ptrs,
+                      .num_local_experts = 1};
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.arrived = arrived;
-    uec::build_worklist(uec::SingleThread{}, group.topology(), schedule->schedule, main_idx, 0,
+    uec::build_worklist(uec::SingleThread{}, group.topology(), schedule->schedule, local_idx, 0,
                         call.work);
     call.reset_counters(uec::SingleThread{});
     peer_is_at(kEpoch);
@@ -101,14 +101,14 @@ struct Sender {
   std::vector<uint8_t> weights, memory;
   std::unique_ptr<ScheduleArrays> schedule;
   uint8_t* bases[2] = {};
-  const uint8_t* mains[1] = {};
+  const uint8_t* main_ptrs[1] = {};
   uec::Task tasks[2];
   uec::Piece pieces[4];
   uec::Destination destinations[4];
   uec::Expected expected[4];
   uint8_t opens[2], involved[2], needs[2];
   int32_t arrived[2];
-  const int32_t main_idx[2] = {0, 0};
+  const int32_t local_idx[2] = {0, 0};
   uec::Call call;
   std::map<int64_t, uint64_t> words;
   std::map<std::pair<int32_t, int64_t>, uint64_t> published;

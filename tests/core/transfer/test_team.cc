@@ -219,7 +219,7 @@ void show_all(World& world, int32_t rank) {
     world.word(rank, layout.open(r)) = record_of(kFirstEpoch);
     for (int32_t s = 0; s < world.base_case.slots_per_rank; ++s)
       world.word(rank, layout.done(s, r)) = kFirstEpoch;
-    for (int32_t m = 0; m < world.num_mains[rank]; ++m)
+    for (int32_t m = 0; m < world.num_local_experts[rank]; ++m)
       world.word(rank, layout.pulled(m, r)) = kFirstEpoch;
   }
   for (int32_t s = 0; s < world.base_case.slots_per_rank; ++s)
@@ -239,7 +239,7 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
   };
   const auto owe = [&] {
     for (int32_t s = 0; s < slots; ++s) set(layout.done(s, peer), kFirstEpoch - 1);
-    for (int32_t m = 0; m < world.num_mains[rank]; ++m)
+    for (int32_t m = 0; m < world.num_local_experts[rank]; ++m)
       set(layout.pulled(m, peer), kFirstEpoch - 1);
   };
   const auto lack = [&](int64_t first_group) {
@@ -277,7 +277,7 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
       world.gone[peer] = true;
       return;
     case 11:
-      for (int32_t m = 0; m < world.num_mains[rank]; ++m)
+      for (int32_t m = 0; m < world.num_local_experts[rank]; ++m)
         set(layout.pulled(m, peer), kFirstEpoch - 1);
       return;
     default:

@@ -69,7 +69,7 @@ class Case:
                     cost=self.cost,
                     call_timeout=0,
                     wait_timeout=0,
-                    banks=2,
+                    num_banks=2,
                 )
             )
             for rank in range(self.num_ranks)
@@ -165,7 +165,7 @@ def make_call(
     call = _core.TransferCall(
         operation=_core.Operation.REDUCE if reduces else _core.Operation.REPLICATE,
         plan=view,
-        mains=0,
+        main_ptrs=0,
         num_segments=len(case.dtypes) if reduces else len(chosen),
         mode=mode,
         background=True,
