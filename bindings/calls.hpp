@@ -117,7 +117,7 @@ inline auto residents_array(const Topology& t, const std::vector<int32_t>& resid
 }
 
 // bool [G][S].
-inline auto moves_array(const Topology& t, const std::vector<uint8_t>& moves) {
+inline auto slots_to_fill_array(const Topology& t, const std::vector<uint8_t>& moves) {
   auto copy = std::make_unique_for_overwrite<bool[]>(moves.size());
   std::copy(moves.begin(), moves.end(), copy.get());
   return to_numpy(std::move(copy),

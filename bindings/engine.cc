@@ -36,15 +36,15 @@ auto waits(const Engine& engine) {
 
 // (kind, epoch, abort's epoch or 0, waited for, told by, gone, reached) of each rank, with epochs
 // extended to 64 bits.
-auto last_words(const Engine& engine) {
+auto peer_states(const Engine& engine) {
   const uint64_t now = engine.epoch();
   std::vector<std::tuple<RecordKind, uint64_t, uint64_t, int32_t, int32_t, bool, bool>> list;
-  for (const LastWords& words : engine.last_words()) {
+  for (const PeerState& words : engine.peer_states()) {
     const CallRecord record = words.record;
     const AbortWord abort = words.abort;
     list.emplace_back(record.kind(), record.word == 0 ? 0 : now + record.ahead_of(now),
                       abort.set() ? now + abort.ahead_of(now) : 0, abort.waited_for(),
-                      abort.told_by(), words.gone, words.reached);
+                      abort.aborted_by(), words.gone, words.reached);
   }
   return list;
 }
@@ -204,7 +204,8 @@ void bind_engine(nb::module_& m) {
       .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
       .def("last_call", &Engine::last_call, "bank"_a, nb::call_guard<Unlocked>())
       .def("invalidate", &Engine::invalidate, "bank"_a, nb::call_guard<Unlocked>())
-      .def("moves", [](const Engine& e) { return moves_array(e.topology(), e.moves()); })
+      .def("slots_to_fill",
+           [](const Engine& e) { return slots_to_fill_array(e.topology(), e.slots_to_fill()); })
       .def("reject",
            [](Engine& e) {
              interruptible([&](auto&& interrupted) {
@@ -239,7 +240,7 @@ void bind_engine(nb::module_& m) {
              return std::make_tuple(d.kind, d.home, d.expert, d.slot, d.segment, d.offset, d.found,
                                     d.expected, d.source_changed);
            })
-      .def("last_words", &last_words);
+      .def("last_words", &peer_states);
 
   m.def(
       "count_experts",

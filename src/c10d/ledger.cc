@@ -26,14 +26,14 @@ Ledger::Ledger(host::EngineConfig config)
       tables_(layout_.tables(config_)),
       banks_(topology_, config_.num_banks),
       digest_(config_.initial_digest()),
-      moves_(int64_t{topology_.num_ranks} * topology_.slots_per_rank) {
+      slots_to_fill_(int64_t{topology_.num_ranks} * topology_.slots_per_rank) {
   const Capacity capacity = layout_.capacity(config_);
   const int64_t call_bytes = CallArrays::cut(nullptr, capacity, &arrays_);
   memory_.resize((call_bytes + ScheduleArrays::cut(nullptr, capacity, &work_)) / 8);
   auto* const base = reinterpret_cast<std::byte*>(memory_.data());
   CallArrays::cut(base, capacity, &arrays_);
   ScheduleArrays::cut(base + call_bytes, capacity, &work_);
-  arrays_.lend_to(&call_);
+  arrays_.bind_arrays(&call_);
 }
 
 Prepared Ledger::enter(uint64_t digest) {
@@ -43,10 +43,10 @@ Prepared Ledger::enter(uint64_t digest) {
   prepared.digest = digest_;
   prepared.mode = work_.schedule.mode;
   prepared.is_empty = shape_.num_replicas == 0;
-  std::fill(moves_.begin(), moves_.end(), 0);
+  std::fill(slots_to_fill_.begin(), slots_to_fill_.end(), 0);
   const Schedule& s = work_.schedule;
   for (int32_t i = 0; i < shape_.num_replicas; ++i)
-    moves_[s.replica_rank[i] * topology_.slots_per_rank + s.replica_slot[i]] = 1;
+    slots_to_fill_[s.replica_rank[i] * topology_.slots_per_rank + s.replica_slot[i]] = 1;
   return prepared;
 }
 

@@ -154,7 +154,7 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
         " repeat it; plan from a load on the device");
   const auto fill = [&](uint64_t epoch) {
     Call call;
-    arrays_.arrays.lend_to(&call);
+    arrays_.arrays.bind_arrays(&call);
     const uint64_t digest = prepare(&call);
     std::transform(main_ptrs, main_ptrs + num_local_experts, arrays_.arrays.main_ptrs,
                    [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });

@@ -290,7 +290,7 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   args.states = c.device;
   args.calls = device_block(c.first_rank, call);
   args.call_bytes = layout_.call_block;
-  args.counted = !is_captured(call);
+  args.has_call_number = !is_captured(call);
   const Request& first = e.requests.front();
   args.tag = first.tag;
   args.bank = first.bank;
@@ -309,7 +309,7 @@ void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
   LoadPlanArgs args;
   args.load.states = c.device;
-  args.load.counted = !is_captured(call);
+  args.load.has_call_number = !is_captured(call);
   int64_t most_ids = 0;
   for (int32_t i = 0; i < c.num_ranks; ++i) {
     const Request& request = e.requests[i];

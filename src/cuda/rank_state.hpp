@@ -62,7 +62,7 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
   state.cost = config.cost;
   state.allow_cross_domain = config.allow_cross_domain;
   state.tiles_at = tiles_offset(state.capacity);
-  state.spare.cut(reinterpret_cast<std::byte*>(kPrepareBytes), state.capacity);
+  state.scratch_layout.cut(reinterpret_cast<std::byte*>(kPrepareBytes), state.capacity);
   state.call_limit_ns = nanoseconds(config.call_timeout);
   state.wait_limit_ns = nanoseconds(config.wait_timeout);
   state.digest = config.initial_digest();

@@ -105,17 +105,17 @@ uint64_t Engine::last_call(int32_t bank) const {
   return banks_.last_call(bank);
 }
 
-std::vector<uint8_t> Engine::moves() const {
+std::vector<uint8_t> Engine::slots_to_fill() const {
   const std::lock_guard lock(submit_mutex_);
   const int32_t slots = topology_.slots_per_rank;
-  std::vector<uint8_t> moves(int64_t{topology_.num_ranks} * slots);
+  std::vector<uint8_t> to_fill(int64_t{topology_.num_ranks} * slots);
   const Prepared& last = *calls_[submitted_.load() % kDepth];
   if (last.call.epoch.number != submitted_.load() || last.operation == Operation::kGather)
-    return moves;
+    return to_fill;
   const Schedule& s = last.schedule.schedule;
   for (int32_t i = 0; i < s.first[s.num_experts]; ++i)
-    moves[s.replica_rank[i] * slots + s.replica_slot[i]] = 1;
-  return moves;
+    to_fill[s.replica_rank[i] * slots + s.replica_slot[i]] = 1;
+  return to_fill;
 }
 
 void Engine::invalidate(int32_t bank) {
@@ -371,12 +371,12 @@ Damage Engine::damage() const {
   return damage_;
 }
 
-std::vector<LastWords> Engine::last_words() const {
+std::vector<PeerState> Engine::peer_states() const {
   {
     const std::lock_guard lock(submit_mutex_);
-    if (!words_of_failure_.empty()) return words_of_failure_;
+    if (!states_at_failure_.empty()) return states_at_failure_;
   }
-  return hear_peers();
+  return read_peer_states();
 }
 
 }  // namespace uec::host

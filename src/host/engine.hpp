@@ -66,7 +66,7 @@ class Engine {
   // The last call that was submitted for a bank; 0: none.
   uint64_t last_call(int32_t bank) const;
   // [G][S] the slots that the last call writes to or, of a reduction, reads.
-  std::vector<uint8_t> moves() const;
+  std::vector<uint8_t> slots_to_fill() const;
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
   void reject(const std::function<bool()>& interrupted = {});
@@ -101,7 +101,7 @@ class Engine {
   CallCounts calls() const { return calls_made_.read(); }
   Waits waits() const { return waits_.read(); }
   // [G] what each rank last published: at the time of the failure, or now if there was none.
-  std::vector<LastWords> last_words() const;
+  std::vector<PeerState> peer_states() const;
   // What is wrong, for a call that failed with kDamaged.
   Damage damage() const;
 
@@ -134,7 +134,7 @@ class Engine {
   void report_fault(const Call& call, Report report);
   void settle_failure();
   void poll_peers();
-  std::vector<LastWords> hear_peers() const;
+  std::vector<PeerState> read_peer_states() const;
   void background_loop();
   void helper_loop(int32_t worker);
 
@@ -165,8 +165,8 @@ class Engine {
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
-  Damage damage_;                            // under submit_mutex_
-  std::vector<LastWords> words_of_failure_;  // under submit_mutex_
+  Damage damage_;                             // under submit_mutex_
+  std::vector<PeerState> states_at_failure_;  // under submit_mutex_
   std::atomic<int64_t> bytes_stored_{0};
 
   // Workers beyond the first help with each call that moves bytes.

@@ -152,7 +152,7 @@ bool Engine::move(Prepared& prepared, int32_t worker_idx,
 
 bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<bool()>& interrupted) {
   HostAdder adder;
-  HeldGroup held[kMaxHeld];
+  UnpublishedGroup held[kMaxUnpublished];
   Reducer<HostMemory, HostAdder> reducer(prepared.call, memory_, adder,
                                          prepared.scratch(worker_idx), held,
                                          {worker_idx, config_.num_workers});
@@ -174,13 +174,13 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
   Report report;
   for (;;) {
     const Step step = steps.step();
-    if (waiting && step != Step::kBlocked) meter.count(Clock::now(), report.wait);
+    if (waiting && step != Step::kWaitsForPeer) meter.count(Clock::now(), report.wait);
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
       report = report_step(memory_, prepared.call, steps.fault(), steps.wait());
       break;
     }
-    if (step != Step::kBlocked) {
+    if (step != Step::kWaitsForPeer) {
       if (worker_failed_.load(std::memory_order_relaxed)) return false;
       backoff.reset();
       waiting = false;
@@ -237,10 +237,10 @@ void Engine::poll_peers() {
 }
 
 // Only this rank's own memory is read, which stays when its peers end.
-std::vector<LastWords> Engine::hear_peers() const {
-  std::vector<LastWords> words;
+std::vector<PeerState> Engine::read_peer_states() const {
+  std::vector<PeerState> words;
   for (int32_t r = 0; r < topology_.num_ranks; ++r) {
-    words.push_back(uec::last_words(memory_, layout_.symmetric, r));
+    words.push_back(uec::peer_state(memory_, layout_.symmetric, r));
     words.back().reached = config_.bases[r] != nullptr;
   }
   words[config_.rank].record.word = own_record_.load();
@@ -271,9 +271,9 @@ void Engine::report_fault(const Call& call, Report report) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   name_root(memory_, call, &report);
-  std::vector<LastWords> words = hear_peers();
+  std::vector<PeerState> words = read_peer_states();
   const std::lock_guard lock(submit_mutex_);
-  words_of_failure_ = std::move(words);
+  states_at_failure_ = std::move(words);
   report_ = report;
 }
 

@@ -72,12 +72,12 @@ class HostMover : public DeliveryPolicy, public LocalRing<4> {
     bytes_stored_ += bytes;
   }
   bool reusable(uint32_t) const { return true; }
-  uint32_t commit(uint32_t) { return ++commits_; }
+  uint32_t commit_and_wait_source(uint32_t) { return ++commits_; }
 
   // Non-temporal stores are not ordered by the publish's release store, so the copying thread
   // fences them first.
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {
+  bool wait_delivered(uint32_t, bool, F&& then) {
     store_fence();
     then(delivered());
     return true;

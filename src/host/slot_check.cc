@@ -221,12 +221,12 @@ Step AwaitCopies::step() {
   for (; next_ < homes_.size(); ++next_) {
     const auto [home, expert] = homes_[next_];
     const int64_t at = call_.layout.call(home);
-    const Verdict verdict = judge_call(memory_, at, home, call_.epoch, &fault_);
-    if (verdict == Verdict::kArrived) continue;
+    const FlagState state = check_call(memory_, at, home, call_.epoch, &fault_);
+    if (state == FlagState::kArrived) continue;
     wait_ = {FlagKind::kCall,   home, expert, -1, CallRecord{memory_.observe(at)}.epoch_low(),
              call_.epoch.number};
-    if (verdict == Verdict::kFault) return Step::kFailed;
-    return next_ == first ? Step::kBlocked : Step::kProgress;
+    if (state == FlagState::kFault) return Step::kFailed;
+    return next_ == first ? Step::kWaitsForPeer : Step::kProgress;
   }
   return Step::kFinished;
 }
@@ -252,13 +252,13 @@ Step AwaitChecks::step() {
   for (Memory memory{*this, memory_}; next_ < owed_.size(); ++next_) {
     const Owed& owed = owed_[next_];
     uint64_t seen = 0;
-    const Verdict verdict =
-        judge_flag(memory, -static_cast<int64_t>(next_) - 1, call_.layout.call(owed.reader),
+    const FlagState state =
+        check_flag(memory, -static_cast<int64_t>(next_) - 1, call_.layout.call(owed.reader),
                    owed.reader, call_.epoch, &fault_, &seen);
-    if (verdict == Verdict::kArrived) continue;
+    if (state == FlagState::kArrived) continue;
     wait_ = {FlagKind::kChecked, owed.reader, owed.expert, -1, seen, call_.epoch.number};
-    if (verdict == Verdict::kFault) return Step::kFailed;
-    return next_ == first ? Step::kBlocked : Step::kProgress;
+    if (state == FlagState::kFault) return Step::kFailed;
+    return next_ == first ? Step::kWaitsForPeer : Step::kProgress;
   }
   return Step::kFinished;
 }

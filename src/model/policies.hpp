@@ -132,7 +132,7 @@ class ModelMover : public DeliveryPolicy {
     world_.store(copy);
   }
 
-  uint32_t commit(uint32_t k) {
+  uint32_t commit_and_wait_source(uint32_t k) {
     spent_.ps += world_.machine().store_ps_of_tile;
     world_.arrivals_of(worker_, k).closed = true;
     world_.deliver_if_done(worker_, k);
@@ -148,7 +148,7 @@ class ModelMover : public DeliveryPolicy {
 
   // Tickets count the stages in order; delivery may happen in any order.
   template <class F>
-  bool when_delivered(uint32_t ticket, bool, F&& then) {
+  bool wait_delivered(uint32_t ticket, bool, F&& then) {
     while (delivered_ < ticket && (delivered_ < released_ || at(delivered_).delivered))
       ++delivered_;
     if (delivered_ < ticket) return false;
@@ -206,10 +206,10 @@ class ModelMover : public DeliveryPolicy {
 };
 
 // What is in this rank's own memory is delivered at once.
-class ModelHerald : public DeliveryPolicy {
+class ModelPublisher : public DeliveryPolicy {
  public:
   template <class F>
-  static bool when_delivered(uint32_t, bool, F&& then) {
+  static bool wait_delivered(uint32_t, bool, F&& then) {
     then(delivered());
     return true;
   }
@@ -237,7 +237,7 @@ class ModelAdder : public DeliveryPolicy {
   }
   uint32_t ticket() const { return taken_; }
   template <class F>
-  bool when_delivered(uint32_t ticket, F&& then) const {
+  bool try_delivered(uint32_t ticket, F&& then) const {
     if (ticket > done_) return false;
     then(delivered());
     return true;

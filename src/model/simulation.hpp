@@ -76,9 +76,9 @@ class Simulation {
   // or in the job.
   Outcome run() {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      ModelHerald herald;
-      announce_call(job_.calls[r], *ranks_[r].memory, herald);
-      announce_open(job_.calls[r], *ranks_[r].memory, herald);
+      ModelPublisher publisher;
+      announce_call(job_.calls[r], *ranks_[r].memory, publisher);
+      announce_open(job_.calls[r], *ranks_[r].memory, publisher);
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers_.size()); ++w) wake(w);
     run_due();
@@ -203,7 +203,7 @@ class Simulation {
   template <class F>
   Step take_step(int32_t w, int64_t& free, F&& step) {
     const int64_t now = world_.now();
-    if (now < free) return Step::kIdle;
+    if (now < free) return Step::kNeedsFetch;
     spent_ = {.counts = true};
     const Step taken = step();
     free = now + spent_.ps;
@@ -272,7 +272,7 @@ class ReductionAgent {
  public:
   explicit ReductionAgent(const Context& c)
       : adder_(c.world, c.call, c.id, c.spent),
-        reducer_(c.call, c.memory, adder_, c.scratch, held_, c.stripe()) {}
+        reducer_(c.call, c.memory, adder_, c.scratch, unpublished_, c.stripe()) {}
 
   static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
     for (int32_t p = 0; p < call.work.num_reductions; ++p) {
@@ -285,7 +285,7 @@ class ReductionAgent {
     return 0;
   }
 
-  Step store_step() const { return ended_ ? Step::kFinished : Step::kIdle; }
+  Step store_step() const { return ended_ ? Step::kFinished : Step::kNeedsFetch; }
   Step fetch_step() {
     const Step step = reducer_.step();
     ended_ |= step == Step::kFinished;
@@ -295,7 +295,7 @@ class ReductionAgent {
   void note_delivered(uint32_t) { adder_.note_added(); }
 
  private:
-  HeldGroup held_[kMaxHeld] = {};
+  UnpublishedGroup unpublished_[kMaxUnpublished] = {};
   ModelAdder adder_;
   Reducer<ModelMemory, ModelAdder> reducer_;
   bool ended_ = false;

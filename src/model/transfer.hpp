@@ -115,7 +115,7 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
     blocks[r].resize(CallArrays::cut(nullptr, capacity, &arrays));
     CallArrays::cut(blocks[r].data(), capacity, &arrays);
     Call& call = job.calls[r];
-    arrays.lend_to(&call);
+    arrays.bind_arrays(&call);
     call.rank = r;
     call.num_ranks = t.num_ranks;
     call.epoch = {1, CallRecord::make(1, 0, RecordKind::kCall)};

@@ -325,7 +325,7 @@ void check_calls(Random& random) {
     const auto prepared = group.call([&](Ledger& ledger) { return ledger.replicate(args); });
     check_ends(prepared);
     const int64_t own = bank < 0 ? --unknown : static_cast<int64_t>(version);
-    slots[std::max(bank, 0)].transfer(prepared, segments, own, group[0].moves());
+    slots[std::max(bank, 0)].transfer(prepared, segments, own, group[0].slots_to_fill());
 
     std::vector<int32_t> quota(c.slot_expert.size());
     for (int32_t& tokens : quota) tokens = draw(random, 0, 3) * 100;
@@ -340,7 +340,7 @@ void check_calls(Random& random) {
     check_ends(reductions);
     check_reduction(c, group.config(), reductions, quota);
     for (size_t at = 0; at < quota.size(); ++at)
-      CHECK_EQ(group[0].moves()[at], c.slot_expert[at] >= 0 && quota[at] > 0);
+      CHECK_EQ(group[0].slots_to_fill()[at], c.slot_expert[at] >= 0 && quota[at] > 0);
   }
   for (const Slots& of_bank : slots) {
     num_kept += of_bank.num_kept;

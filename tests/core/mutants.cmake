@@ -86,8 +86,8 @@ ultraep_add_core_mutant(open_by_each PROGRAM transfer/test_team FILE core/transf
 
 ultraep_add_core_mutant(finish_waits_for_each PROGRAM transfer/test_team
   FILE core/transfer/announce.hpp
-  FIND [[    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
-  REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
+  FIND [[    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kWaitsForPeer;]]
+  REPLACE [[    return next_ != first ? Step::kProgress : Step::kWaitsForPeer;]])
 
 ultraep_add_core_mutant(finish_fails_for_each PROGRAM transfer/test_team
   FILE core/transfer/announce.hpp
@@ -136,13 +136,13 @@ ultraep_add_core_mutant(row_published_twice PROGRAM transfer/test_gather
 
 ultraep_add_core_mutant(row_published_when_stored PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
-  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+  FIND [[    if (!mover_.wait_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.wait_delivered(0, true, [&](Delivered token) {]])
 
 ultraep_add_core_mutant(rows_held_while_blocked PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[    if (num_held_ > 0) return publish_step();]]
-  REPLACE [[    if (num_held_ > 0 && sent != Step::kBlocked) return publish_step();]])
+  FIND [[    if (num_unpublished_ > 0) return publish_step();]]
+  REPLACE [[    if (num_unpublished_ > 0 && sent != Step::kWaitsForPeer) return publish_step();]])
 
 ultraep_add_core_mutant(exchange_goes_by_each PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
@@ -156,8 +156,8 @@ ultraep_add_core_mutant(exchange_fails_for_each PROGRAM transfer/test_gather
 
 ultraep_add_core_mutant(exchange_progress_of_each PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
-  REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
+  FIND [[    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kWaitsForPeer;]]
+  REPLACE [[    return next_ != first ? Step::kProgress : Step::kWaitsForPeer;]])
 
 ultraep_add_core_mutant(exchange_waits_for_the_last PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp

@@ -35,7 +35,7 @@ void check_plans_on_device() {
     CHECK_EQ(ranks.engines[r]->replicate_on_device(args, false, kUserStream, {}), 1);
   }
   const recorder::Launch launch = recorder::state().launches.back();
-  CHECK_EQ(launch.args.counted, 1);
+  CHECK_EQ(launch.args.has_call_number, 1);
   CHECK_EQ(launch.args.tag, 0xA1);
   for (int32_t r = 0; r < 3; ++r) {
     const uec::cuda::DeviceCall& call = launch.args.on_device[r];
@@ -79,7 +79,7 @@ void check_captured() {
                uec::cuda::kCaptured | n);
     }
     const uec::cuda::LaunchArgs& args = recorder::state().launches.back().args;
-    CHECK_EQ(args.counted, 0);
+    CHECK_EQ(args.has_call_number, 0);
     CHECK(args.calls != eager_calls);
     CHECK(recorder::state().launches.back().stream == recorder::kCapturedStream);
     const std::vector<std::string> log = recorder::take_log();

@@ -187,8 +187,8 @@ class EmulatedGroup {
   }
 
   // The first `num_ranks` ranks of the group, in one launch; 0: all.
-  void launch(int32_t num_blocks, int32_t num_ranks = 0, bool counted = true) {
-    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks, counted);
+  void launch(int32_t num_blocks, int32_t num_ranks = 0, bool has_call_number = true) {
+    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks, has_call_number);
   }
 
   // Every rank in a launch of its own, as on devices of their own. What a rank has finished is
@@ -279,13 +279,13 @@ class EmulatedGroup {
 
   static constexpr uint8_t kPoison = 0xEE;
 
-  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count, bool counted = true) {
+  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count, bool has_call_number = true) {
     CHECK(num_blocks <= options_.max_blocks);
     uec::cuda::LaunchArgs args;
     args.states = reinterpret_cast<uint64_t>(states_.data() + first);
     args.calls = reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_);
     args.call_bytes = call_bytes_;
-    args.counted = counted;
+    args.has_call_number = has_call_number;
     args.bank = bank_;
     std::copy_n(device_.begin() + first, count, args.on_device);
     // As the launcher does: blocks wait for each other.
@@ -371,7 +371,7 @@ class EmulatedGroup {
     std::vector<uint64_t> memory(arrays.cut(nullptr, state.capacity) / 8);
     arrays.cut(reinterpret_cast<std::byte*>(memory.data()), state.capacity);
     uec::Call call;
-    arrays.arrays.lend_to(&call);
+    arrays.arrays.bind_arrays(&call);
     uec::PlanShape shape;
     const uint64_t digest = prepare(arrays.arrays, arrays.schedule, &shape, &call);
     write(arrays.arrays.main_ptrs);

@@ -164,7 +164,7 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh
-  FIND [[    if (shared.asks && is_cancelled(known.status)) {]]
+  FIND [[    if (shared.polls_cancel && is_cancelled(known.status)) {]]
   REPLACE [[    if (false) {]])
 
 ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/replicate.cuh
@@ -239,7 +239,7 @@ ultraep_add_device_mutant(device_arguments_used_before_gathered FILE cuda/device
   if (!prepared) return refusal;]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
-  FIND [[      state.last_call = shared.known.last_call + counted;]]
+  FIND [[      state.last_call = shared.known.last_call + has_call_number;]]
   REPLACE [[      state.last_call = shared.known.last_call + 1;]])
 
 # ---- what slots hold -----------------------------------------------------------------------------
@@ -438,8 +438,8 @@ ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce
 
 ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce
   FILE core/transfer/announce.hpp
-  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
-  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
+  FIND [[    if (state == FlagState::kArrived) return kAll;]]
+  REPLACE [[    if (state == FlagState::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
 ultraep_add_device_mutant(reduce_addition_replaced_under_lanes HANGS PROGRAM test_reduce
   FILE cuda/device/adder.cuh
@@ -505,8 +505,8 @@ ultraep_add_device_mutant(load_row_without_proxy_fence PROGRAM test_load
 
 ultraep_add_device_mutant(load_row_published_when_stored PROGRAM test_load
   FILE core/transfer/gather.hpp
-  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
-  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+  FIND [[    if (!mover_.wait_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.wait_delivered(0, true, [&](Delivered token) {]])
 
 ultraep_add_device_mutant(load_not_drained PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  while (gather.drain_step() != Step::kFinished) ptx::pause();]]
@@ -560,8 +560,8 @@ ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/device/loa
 
 ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load
   FILE cuda/device/wait.cuh
-  FIND [[  announce_absence(block.call, memory, herald, record.word);]]
-  REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
+  FIND [[  announce_absence(block.call, memory, publisher, record.word);]]
+  REPLACE [[  announce_absence(block.call, memory, publisher, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan
   FILE cuda/device/plan_sort.cuh

@@ -105,7 +105,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   memories_ = arena_.array<SimMemory>(agents);
   movers_ = arena_.array<SimMover>(agents);
   adders_ = arena_.array<SimAdder>(agents);
-  held_ = arena_.array<uec::HeldGroup>(agents * uec::kMaxHeld);
+  held_ = arena_.array<uec::UnpublishedGroup>(agents * uec::kMaxUnpublished);
   world_ = std::make_unique<World>(shape, arena_);
   world_->records = std::move(records);
   for (int32_t a = 0; a < static_cast<int32_t>(agents); ++a) {
@@ -188,14 +188,14 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
            uec::report_step(memories_[agent], calls_[rank],
                             state.reduces ? reducer.fault() : worker.fault(), wait_of(agent)));
       return;
-    case Step::kBlocked:
+    case Step::kWaitsForPeer:
       if (draining(r))
         state.noticed = 1;
       else
         blocked(agent, wait_of(agent));
       return;
     case Step::kAwaitDelivered:
-    case Step::kIdle:
+    case Step::kNeedsFetch:
       sleep(agent, side);
       if (!fetch) world_->asleep[2 * agent] = 0;  // a stage may have become free
       return;
@@ -378,7 +378,7 @@ void Simulation::start_workers(int32_t rank) {
     const uec::Stripe stripe{w, workers()};
     if (made.reduce)
       new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], scratch,
-                                      held_ + agent * uec::kMaxHeld, stripe);
+                                      held_ + agent * uec::kMaxUnpublished, stripe);
     else
       new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], scratch, stripe);
     worker_states_[agent] = {};
@@ -407,7 +407,7 @@ void Simulation::step_end(int32_t rank) {
   if (step == Step::kFailed)
     fail(rank, uec::report_step(memories_[own], calls_[rank],
                                 gather ? gathers_[rank].fault() : finishes_[rank].fault(), wait));
-  else if (step == Step::kBlocked)
+  else if (step == Step::kWaitsForPeer)
     blocked(own, wait);
   else if (step == Step::kAwaitDelivered)
     sleep(own, 0);

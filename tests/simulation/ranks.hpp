@@ -167,16 +167,16 @@ class Simulation {
   WorkerState* worker_states_;  // [agents]
   uec::Call* calls_;            // [ranks] the one under way
   uint64_t* clock_ran_out_;
-  uint8_t* sent_;           // [ranks][ranks]
-  std::byte* scratch_;      // [agents][scratch_bytes_]
-  Worker* worker_objects_;  // [agents]
-  Reducer* reducers_;       // [agents]
-  Finish* finishes_;        // [ranks]
-  Gather* gathers_;         // [ranks]
-  SimMemory* memories_;     // [agents]
-  SimMover* movers_;        // [agents]
-  SimAdder* adders_;        // [agents]
-  uec::HeldGroup* held_;    // [agents][kMaxHeld]: the reducers'
+  uint8_t* sent_;                // [ranks][ranks]
+  std::byte* scratch_;           // [agents][scratch_bytes_]
+  Worker* worker_objects_;       // [agents]
+  Reducer* reducers_;            // [agents]
+  Finish* finishes_;             // [ranks]
+  Gather* gathers_;              // [ranks]
+  SimMemory* memories_;          // [agents]
+  SimMover* movers_;             // [agents]
+  SimAdder* adders_;             // [agents]
+  uec::UnpublishedGroup* held_;  // [agents][kMaxUnpublished]: the reducers'
   int32_t max_pieces_ = 1;
   int64_t scratch_bytes_ = 0;
   uint32_t timed_out_ = 0;  // not in the arena

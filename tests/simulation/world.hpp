@@ -336,11 +336,11 @@ class SimMover : public uec::DeliveryPolicy, public uec::LocalRing<4> {
     world_.store(agent_, k % kStages, destination, bytes);
   }
   bool reusable(uint32_t k) { return world_.reusable(agent_, k % kStages); }
-  uint32_t commit(uint32_t) { return world_.stores_issued(agent_); }
+  uint32_t commit_and_wait_source(uint32_t) { return world_.stores_issued(agent_); }
 
   template <class F>
-  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (!idle && !eager_) return false;  // as a mover that only looks when it has to
+  bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
+    if (!may_block && !eager_) return false;  // as a mover that only looks when it has to
     if (!world_.delivered(agent_, ticket)) return false;
     world_.know_delivered(agent_, ticket);
     then(delivered());

@@ -91,7 +91,7 @@ struct Given {
     schedule_block.add(schedule.scratch.exports, c.num_ranks);
     schedule_block.add(schedule.scratch.order, experts);
     schedule_block.add(schedule.scratch.extra, replicas + experts);
-    arrays.lend_to(&call);
+    arrays.bind_arrays(&call);
   }
 
   uec::CallArrays arrays;

@@ -19,8 +19,8 @@ namespace uec {
 enum class Step : int32_t {
   kProgress,        // something was taken, loaded, stored or published
   kAwaitDelivered,  // loads or stores are in flight, nothing else can be done
-  kIdle,            // store side: nothing is left to do until more has been fetched
-  kBlocked,         // a peer has to move first: wait() says which
+  kNeedsFetch,      // store side: nothing is left to do until more has been fetched
+  kWaitsForPeer,    // a peer has to move first: wait() says which
   kFinished,        // nothing is left to take, load, store or publish
   kFailed,          // fault() and wait() say why
 };

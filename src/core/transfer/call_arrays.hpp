@@ -73,7 +73,7 @@ struct CallArrays {
   }
 
   // Gives a call its arrays. `moved`: their block lies that much behind where they were cut.
-  UEC_HD void lend_to(Call* call, intptr_t moved = 0) const {
+  UEC_HD void bind_arrays(Call* call, intptr_t moved = 0) const {
     call->work.tasks = in(work.tasks, moved);
     call->work.pieces = in(work.pieces, moved);
     call->work.destinations = in(work.destinations, moved);

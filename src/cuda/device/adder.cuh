@@ -290,7 +290,7 @@ class DeviceAdder : public DeliveryPolicy {
       : ring_(ring), sources_(sources), num_ranks_(num_ranks) {}
 
   UEC_DEVICE bool vacant() {
-    return taken_ - done_ < kAdditions || when_delivered(taken_ - kAdditions + 1, [](Delivered) {});
+    return taken_ - done_ < kAdditions || try_delivered(taken_ - kAdditions + 1, [](Delivered) {});
   }
 
   template <class Source>
@@ -314,7 +314,7 @@ class DeviceAdder : public DeliveryPolicy {
   // only what it has stored, but all that happened before it, which includes what the adding warps
   // did before they arrived.
   template <class F>
-  UEC_DEVICE bool when_delivered(uint32_t ticket, F&& then) {
+  UEC_DEVICE bool try_delivered(uint32_t ticket, F&& then) {
     if (ticket > done_) {
       if (!is_complete(ring_.empty[(ticket - 1) % kAdditions], (ticket - 1) / kAdditions))
         return false;

@@ -66,18 +66,18 @@ struct alignas(16) RankState {
   int64_t tile_bytes = 0;
   CostModel cost;
   int32_t allow_cross_domain = 0;
-  uint64_t status = 0;         // of Status
-  uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
-  uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
-  uint64_t grad_bytes = 0;     // [grad segments] int64, of one expert in a slot
-  uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
-  uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
-  uint64_t banks = 0;          // [banks] BankTable
-  uint64_t offsets = 0;        // as BankTables has them
-  uint64_t slot_words = 0;     // [banks][S] of ready.cuh
-  uint64_t tables_end = 0;     // of the tables that calls point to, which begin with the bases
-  PrepareArrays spare;         // as if PrepareShared lay there
-  int64_t tiles_at = 0;        // tiles_offset()
+  uint64_t status = 0;           // of Status
+  uint64_t call_limit_ns = 0;    // until every rank of the plan has called; 0: no limit
+  uint64_t wait_limit_ns = 0;    // of each wait from then on; 0: no limit
+  uint64_t grad_bytes = 0;       // [grad segments] int64, of one expert in a slot
+  uint64_t grad_type = 0;        // [grad segments] GradType, in a slot
+  uint64_t counts = 0;           // [E] int32, sums of a load's blocks: zero between launches
+  uint64_t banks = 0;            // [banks] BankTable
+  uint64_t offsets = 0;          // as BankTables has them
+  uint64_t slot_words = 0;       // [banks][S] of ready.cuh
+  uint64_t tables_end = 0;       // of the tables that calls point to, which begin with the bases
+  PrepareArrays scratch_layout;  // as if PrepareShared lay there
+  int64_t tiles_at = 0;          // tiles_offset()
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
@@ -122,9 +122,9 @@ struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
-  int64_t counted = 1;  // 0: a captured call, which the host has no number for
-  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
-  int32_t bank = -1;    // of plans on the device; -1: none
+  int64_t has_call_number = 1;  // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;             // of plans on the device, as in ReplicateArgs
+  int32_t bank = -1;            // of plans on the device; -1: none
   DeviceCall on_device[kMaxLaunchRanks];
 };
 static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");

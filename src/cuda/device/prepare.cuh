@@ -48,7 +48,7 @@ UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCa
   const auto* const offsets =
       BankTables::row(reinterpret_cast<const int64_t*>(known.offsets), c, launch.bank);
   tables.grads = grads_of(known, offsets + c.num_segments);
-  arrays.arrays.lend_to(&made.call);
+  arrays.arrays.bind_arrays(&made.call);
   made.call.grads = {};
   Addresses& addresses = made.call.addresses;
   addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
@@ -79,8 +79,8 @@ UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCa
 
 // By a warp: where arrays lie. Null pointers and zeros stay.
 template <class Arrays>
-UEC_DEVICE void place_spare(const Arrays& spare, PrepareShared& made, Arrays* arrays) {
-  const auto* const from = reinterpret_cast<const uint64_t*>(&spare);
+UEC_DEVICE void place_scratch(const Arrays& layout, PrepareShared& made, Arrays* arrays) {
+  const auto* const from = reinterpret_cast<const uint64_t*>(&layout);
   auto* const to = reinterpret_cast<uint64_t*>(arrays);
   for (uint32_t i = Warp::index(); i < sizeof(Arrays) / sizeof(uint64_t); i += Warp::size())
     to[i] = from[i] == 0 ? 0 : from[i] + reinterpret_cast<uint64_t>(&made);
@@ -190,7 +190,7 @@ UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32
 template <Operation kOperation>
 UEC_DEVICE_NOINLINE void take_plan(const RankState& known, const DeviceCall& device,
                                    const LaunchArgs& launch, PrepareShared& made) {
-  place_spare(known.spare.arrays, made, &made.arrays.arrays);
+  place_scratch(known.scratch_layout.arrays, made, &made.arrays.arrays);
   if (Warp::leader()) {
     gather_arguments(known, device, launch, made);
     fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
@@ -252,7 +252,7 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   }
   if (warp == 0) {
     ScheduleArrays& work = made.arrays.schedule;
-    place_spare(known.spare.schedule, made, &work);
+    place_scratch(known.scratch_layout.schedule, made, &work);
     const PlanShape shape = collect_replicas(
         Warp{}, topology_of(known), reinterpret_cast<const int32_t*>(device.slot_expert),
         slots_of<kOperation, kBanked>(known, device, launch.bank), work.scratch, work.schedule);
@@ -272,7 +272,7 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   if (warp != 0) return missing;
   if constexpr (kBanked) {  // the digest and the schedule are of what was there before
     BankTable& table = bank_of(known, launch.bank);
-    tell_residents(known, made.args.slot_expert, table, launch.bank, launch.counted);
+    publish_residents(known, made.args.slot_expert, table, launch.bank, launch.has_call_number);
     note_residents(Warp{}, topology_of(known), made.args.slot_expert, table);
   }
   if (Warp::leader()) {
@@ -288,12 +288,12 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
-// `spare` is shared memory that is free.
+// `free_memory` is shared memory that nothing uses yet.
 template <class Memory, Operation kOperation, bool kBanked>
 UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
-                           std::byte* spare, std::byte* call_block) {
+                           std::byte* free_memory, std::byte* call_block) {
   RankState& state = *shared.block.state;
-  auto& made = *reinterpret_cast<PrepareShared*>(spare);
+  auto& made = *reinterpret_cast<PrepareShared*>(free_memory);
   const Wait refusal =
       prepare_call<kOperation, kBanked>(shared.known, device, launch, made, shared.prepared);
   if (refusal.seen != 0) {
@@ -329,10 +329,10 @@ UEC_DEVICE bool await_block(const RankState& state, uint64_t epoch) {
 // By all threads. Sets shared.prepared and, if so, the header.
 template <class Memory, Operation kOperation, bool kBanked>
 UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
-                        std::byte* spare, std::byte* call_block) {
+                        std::byte* free_memory, std::byte* call_block) {
   ptx::sync_block();
   if (shared.first)
-    make_block<Memory, kOperation, kBanked>(shared, device, launch, spare, call_block);
+    make_block<Memory, kOperation, kBanked>(shared, device, launch, free_memory, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();

@@ -74,14 +74,14 @@ class PlainAdder : public uec::DeliveryPolicy {
   bool vacant() { return true; }
   uint32_t ticket() { return 0; }
   template <class F>
-  bool when_delivered(uint32_t, F&& then) {
+  bool try_delivered(uint32_t, F&& then) {
     team_.sync();
     then(delivered());
     return true;
   }
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {  // as a Mover, for the announcements
-    return when_delivered(0, then);
+  bool wait_delivered(uint32_t, bool, F&& then) {  // as a Mover, for the announcements
+    return try_delivered(0, then);
   }
   void loads_complete() { team_.sync(); }
 
@@ -114,7 +114,7 @@ struct Rank {
   std::vector<uint64_t> symmetric;
   std::vector<std::vector<uint8_t>> main_grads;  // [segments * M]
   std::vector<WorkerScratch> scratch;            // [workers]
-  std::vector<std::array<uec::HeldGroup, uec::kMaxHeld>> held;
+  std::vector<std::array<uec::UnpublishedGroup, uec::kMaxUnpublished>> held;
 };
 
 class Reduced {
@@ -231,8 +231,8 @@ class Reduced {
     for (int64_t blocked = 0; !running.empty();) {
       const size_t at = draw(random, 0, static_cast<int32_t>(running.size()) - 1);
       const Step step = reducers[running[at]].step();
-      CHECK(step == Step::kProgress || step == Step::kBlocked || step == Step::kFinished);
-      blocked = step == Step::kBlocked ? blocked + 1 : 0;
+      CHECK(step == Step::kProgress || step == Step::kWaitsForPeer || step == Step::kFinished);
+      blocked = step == Step::kWaitsForPeer ? blocked + 1 : 0;
       CHECK(blocked < 100'000);
       if (step == Step::kFinished) running.erase(running.begin() + static_cast<int64_t>(at));
     }

@@ -57,7 +57,7 @@ struct Part {
   WorklistArrays worklist;
   std::vector<int32_t> arrived;
   WorkerScratch scratch;
-  uec::HeldGroup held[uec::kMaxHeld] = {};
+  uec::UnpublishedGroup held[uec::kMaxUnpublished] = {};
   Ring ring;
   Call call;
 };
@@ -211,7 +211,9 @@ class TeamMover : public uec::DeliveryPolicy {
     if (destination != nullptr) std::memcpy(destination, ring_.source[k % Ring::kStages], bytes);
     team_.sync();
   }
-  uint32_t commit(uint32_t) { return team_.broadcast(team_.leader() ? ++ring_.commits : 0); }
+  uint32_t commit_and_wait_source(uint32_t) {
+    return team_.broadcast(team_.leader() ? ++ring_.commits : 0);
+  }
   bool reusable(uint32_t) {
     return told([&] { return draw(ring_.dice, 0, 2) > 0; });
   }
@@ -219,8 +221,8 @@ class TeamMover : public uec::DeliveryPolicy {
     if (team_.leader()) ring_.released.store(k + 1, std::memory_order_release);
   }
   template <class F>
-  bool when_delivered(uint32_t, bool idle, F&& then) {
-    if (!told([&] { return idle || draw(ring_.dice, 0, 2) == 0; })) return false;
+  bool wait_delivered(uint32_t, bool may_block, F&& then) {
+    if (!told([&] { return may_block || draw(ring_.dice, 0, 2) == 0; })) return false;
     then(delivered());
     return true;
   }
@@ -246,7 +248,7 @@ Fields fields_of(const Wait& w) {
 template <class Team, class Side>
 void agree_on(Side& side, Step step) {
   uint64_t answer = uec::mix(static_cast<uint64_t>(step), static_cast<uint64_t>(side.fault()));
-  if (step == Step::kBlocked || step == Step::kFailed)
+  if (step == Step::kWaitsForPeer || step == Step::kFailed)
     for (const int64_t field : fields_of(side.wait())) answer = uec::mix(answer, field);
   agree<Team>(answer);
 }

@@ -100,10 +100,12 @@ class TeamMover : public uec::DeliveryPolicy {
     if (destination != nullptr) pending_.push_back(destination);
     team_.sync();
   }
-  uint32_t commit(uint32_t) { return team_.broadcast(team_.leader() ? ++stores_.commits : 0); }
+  uint32_t commit_and_wait_source(uint32_t) {
+    return team_.broadcast(team_.leader() ? ++stores_.commits : 0);
+  }
   template <class F>
-  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (!team_.broadcast(idle)) return false;
+  bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
+    if (!team_.broadcast(may_block)) return false;
     if (ticket > 0) {
       for (uint8_t* const to : pending_) std::memcpy(to, source_, bytes_);
       pending_.clear();
@@ -155,7 +157,7 @@ int run_rank(World& world, int32_t rank, int32_t num_calls, Shared& shared) {
       agree<Crowd>(static_cast<uint64_t>(step));
       CHECK(step != Step::kFailed);
       if (step == Step::kFinished) break;
-      if (step == Step::kBlocked) Fibers::pause();
+      if (step == Step::kWaitsForPeer) Fibers::pause();
     }
     // Every member may read all of it.
     for (int32_t r = 0; r < world.num_ranks; ++r)
@@ -232,7 +234,7 @@ Answer expect(World& world, int32_t rank, const std::vector<Trouble>& troubles) 
         break;
       case Trouble::kMissing:
         record = record_of(kFirstEpoch - 1);
-        answer.step = Step::kBlocked;
+        answer.step = Step::kWaitsForPeer;
         answer.fault = Fault::kNone;
         break;
       case Trouble::kMismatch:
@@ -249,7 +251,7 @@ Answer expect(World& world, int32_t rank, const std::vector<Trouble>& troubles) 
         break;
       case Trouble::kRowMissing:
         row = kFirstEpoch - 1;
-        answer.step = Step::kBlocked;
+        answer.step = Step::kWaitsForPeer;
         answer.fault = Fault::kNone;
         answer.wait.flag = FlagKind::kGathered;
         answer.wait.seen = row;

@@ -98,7 +98,7 @@ class Group {
       for (int32_t worker = 0; worker < 2; ++worker) {
         const uec::StripeScratch& scratch = prepared.scratch(worker);
         std::memset(scratch.open, 0xFF, case_.num_ranks);
-        std::memset(scratch.groups(), 0xFF, capacity.pieces() * sizeof(uec::OwnGroups));
+        std::memset(scratch.groups(), 0xFF, capacity.pieces() * sizeof(uec::QueuedGroups));
       }
       check_equal(prepared.call.work, work.list, case_.num_ranks);
     }

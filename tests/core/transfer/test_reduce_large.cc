@@ -137,13 +137,13 @@ class NotingAdder : public uec::DeliveryPolicy {
   static bool vacant() { return true; }
   static uint32_t ticket() { return 0; }
   template <class F>
-  bool when_delivered(uint32_t, F&& then) {
+  bool try_delivered(uint32_t, F&& then) {
     then(delivered());
     return true;
   }
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {
-    return when_delivered(0, then);
+  bool wait_delivered(uint32_t, bool, F&& then) {
+    return try_delivered(0, then);
   }
   void loads_complete() {}
 
@@ -196,7 +196,7 @@ void check(Mode mode) {
     memories.emplace_back(large.bases.data(), r);
     adders.emplace_back(large, r);
   }
-  uec::HeldGroup held[3][uec::kMaxHeld];
+  uec::UnpublishedGroup held[3][uec::kMaxUnpublished];
   std::vector<uec::Reducer<Memory, NotingAdder>> reducers;
   for (int32_t r = 0; r < 3; ++r) {
     uec::announce_call(given[r]->call, memories[r], adders[r]);

@@ -51,9 +51,9 @@ struct FakeMover : uec::DeliveryPolicy, uec::LocalRing<4> {
     std::memcpy(to, source[k % kStages], bytes);
   }
   bool reusable(uint32_t) const { return true; }
-  uint32_t commit(uint32_t) { return 0; }
+  uint32_t commit_and_wait_source(uint32_t) { return 0; }
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {
+  bool wait_delivered(uint32_t, bool, F&& then) {
     then(delivered());
     return true;
   }
@@ -132,7 +132,7 @@ Step run(Worker& worker) {
     const Step step = worker.step();
     if (step != Step::kProgress) return step;
   }
-  return Step::kBlocked;
+  return Step::kWaitsForPeer;
 }
 
 // Before a worker looks at the gate of a peer that nothing of its own touches, others send all that
@@ -184,7 +184,7 @@ void check_wait_for_an_own_group() {
   FakeMemory memory{sender.words, sender.published, nullptr};
   Lone second(sender.call, memory, {1, 2});
   sender.words[sender.call.layout.ready(0, 1)] = kEpoch - 7;
-  CHECK(run(second.worker) == Step::kBlocked);
+  CHECK(run(second.worker) == Step::kWaitsForPeer);
   CHECK(second.worker.wait().flag == uec::FlagKind::kReady);
   CHECK_EQ(second.worker.wait().seen, kEpoch - 7);
 }
@@ -193,14 +193,14 @@ void check_wait_for_an_own_group() {
 // so: as a device, whose waits count commits.
 struct LateMover : FakeMover {
   uint32_t commits = 0, read = 0;
-  uint32_t commit(uint32_t) {
+  uint32_t commit_and_wait_source(uint32_t) {
     read = commits;
     return ++commits;
   }
   bool reusable(uint32_t k) const { return k < read || k >= commits; }
   template <class F>
-  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (ticket > read && !idle) return false;
+  bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
+    if (ticket > read && !may_block) return false;
     read = std::max(read, ticket);
     then(delivered());
     return true;
@@ -229,12 +229,12 @@ void check_gate() {
   Lone lone(sender.call, memory);
   auto& worker = lone.worker;
   sender.peer_is_at(kEpoch - 1);
-  CHECK(run(worker) == Step::kBlocked);
+  CHECK(run(worker) == Step::kWaitsForPeer);
   CHECK(worker.wait().flag == uec::FlagKind::kCall);
   sender.peer_is_at(kEpoch);
   sender.words[sender.call.layout.open(1)] =
       CallRecord::make(kEpoch - 1, kDigest, RecordKind::kCall).word;
-  CHECK(run(worker) == Step::kBlocked);
+  CHECK(run(worker) == Step::kWaitsForPeer);
   CHECK(worker.wait().flag == uec::FlagKind::kOpen);
   CHECK_EQ(worker.wait().seen, kEpoch - 1);
   CHECK_EQ(sender.memory[sender.slot_offset], 0);
@@ -250,7 +250,7 @@ void check_sides_see_each_other() {
     Lone lone(sender.call, memory);
     auto& worker = lone.worker;
     sender.peer_is_at(kEpoch + 1);
-    CHECK(worker.store_step() == Step::kIdle);
+    CHECK(worker.store_step() == Step::kNeedsFetch);
     CHECK(worker.fetch_step() == Step::kFailed);
     CHECK(worker.store_step() == Step::kFailed);
   }
