@@ -51,7 +51,7 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   m.group_ps = times[4];
   m.call_ps = times[5];
   m.finish_ps = times[6];
-  m.look_ps = times[7];
+  m.poll_ps = times[7];
   m.fetch_ps = times[8];
   m.store_ps_of_tile = times[9];
   m.publish_ps = times[10];

@@ -77,7 +77,7 @@ int32_t Engine::add_region(const std::vector<uint64_t>& bases, const std::vector
 template <class Fill>
 uint64_t Engine::submit(Fill&& fill, Handle stream, const Interrupted& interrupted) {
   const uint64_t epoch = submitted_.load() + 1;
-  if (is_over()) {
+  if (has_ended()) {
     uint64_t none = 0;
     failed_.compare_exchange_strong(none, epoch);
     return submitted_ += 1;
@@ -113,7 +113,7 @@ uint64_t Engine::capture_in(Handle stream) const {
 }
 
 uint64_t Engine::submit_captured(uint64_t capture, const Request& request, Handle stream) {
-  if (is_over()) throw refusal("the group has failed; close it and create a new one");
+  if (has_ended()) throw refusal("the group has failed; close it and create a new one");
   try {
     return launcher_->submit_captured(config_.rank, capture, request, stream);
   } catch (const CaptureError& error) {
@@ -231,7 +231,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .region = static_cast<int16_t>(args.region)};
   const bool is_other = args.bank >= 0 && args.version != banks_[args.bank].version;
   const bool is_refused = args.table == 0 && num_addresses() > 0 && capture_in(stream) != 0;
-  if (is_other && !is_over() && !is_refused)
+  if (is_other && !has_ended() && !is_refused)
     set_version(args.bank, args.version, stream, interrupted);
   const uint64_t call = submit_from_device(
       request,
@@ -286,7 +286,7 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   BankState& state = banks_[bank];
-  if (is_over()) return std::vector<int32_t>(state.resident.size(), -1);
+  if (has_ended()) return std::vector<int32_t>(state.resident.size(), -1);
   if (state.known) return state.resident;
   if (capture_in(stream) != 0)
     throw refusal(
@@ -341,7 +341,7 @@ bool Engine::follow_calls(const BankState& bank, uint64_t capture, Handle stream
 Address Engine::bank_table(int32_t bank, Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  if (!is_over()) follow_calls(banks_[bank], capture_in(stream), stream, interrupted);
+  if (!has_ended()) follow_calls(banks_[bank], capture_in(stream), stream, interrupted);
   return on_device(own_banks_.tables + bank);
 }
 
@@ -371,7 +371,7 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
 void Engine::invalidate(int32_t bank, Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  if (!is_over()) set_version(bank, banks_[bank].version + 1, stream, interrupted);
+  if (!has_ended()) set_version(bank, banks_[bank].version + 1, stream, interrupted);
 }
 
 // ---- ending -------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ void Engine::reject() {
   // Calls submitted before are still owed. If one fails, the peers have been told.
   if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
   const std::lock_guard lock(submit_mutex_);
-  if (is_over()) return;
+  if (has_ended()) return;
   calls_made_.add_rejected();
   failed_.store(launcher_->end(config_.rank, Fault::kRejected, true));
   // Ranks of a shared launch learn of it where they wait for the launch.
@@ -396,7 +396,7 @@ void Engine::reject() {
 }
 
 void Engine::abort() {
-  if (launcher_->is_inherited() || is_over()) return;
+  if (launcher_->is_inherited() || has_ended()) return;
   // A kernel that waits for a peer sees this, and ends; so does a thread that waits for a launch.
   std::atomic_ref(status().cancelled).store(1, std::memory_order_release);
   launcher_->end(config_.rank, Fault::kCancelled, false);
@@ -433,7 +433,7 @@ int32_t Engine::close() {
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-bool Engine::is_over() const { return closed_.load() || failed_epoch() != 0; }
+bool Engine::has_ended() const { return closed_.load() || failed_epoch() != 0; }
 
 uint64_t Engine::failed_epoch() const {
   const uint64_t on_device = std::atomic_ref(status().failed_call).load(std::memory_order_acquire);

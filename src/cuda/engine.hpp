@@ -164,7 +164,7 @@ class Engine {
   uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool await_launch(uint64_t epoch, const Interrupted& interrupted);
   bool succeeded(uint64_t epoch) const;
-  bool is_over() const;            // takes no more calls
+  bool has_ended() const;          // takes no more calls
   void fail_here();                // the driver refused a call
   int64_t num_addresses() const {  // of main weights
     return int64_t{capacity_.num_segments} * capacity_.num_local_experts;

@@ -49,7 +49,7 @@ struct Request {
   bool background = false;
 
   // Whether one launch can serve both.
-  bool goes_with(const Request& other) const;
+  bool can_launch_with(const Request& other) const;
 };
 
 // Memory is the caller's: zeroed, and kept until the launcher is gone.
@@ -207,13 +207,13 @@ class Launcher {
   bool is_ended(uint64_t call) const {
     return end_.rank >= 0 && (is_captured(call) || call >= end_.from);
   }
-  void end_from(int32_t rank, uint64_t from, const Report& report);
-  void look_for_failures();
+  void end_calls_from(int32_t rank, uint64_t from, const Report& report);
+  void poll_failures();
 
   LauncherConfig config_;
   const DeviceLayout layout_;
   const Shapes shapes_, background_;
-  Handle noticed_ = nullptr;  // event after a notice
+  Handle notice_event_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;
   host::OwnedByProcess<std::condition_variable> launches_;

@@ -286,7 +286,7 @@ bool Stages::is_idle() const {
   const std::lock_guard lock(mutex_);
   if (!is_used_) return true;
   const ContextScope current(driver_, context_);
-  return has_come_to(driver_, used_);
+  return has_completed(driver_, used_);
 }
 
 void Stages::pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }

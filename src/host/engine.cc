@@ -259,8 +259,8 @@ void Engine::stop_threads() {
   {
     const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
     stop_helpers_.store(true);
-    shift_.fetch_add(1);
-    shift_.notify_all();
+    generation_.fetch_add(1);
+    generation_.notify_all();
   }
   for (std::thread& helper : threads_->helpers) helper.join();
 }
@@ -355,10 +355,10 @@ bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots,
 
 int64_t Engine::finished_at(uint64_t epoch) const {
   if (epoch == 0 || completed_.load() < epoch) return 0;
-  const int64_t time = finished_at_[epoch % kKnownEnds].load();
+  const int64_t time = finished_at_[epoch % kKeptFinishTimes].load();
   // A call that ends while we read stores its time before it counts as completed, so check again
   // afterwards.
-  return submitted_.load() < epoch + kKnownEnds ? time : 0;
+  return submitted_.load() < epoch + kKeptFinishTimes ? time : 0;
 }
 
 Report Engine::report() const {

@@ -114,7 +114,7 @@ class Engine {
 
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
   // How many past calls' finish times are kept: a caller that asks at each submission misses none.
-  static constexpr uint64_t kKnownEnds = 2 * kDepth;
+  static constexpr uint64_t kKeptFinishTimes = 2 * kDepth;
 
   template <class Steps>
   bool drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted);
@@ -160,8 +160,9 @@ class Engine {
   // Two, so that a call that runs on the caller's thread does not wake the background thread.
   std::condition_variable &queued_ = threads_->queued, &finished_ = threads_->finished;
   std::atomic<uint64_t> submitted_{0}, completed_{0}, background_until_{0};
-  std::array<std::atomic<int64_t>, kKnownEnds> finished_at_{};  // of a call: before completed_
-  std::atomic<uint64_t> failed_{0};                             // first epoch that failed; 0: none
+  std::array<std::atomic<int64_t>, kKeptFinishTimes>
+      finished_at_{};                // of a call: before completed_
+  std::atomic<uint64_t> failed_{0};  // first epoch that failed; 0: none
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
@@ -171,7 +172,7 @@ class Engine {
 
   // Workers beyond the first help with each call that moves bytes.
   Prepared* shared_ = nullptr;
-  std::atomic<uint32_t> shift_{0}, helpers_busy_{0};
+  std::atomic<uint32_t> generation_{0}, helpers_busy_{0};
   std::atomic<bool> stop_helpers_{false}, worker_failed_{false};
   bool stop_background_ = false;  // under submit_mutex_
   std::mutex fault_mutex_;

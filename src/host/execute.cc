@@ -45,7 +45,7 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
     return;
   }
   const Clock::duration now = Clock::now().time_since_epoch();
-  finished_at_[epoch % kKnownEnds].store(
+  finished_at_[epoch % kKeptFinishTimes].store(
       std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
   {
     const std::lock_guard lock(submit_mutex_);
@@ -87,8 +87,8 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     if (config_.num_workers > 1) {
       shared_ = &prepared;
       helpers_busy_.store(static_cast<uint32_t>(config_.num_workers - 1));
-      shift_.fetch_add(1);
-      shift_.notify_all();
+      generation_.fetch_add(1);
+      generation_.notify_all();
     }
     const bool moved = work(prepared, 0, interrupted);
     for (uint32_t busy; (busy = helpers_busy_.load()) != 0;) helpers_busy_.wait(busy);
@@ -305,8 +305,8 @@ void Engine::background_loop() {
 
 void Engine::helper_loop(int32_t worker) {
   for (uint32_t seen = 0;;) {
-    shift_.wait(seen);
-    seen = shift_.load();
+    generation_.wait(seen);
+    seen = generation_.load();
     if (stop_helpers_.load()) return;
     work(*shared_, worker, {});
     if (helpers_busy_.fetch_sub(1) == 1) helpers_busy_.notify_all();

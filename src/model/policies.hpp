@@ -31,7 +31,7 @@ inline int64_t offset_at(const uint8_t* at) {
 struct Spent {
   bool counts = false;  // what comes before a worker's steps is part of the call's fixed time
   int64_t ps = 0;
-  bool looks = false;  // at flags: all in parallel
+  bool polled = false;  // at flags: all in parallel
 };
 
 class ModelMemory {
@@ -42,8 +42,8 @@ class ModelMemory {
       : world_(world), rank_(rank), spent_(spent) {}
 
   uint64_t observe(int64_t offset) const {
-    if (spent_.counts && !spent_.looks) spent_.ps += world_.machine().look_ps;
-    spent_.looks = true;
+    if (spent_.counts && !spent_.polled) spent_.ps += world_.machine().poll_ps;
+    spent_.polled = true;
     return world_.flag(rank_, offset);
   }
   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
@@ -143,7 +143,7 @@ class ModelMover : public DeliveryPolicy {
 
   void release(uint32_t k) {
     released_ = k + 1;
-    if (!at(k).stage.ends_stream()) let_go();
+    if (!at(k).stage.ends_stream()) release_stage();
   }
 
   // Tickets count the stages in order; delivery may happen in any order.
@@ -189,7 +189,7 @@ class ModelMover : public DeliveryPolicy {
     if ((*held_)++ == 0)
       world_.note({call_.rank, SpanKind::kWait, -1, -1, -1, *idle_since_, world_.now(), 0});
   }
-  void let_go() {
+  void release_stage() {
     if (--*held_ == 0) *idle_since_ = world_.now();
   }
 

@@ -66,7 +66,7 @@ class Simulation {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       Rank& rank = ranks_[r];
       rank.memory = std::make_unique<ModelMemory>(world_, r, spent_);
-      rank.at_work = machine.workers;
+      rank.num_working = machine.workers;
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers); ++w)
       workers_.push_back(std::make_unique<State>(*this, w));
@@ -100,8 +100,8 @@ class Simulation {
   struct Rank {
     std::unique_ptr<ModelMemory> memory;
     std::unique_ptr<Finish<ModelMemory>> finish;
-    int32_t at_work = 0;  // workers
-    int32_t held = 0;     // stages
+    int32_t num_working = 0;  // workers
+    int32_t held = 0;         // stages
     int64_t idle_since = 0;
     bool finished = false;
   };
@@ -161,7 +161,7 @@ class Simulation {
     const auto is_in = [&](int64_t begin, int64_t end) {
       return event.what >= begin && event.what < end;
     };
-    if (ranks_[r].at_work == 0)
+    if (ranks_[r].num_working == 0)
       finish(r);
     else if (is_in(layout.ready_base, layout.pulled_base) ||
              is_in(layout.summed_base, layout.consumed_base))
@@ -195,7 +195,7 @@ class Simulation {
     if (stored == Step::kProgress || fetched == Step::kProgress || ends) wake(w);
     if (stored == Step::kFinished) {
       state.ended = true;
-      if (--ranks_[r].at_work == 0) finish(r);
+      if (--ranks_[r].num_working == 0) finish(r);
     }
   }
 

@@ -62,8 +62,8 @@ ultraep_add_c10d_mutant(rounds_last_chunks_first PROGRAM test_rounds FILE c10d/r
   REPLACE [[return first.progress > second.progress;]])
 
 ultraep_add_c10d_mutant(rounds_idle_ranks_first PROGRAM test_rounds FILE c10d/rounds.hpp
-  FIND [[a->most > b->most;]]
-  REPLACE [[a->most < b->most;]])
+  FIND [[a->max_left > b->max_left;]]
+  REPLACE [[a->max_left < b->max_left;]])
 
 # ---- messages ------------------------------------------------------------------------------------
 

@@ -478,9 +478,9 @@ ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load
 
 ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load
   FILE cuda/device/load_count.cuh
-  FIND [[  meanwhile();
+  FIND [[  overlapped();
   ptx::sync_block();]]
-  REPLACE [[  meanwhile();]])
+  REPLACE [[  overlapped();]])
 
 ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    counts[e] = 0;]]
