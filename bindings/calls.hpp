@@ -61,7 +61,7 @@ struct PlanView {
 struct TransferCall {
   Operation operation;
   PlanView plan;
-  uint64_t mains;        // [segments][M] addresses of main weights or gradients
+  uint64_t main_ptrs;    // [segments][M] addresses of main weights or gradients
   int32_t num_segments;  // transfer: to move; reduction: with gradients
   GivenMode mode;
   bool background;
@@ -72,14 +72,14 @@ struct TransferCall {
   bool zero;            // reduction: clear the slot gradients
   bool on_device;       // a kernel reads the plan
   bool own_home;        // the plan's home map is the group's own tensor
-  uint64_t table;       // addresses in device memory, in place of `mains`; 0: none
+  uint64_t table;       // addresses in device memory, in place of `main_ptrs`; 0: none
   uint64_t in_use;      // reduction on the device: the saved plan's mark to clear; 0: none
   int32_t bank;         // the plan's; -1: none
   uint64_t version;     // transfer to a bank: of the main weights
   uint64_t known;       // transfer to a bank of a plan on the device: slot_expert on the CPU, or 0
 
   uint64_t plan_digest(const Topology& t) const {
-    return digest_quotas(Alone{}, t, at<const int32_t>(plan.slot_quota),
+    return digest_quotas(SingleThread{}, t, at<const int32_t>(plan.slot_quota),
                          at<const int32_t>(plan.home_quota));
   }
 
@@ -87,7 +87,7 @@ struct TransferCall {
     return {.slot_expert = at<const int32_t>(plan.slot_expert),
             .plan_digest = plan_digest(t),
             .tag = tag,
-            .mains = at<const uint64_t>(mains),
+            .main_ptrs = at<const uint64_t>(main_ptrs),
             .segments = at<const int32_t>(segments),
             .num_segments = num_segments,
             .mode = number_of(mode),
@@ -100,7 +100,7 @@ struct TransferCall {
             .slot_quota = at<const int32_t>(plan.slot_quota),
             .plan_digest = plan_digest(t),
             .tag = tag,
-            .mains = at<const uint64_t>(mains),
+            .main_ptrs = at<const uint64_t>(main_ptrs),
             .main_type = at<const GradType>(main_types),
             .mode = number_of(mode),
             .zero = zero,
@@ -117,7 +117,7 @@ inline auto residents_array(const Topology& t, const std::vector<int32_t>& resid
 }
 
 // bool [G][S].
-inline auto moves_array(const Topology& t, const std::vector<uint8_t>& moves) {
+inline auto slots_to_fill_array(const Topology& t, const std::vector<uint8_t>& moves) {
   auto copy = std::make_unique_for_overwrite<bool[]>(moves.size());
   std::copy(moves.begin(), moves.end(), copy.get());
   return to_numpy(std::move(copy),

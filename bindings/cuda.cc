@@ -57,7 +57,7 @@ std::vector<std::string> driver_names() {
 Capacity largest_capacity(const EngineConfig& config) {
   const EngineLayout layout(config);
   Capacity capacity = layout.capacity(config);
-  capacity.num_mains = layout.max_mains;
+  capacity.num_local_experts = layout.max_local_experts;
   return capacity;
 }
 
@@ -84,14 +84,14 @@ std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Han
                                              stream, interrupted, &chosen);
     return {epoch, chosen};
   }
-  const auto* mains = call.table == 0 ? at<const uint64_t>(call.mains) : nullptr;
+  const auto* main_ptrs = call.table == 0 ? at<const uint64_t>(call.main_ptrs) : nullptr;
   if (call.operation == Operation::kReduce) {
     const cuda::DeviceReduceArgs args{.slot_expert = call.plan.slot_expert,
                                       .slot_quota = call.plan.slot_quota,
                                       .home_quota = call.plan.home_quota,
                                       .home = call.own_home ? 0 : call.plan.home,
                                       .tag = call.tag,
-                                      .mains = mains,
+                                      .main_ptrs = main_ptrs,
                                       .table = call.table,
                                       .main_types = bits_of(call),
                                       .mode = number_of(call.mode),
@@ -105,7 +105,7 @@ std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Han
                                        .home_quota = call.plan.home_quota,
                                        .home = call.own_home ? 0 : call.plan.home,
                                        .tag = call.tag,
-                                       .mains = mains,
+                                       .main_ptrs = main_ptrs,
                                        .table = call.table,
                                        .segments = bits_of(call),
                                        .mode = number_of(call.mode),

@@ -36,15 +36,15 @@ auto waits(const Engine& engine) {
 
 // (kind, epoch, abort's epoch or 0, waited for, told by, gone, reached) of each rank, with epochs
 // extended to 64 bits.
-auto last_words(const Engine& engine) {
+auto peer_states(const Engine& engine) {
   const uint64_t now = engine.epoch();
   std::vector<std::tuple<RecordKind, uint64_t, uint64_t, int32_t, int32_t, bool, bool>> list;
-  for (const LastWords& words : engine.last_words()) {
+  for (const PeerState& words : engine.peer_states()) {
     const CallRecord record = words.record;
     const AbortWord abort = words.abort;
     list.emplace_back(record.kind(), record.word == 0 ? 0 : now + record.ahead_of(now),
                       abort.set() ? now + abort.ahead_of(now) : 0, abort.waited_for(),
-                      abort.told_by(), words.gone, words.reached);
+                      abort.aborted_by(), words.gone, words.reached);
   }
   return list;
 }
@@ -64,7 +64,7 @@ void bind_engine(nb::module_& m) {
              std::vector<int64_t> segment_bytes, std::vector<int64_t> grad_bytes,
              std::vector<GradType> grad_type, int64_t tile_bytes,
              const std::array<int64_t, 5>& cost, double call_timeout, double wait_timeout,
-             int32_t banks, int32_t grad_banks, int64_t instance_align) {
+             int32_t num_banks, int32_t num_grad_banks, int64_t instance_align) {
             new (self) EngineConfig{.rank = rank,
                                     .num_experts = num_experts,
                                     .slots_per_rank = slots_per_rank,
@@ -74,8 +74,8 @@ void bind_engine(nb::module_& m) {
                                     .segment_bytes = std::move(segment_bytes),
                                     .grad_bytes = std::move(grad_bytes),
                                     .grad_type = std::move(grad_type),
-                                    .banks = banks,
-                                    .grad_banks = grad_banks,
+                                    .num_banks = num_banks,
+                                    .num_grad_banks = num_grad_banks,
                                     .instance_align = instance_align,
                                     .tile_bytes = tile_bytes,
                                     .call_timeout = call_timeout,
@@ -84,13 +84,13 @@ void bind_engine(nb::module_& m) {
           },
           nb::kw_only(), "rank"_a, "num_experts"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
           "allow_cross_domain"_a, "segment_bytes"_a, "grad_bytes"_a, "grad_type"_a, "tile_bytes"_a,
-          "cost"_a, "call_timeout"_a, "wait_timeout"_a, "banks"_a = 1, "grad_banks"_a = 1,
+          "cost"_a, "call_timeout"_a, "wait_timeout"_a, "num_banks"_a = 1, "num_grad_banks"_a = 1,
           "instance_align"_a = 0)
       .def_prop_ro("num_ranks", [](const EngineConfig& c) { return c.domain.size(); })
       .def_ro("num_experts", &EngineConfig::num_experts)
       .def_ro("slots_per_rank", &EngineConfig::slots_per_rank)
-      .def_ro("banks", &EngineConfig::banks)
-      .def_ro("grad_banks", &EngineConfig::grad_banks)
+      .def_ro("num_banks", &EngineConfig::num_banks)
+      .def_ro("num_grad_banks", &EngineConfig::num_grad_banks)
       .def_rw("tile_bytes", &EngineConfig::tile_bytes)
       .def_rw("num_workers", &EngineConfig::num_workers)
       .def(
@@ -123,9 +123,9 @@ void bind_engine(nb::module_& m) {
       .def_ro("instance_offset", &EngineLayout::instance_offset)
       .def_ro("grad_instance_bytes", &EngineLayout::grad_instance_bytes)
       .def_ro("grad_instance_offset", &EngineLayout::grad_instance_offset)
-      .def_ro("main_idx", &EngineLayout::main_idx)
-      .def_ro("num_mains", &EngineLayout::num_mains)
-      .def_ro("max_mains", &EngineLayout::max_mains);
+      .def_ro("local_idx", &EngineLayout::local_idx)
+      .def_ro("num_local_experts", &EngineLayout::num_local_experts)
+      .def_ro("max_local_experts", &EngineLayout::max_local_experts);
 
   nb::class_<Report>(m, "Report", "How a call failed; see src/engine/health.hpp.")
       .def_ro("fault", &Report::fault)
@@ -152,10 +152,10 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<Operation, PlanView, uint64_t, int32_t, GivenMode, bool, uint64_t, uint64_t,
                     int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t, int32_t, uint64_t,
                     uint64_t>(),
-           "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
-           "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1, "main_types"_a = 0,
-           "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,
-           "in_use"_a = 0, "bank"_a = -1, "version"_a = 0, "known"_a = 0)
+           "operation"_a, "plan"_a, "main_ptrs"_a, "num_segments"_a, "mode"_a.none(),
+           "background"_a, "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1,
+           "main_types"_a = 0, "zero"_a = false, "on_device"_a = false, "own_home"_a = false,
+           "table"_a = 0, "in_use"_a = 0, "bank"_a = -1, "version"_a = 0, "known"_a = 0)
       .def_ro("bank", &TransferCall::bank)
       .def_ro("zero", &TransferCall::zero);
 
@@ -204,7 +204,8 @@ void bind_engine(nb::module_& m) {
       .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
       .def("last_call", &Engine::last_call, "bank"_a, nb::call_guard<Unlocked>())
       .def("invalidate", &Engine::invalidate, "bank"_a, nb::call_guard<Unlocked>())
-      .def("moves", [](const Engine& e) { return moves_array(e.topology(), e.moves()); })
+      .def("slots_to_fill",
+           [](const Engine& e) { return slots_to_fill_array(e.topology(), e.slots_to_fill()); })
       .def("reject",
            [](Engine& e) {
              interruptible([&](auto&& interrupted) {
@@ -239,7 +240,7 @@ void bind_engine(nb::module_& m) {
              return std::make_tuple(d.kind, d.home, d.expert, d.slot, d.segment, d.offset, d.found,
                                     d.expected, d.source_changed);
            })
-      .def("last_words", &last_words);
+      .def("last_words", &peer_states);
 
   m.def(
       "count_experts",

@@ -51,7 +51,7 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   m.group_ps = times[4];
   m.call_ps = times[5];
   m.finish_ps = times[6];
-  m.look_ps = times[7];
+  m.poll_ps = times[7];
   m.fetch_ps = times[8];
   m.store_ps_of_tile = times[9];
   m.publish_ps = times[10];
@@ -73,7 +73,7 @@ void check_transfer(const model::Transfer& transfer, size_t num_slots) {
   if (t.slots_per_rank < 0) reject("slots_per_rank", t.slots_per_rank, "0 or more");
   require_homes(t);
   require_equal("length of slot_expert", num_slots, int64_t{t.num_ranks} * t.slots_per_rank);
-  if (check_plan(Alone{}, t, transfer.slot_expert).fault != PlanFault::kNone)
+  if (check_plan(SingleThread{}, t, transfer.slot_expert).fault != PlanFault::kNone)
     throw nb::value_error("the plan is not legal on this topology");
   if (transfer.tile_bytes < 1 || transfer.tile_bytes > 1 << 30)
     reject("tile_bytes", transfer.tile_bytes, "1 to 2**30");

@@ -85,7 +85,7 @@ Arrays plan_replicas_numpy(const Input<int64_t, 1>& load, const Input<int32_t, 1
 
 void check_residents(const Topology& topology, const Input<int32_t, 2>& residents) {
   require_equal("length of residents", residents.shape(0), topology.num_ranks);
-  const PlanCheck check = check_plan(Alone{}, topology, residents.data());
+  const PlanCheck check = check_plan(SingleThread{}, topology, residents.data());
   if (check.fault != PlanFault::kNone)
     reject("residents[" + std::to_string(check.rank) + ", " + std::to_string(check.slot) + "]",
            check.expert, "-1, or an expert that may be there, once on the rank");

@@ -31,7 +31,7 @@ void check_ranges(const Topology& t, const Ints& slot_expert,
   require_homes(t);
   require_equal("length of slot_expert", slot_expert.size(),
                 int64_t{t.num_ranks} * t.slots_per_rank);
-  if (check_plan(Alone{}, t, slot_expert.data()).fault != PlanFault::kNone)
+  if (check_plan(SingleThread{}, t, slot_expert.data()).fault != PlanFault::kNone)
     throw nb::value_error("the plan is not legal on this topology");
   constexpr int64_t kMaxTile = 1 << 30;
   if (tile_bytes < 1 || tile_bytes > kMaxTile)
@@ -93,7 +93,7 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
 
   PlanShape shape;
   const CostModel model{cost[0], cost[1], cost[2], cost[3], cost[4]};
-  make_schedule(Alone{}, t, tiles, slot_expert.data(), resident ? resident->data() : nullptr,
+  make_schedule(SingleThread{}, t, tiles, slot_expert.data(), resident ? resident->data() : nullptr,
                 number_of(mode), may_pull, model, scratch, &shape, s);
   const int32_t total = s.first[s.num_experts];
   Fields d;
@@ -114,7 +114,7 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
   d["max_exports"] = shape.max_exports;
   d["max_imports"] = shape.max_imports;
   d["chained"] = shape.chained;
-  d["modelled_ps"] = modelled_time(Alone{}, t, tiles, tiles.num_groups(), shape, s, model);
+  d["modelled_ps"] = modelled_time(SingleThread{}, t, tiles, tiles.num_groups(), shape, s, model);
   return d;
 }
 

@@ -52,7 +52,8 @@ bool make_plan(Work& w) {
 
 template <int32_t mode>
 bool make_schedule(Work& w) {
-  uec::make_schedule(uec::Alone{}, w.topology, w.tiles, w.slot_expert, /*resident=*/nullptr, mode,
+  uec::make_schedule(uec::SingleThread{}, w.topology, w.tiles, w.slot_expert, /*resident=*/nullptr,
+                     mode,
                      /*may_pull=*/true, kCost, w.schedule_scratch, &w.shape, w.schedule);
   return true;
 }

@@ -24,16 +24,16 @@ Ledger::Ledger(host::EngineConfig config)
       layout_(config_),
       topology_(config_.topology()),
       tables_(layout_.tables(config_)),
-      banks_(topology_, config_.banks),
+      banks_(topology_, config_.num_banks),
       digest_(config_.initial_digest()),
-      moves_(int64_t{topology_.num_ranks} * topology_.slots_per_rank) {
+      slots_to_fill_(int64_t{topology_.num_ranks} * topology_.slots_per_rank) {
   const Capacity capacity = layout_.capacity(config_);
   const int64_t call_bytes = CallArrays::cut(nullptr, capacity, &arrays_);
   memory_.resize((call_bytes + ScheduleArrays::cut(nullptr, capacity, &work_)) / 8);
   auto* const base = reinterpret_cast<std::byte*>(memory_.data());
   CallArrays::cut(base, capacity, &arrays_);
   ScheduleArrays::cut(base + call_bytes, capacity, &work_);
-  arrays_.lend_to(&call_);
+  arrays_.bind_arrays(&call_);
 }
 
 Prepared Ledger::enter(uint64_t digest) {
@@ -43,10 +43,10 @@ Prepared Ledger::enter(uint64_t digest) {
   prepared.digest = digest_;
   prepared.mode = work_.schedule.mode;
   prepared.is_empty = shape_.num_replicas == 0;
-  std::fill(moves_.begin(), moves_.end(), 0);
+  std::fill(slots_to_fill_.begin(), slots_to_fill_.end(), 0);
   const Schedule& s = work_.schedule;
   for (int32_t i = 0; i < shape_.num_replicas; ++i)
-    moves_[s.replica_rank[i] * topology_.slots_per_rank + s.replica_slot[i]] = 1;
+    slots_to_fill_[s.replica_rank[i] * topology_.slots_per_rank + s.replica_slot[i]] = 1;
   return prepared;
 }
 
@@ -57,11 +57,12 @@ Prepared Ledger::replicate(ReplicateArgs args) {
   banks_.enter(args);
   fill_segments(tables_, args, arrays_, &call_);
   Schedule& s = work_.schedule;
-  shape_ = collect_entries(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
-  choose_hubs(Alone{}, topology_, call_.tiles, shape_, args.mode, false, tables_.cost,
+  shape_ =
+      collect_entries(SingleThread{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
+  choose_hubs(SingleThread{}, topology_, call_.tiles, shape_, args.mode, false, tables_.cost,
               work_.scratch, s);
   const uint64_t digest =
-      with_mode(digest_call(Alone{}, topology_, args, args.plan_digest), args, s.mode);
+      with_mode(digest_call(SingleThread{}, topology_, args, args.plan_digest), args, s.mode);
   banks_.note(args, epoch_ + 1);
   Prepared prepared = enter(digest);
   bool relays = false;
@@ -75,13 +76,14 @@ Prepared Ledger::replicate(ReplicateArgs args) {
 Prepared Ledger::reduce(const ReduceArgs& args) {
   fill_segments(tables_, args, arrays_, &call_);
   Schedule& s = work_.schedule;
-  shape_ = collect_entries(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
+  shape_ =
+      collect_entries(SingleThread{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
   // The model has the summing rank load what is sent to it here; adding costs nothing beside that.
   CostModel cost = tables_.cost;
   cost.load_per_kib = std::exchange(cost.store_per_kib, 0);
-  choose_sums(Alone{}, topology_, call_.tiles, shape_, args.mode, cost, s);
-  Prepared prepared =
-      enter(with_mode(digest_call(Alone{}, topology_, args, args.plan_digest), args, s.mode));
+  choose_sums(SingleThread{}, topology_, call_.tiles, shape_, args.mode, cost, s);
+  Prepared prepared = enter(
+      with_mode(digest_call(SingleThread{}, topology_, args, args.plan_digest), args, s.mode));
   bool relays = false;
   for (int32_t x = 0; x < s.num_experts; ++x) relays |= s.boundaries(x)[1] == 0;
   Rounds rounds = cut_reduction(s, chunk_groups(relays));
@@ -158,7 +160,7 @@ void Ledger::list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) c
     entry = hop.entry;
     const bool sends = hop.from == rank, receives = hop.to == rank;
     const int32_t expert = s.expert[entry];
-    const int32_t main = tables_.main_idx[expert];
+    const int32_t main = tables_.local_idx[expert];
     const auto slot_of = [&](int32_t replica) { return s.replica_slot[s.first[entry] + replica]; };
     each_part(hop, [&](const TileSpan& span, int64_t its_tag) {
       if (!sends && !receives) return;

@@ -58,7 +58,7 @@ class Ledger {
 
   const Topology& topology() const { return topology_; }
   PlanCheck check(const int32_t* slot_expert) const {
-    return check_plan(Alone{}, topology_, slot_expert);
+    return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
   // Each takes the next number, and chains its digest: ranks that differed once differ for ever.
@@ -71,7 +71,7 @@ class Ledger {
   host::Banks& banks() { return banks_; }
   uint64_t epoch() const { return epoch_; }
   // [G][S] the slots that the last call writes to or, of a reduction, reads.
-  const std::vector<uint8_t>& moves() const { return moves_; }
+  const std::vector<uint8_t>& slots_to_fill() const { return slots_to_fill_; }
 
  private:
   int32_t chunk_groups(bool relays) const;
@@ -90,7 +90,7 @@ class Ledger {
   PlanShape shape_;
   uint64_t epoch_ = 0;
   uint64_t digest_;
-  std::vector<uint8_t> moves_;
+  std::vector<uint8_t> slots_to_fill_;
 };
 
 }  // namespace uec::c10d

@@ -121,8 +121,8 @@ class Matcher {
   Matcher(int32_t num_ranks, Rounds& rounds)
       : num_ranks_(num_ranks),
         rounds_(rounds),
-        left_out_(num_ranks),
-        left_in_(num_ranks),
+        unscheduled_out_(num_ranks),
+        unscheduled_in_(num_ranks),
         pairs_of_(num_ranks) {}
 
   void run() {
@@ -142,10 +142,10 @@ class Matcher {
  private:
   struct Pair {
     int32_t from, to;
-    std::vector<int32_t> waiting;  // hops, the preferred first
-    size_t next = 0;               // in `waiting`: of this round
-    int64_t most = 0, least = 0;   // what its ranks have left to do
-    const Hop* hop = nullptr;      // waiting[next]
+    std::vector<int32_t> waiting;        // hops, the preferred first
+    size_t next = 0;                     // in `waiting`: of this round
+    int64_t max_left = 0, min_left = 0;  // what its ranks have left to do
+    const Hop* hop = nullptr;            // waiting[next]
   };
 
   int32_t gain(const Hop& hop) const { return hop.opens < 0 ? 0 : rounds_.gates[hop.opens].behind; }
@@ -161,8 +161,8 @@ class Matcher {
         pairs_of_[hop.from].push_back(at);
       }
       pairs_[at].waiting.push_back(static_cast<int32_t>(i));
-      ++left_out_[hop.from];
-      ++left_in_[hop.to];
+      ++unscheduled_out_[hop.from];
+      ++unscheduled_in_[hop.to];
     }
     for (Pair& pair : pairs_)
       std::stable_sort(pair.waiting.begin(), pair.waiting.end(), [&](int32_t a, int32_t b) {
@@ -178,7 +178,7 @@ class Matcher {
   Hop& hop_at(const Pair& pair, size_t i) { return rounds_.hops[pair.waiting[i]]; }
 
   // Whether what it is made of has arrived, in rounds before the one that is being matched.
-  bool may_go(const Hop& hop) const {
+  bool can_start(const Hop& hop) const {
     return hop.behind < 0 || rounds_.gates[hop.behind].missing == 0;
   }
 
@@ -188,18 +188,18 @@ class Matcher {
     ready_.clear();
     for (Pair& pair : pairs_) {
       pair.next = 0;
-      while (pair.next < pair.waiting.size() && !may_go(hop_at(pair, pair.next))) ++pair.next;
+      while (pair.next < pair.waiting.size() && !can_start(hop_at(pair, pair.next))) ++pair.next;
       pair.hop = pair.next < pair.waiting.size() ? &hop_at(pair, pair.next) : nullptr;
       if (pair.hop == nullptr) continue;
-      const int64_t out = left_out_[pair.from] + gain(*pair.hop);
-      const int64_t in = left_in_[pair.to];
-      pair.most = std::max(out, in);
-      pair.least = std::min<int64_t>(left_out_[pair.from], in);
+      const int64_t out = unscheduled_out_[pair.from] + gain(*pair.hop);
+      const int64_t in = unscheduled_in_[pair.to];
+      pair.max_left = std::max(out, in);
+      pair.min_left = std::min<int64_t>(unscheduled_out_[pair.from], in);
       ready_.push_back(&pair);
     }
     std::sort(ready_.begin(), ready_.end(), [&](const Pair* a, const Pair* b) {
-      if (a->most != b->most) return a->most > b->most;
-      if (a->least != b->least) return a->least > b->least;
+      if (a->max_left != b->max_left) return a->max_left > b->max_left;
+      if (a->min_left != b->min_left) return a->min_left > b->min_left;
       if (a->hop->progress != b->hop->progress) return a->hop->progress < b->hop->progress;
       return a->from != b->from ? a->from < b->from : a->to < b->to;
     });
@@ -229,8 +229,8 @@ class Matcher {
   void take(Pair& pair, int32_t t) {
     Hop& hop = hop_at(pair, pair.next);
     hop.round = t;
-    --left_out_[hop.from];
-    --left_in_[hop.to];
+    --unscheduled_out_[hop.from];
+    --unscheduled_in_[hop.to];
     if (hop.opens >= 0 && --rounds_.gates[hop.opens].missing == 0)
       rounds_.gates[hop.opens].opened = t;
     pair.waiting.erase(pair.waiting.begin() + static_cast<std::ptrdiff_t>(pair.next));
@@ -238,8 +238,8 @@ class Matcher {
 
   int32_t num_ranks_;
   Rounds& rounds_;
-  std::vector<int32_t> left_out_, left_in_;     // [G] hops without a round
-  std::vector<std::vector<int32_t>> pairs_of_;  // [G] of each sender
+  std::vector<int32_t> unscheduled_out_, unscheduled_in_;  // [G] hops without a round
+  std::vector<std::vector<int32_t>> pairs_of_;             // [G] of each sender
   std::vector<Pair> pairs_;
   std::vector<Pair*> ready_, sends_, receives_;
   std::vector<int32_t> seen_;  // [G] the last search that came to a receiver

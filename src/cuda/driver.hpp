@@ -129,7 +129,7 @@ class RelaxedScope {
 };
 
 // Whether the device has reached an event; DriverError: it has failed.
-inline bool has_come_to(const Driver& driver, Handle event) {
+inline bool has_completed(const Driver& driver, Handle event) {
   const RelaxedScope relaxed(driver);
   const Result result = driver.cuEventQuery(event);
   if (result != kNotReady) require(driver, result, "a kernel");

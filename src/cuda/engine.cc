@@ -30,7 +30,7 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
   Tables::cut(begin, capacity_, &own_tables_);
   BankTables::cut(begin + tables, capacity_, &own_banks_);
   arrays_.cut(begin + tables + banks, capacity_);
-  banks_.resize(config_.banks);
+  banks_.resize(config_.num_banks);
   for (BankState& bank : banks_) {
     bank.resident.assign(capacity_.replicas(), -1);
     bank.table.resident = bank.resident.data();
@@ -77,7 +77,7 @@ int32_t Engine::add_region(const std::vector<uint64_t>& bases, const std::vector
 template <class Fill>
 uint64_t Engine::submit(Fill&& fill, Handle stream, const Interrupted& interrupted) {
   const uint64_t epoch = submitted_.load() + 1;
-  if (is_over()) {
+  if (has_ended()) {
     uint64_t none = 0;
     failed_.compare_exchange_strong(none, epoch);
     return submitted_ += 1;
@@ -113,7 +113,7 @@ uint64_t Engine::capture_in(Handle stream) const {
 }
 
 uint64_t Engine::submit_captured(uint64_t capture, const Request& request, Handle stream) {
-  if (is_over()) throw refusal("the group has failed; close it and create a new one");
+  if (has_ended()) throw refusal("the group has failed; close it and create a new one");
   try {
     return launcher_->submit_captured(config_.rank, capture, request, stream);
   } catch (const CaptureError& error) {
@@ -142,9 +142,9 @@ std::pair<int64_t, int64_t> Engine::bad_id() const {
 
 template <class Prepare>
 uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
-                                  const uint64_t* mains, int64_t num_mains, int32_t region,
-                                  bool background, Handle stream, const Interrupted& interrupted,
-                                  Mode* mode) {
+                                  const uint64_t* main_ptrs, int64_t num_local_experts,
+                                  int32_t region, bool background, Handle stream,
+                                  const Interrupted& interrupted, Mode* mode) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   *mode = Mode::kDirect;
@@ -154,9 +154,9 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
         " repeat it; plan from a load on the device");
   const auto fill = [&](uint64_t epoch) {
     Call call;
-    arrays_.arrays.lend_to(&call);
+    arrays_.arrays.bind_arrays(&call);
     const uint64_t digest = prepare(&call);
-    std::transform(mains, mains + num_mains, arrays_.arrays.mains,
+    std::transform(main_ptrs, main_ptrs + num_local_experts, arrays_.arrays.main_ptrs,
                    [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
     *mode = arrays_.schedule.schedule.mode;
     const bool reads_region = operation == Operation::kReplicate && *mode == Mode::kPull;
@@ -177,35 +177,36 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
   const auto prepare = [&](Call* call) {
     note_call({}, submitted_.load() + 1, 0);
     if (args.bank.index >= 0) banks_[args.bank.index].version = args.bank.version;  // no slots
-    return prepare_replicate(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
-                             call);
+    return prepare_replicate(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule,
+                             &shape_, call);
   };
-  return submit_from_host(Operation::kReplicate, args.tag, prepare, args.mains, num_addresses(),
+  return submit_from_host(Operation::kReplicate, args.tag, prepare, args.main_ptrs, num_addresses(),
                           args.region, background, stream, interrupted, mode);
 }
 
 uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
                         const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
-    return prepare_reduce(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_, call);
+    return prepare_reduce(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
+                          call);
   };
-  return submit_from_host(Operation::kReduce, args.tag, prepare, args.mains, num_grad_addresses(),
-                          -1, background, stream, interrupted, mode);
+  return submit_from_host(Operation::kReduce, args.tag, prepare, args.main_ptrs,
+                          num_grad_addresses(), -1, background, stream, interrupted, mode);
 }
 
-uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* mains,
-                                    int64_t num_mains, Handle stream,
+uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* main_ptrs,
+                                    int64_t num_local_experts, Handle stream,
                                     const Interrupted& interrupted) {
   if (const uint64_t capture = capture_in(stream)) {
-    if (request.device.mains == 0 && num_mains > 0) throw refusal(missing);
+    if (request.device.main_ptrs == 0 && num_local_experts > 0) throw refusal(missing);
     return submit_captured(capture, request, stream);
   }
   const auto fill = [&](uint64_t epoch) {
-    if (mains == nullptr) return request;
+    if (main_ptrs == nullptr) return request;
     std::byte* const block = launcher_->block(config_.rank, epoch);
-    std::copy_n(mains, num_mains, reinterpret_cast<uint64_t*>(block + kHeaderBytes));
-    request.device.mains = launcher_->device_block(config_.rank, epoch) + kHeaderBytes;
-    request.mains_bytes = num_mains * static_cast<int64_t>(sizeof(uint64_t));
+    std::copy_n(main_ptrs, num_local_experts, reinterpret_cast<uint64_t*>(block + kHeaderBytes));
+    request.device.main_ptrs = launcher_->device_block(config_.rank, epoch) + kHeaderBytes;
+    request.mains_bytes = num_local_experts * static_cast<int64_t>(sizeof(uint64_t));
     return request;
   };
   return submit(fill, stream, interrupted);
@@ -223,21 +224,20 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
                     .home = args.home,
-                    .mains = args.table,
+                    .main_ptrs = args.table,
                     .region_at = args.region < 0 ? 0 : regions_[args.region].table,
                     .segments = args.segments,
                     .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
   const bool is_other = args.bank >= 0 && args.version != banks_[args.bank].version;
   const bool is_refused = args.table == 0 && num_addresses() > 0 && capture_in(stream) != 0;
-  if (is_other && !is_over() && !is_refused)
+  if (is_other && !has_ended() && !is_refused)
     set_version(args.bank, args.version, stream, interrupted);
   const uint64_t call = submit_from_device(
       request,
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
-      " on the device; bind them with group.bind() before the capture and pass what it returns,"
-      " or pass group.weight_table, as compiled functions have to",
-      args.mains, num_addresses(), stream, interrupted);
+      " on the device; bind them with group.bind() before the capture and pass what it returns",
+      args.main_ptrs, num_addresses(), stream, interrupted);
   note_call(args, call, capture_in(stream));
   return call;
 }
@@ -255,7 +255,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
                     .home = args.home,
-                    .mains = args.table,
+                    .main_ptrs = args.table,
                     .in_use = args.in_use,
                     .segments = args.main_types,
                     .mode = static_cast<int8_t>(args.mode),
@@ -265,7 +265,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
       "the stream is being captured into a CUDA graph, and the addresses of the gradients are not"
       " on the device; bind them with group.bind_grads() before the capture and pass what it"
       " returns",
-      args.mains, num_grad_addresses(), stream, interrupted);
+      args.main_ptrs, num_grad_addresses(), stream, interrupted);
 }
 
 // ---- banks --------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   BankState& state = banks_[bank];
-  if (is_over()) return std::vector<int32_t>(state.resident.size(), -1);
+  if (has_ended()) return std::vector<int32_t>(state.resident.size(), -1);
   if (state.known) return state.resident;
   if (capture_in(stream) != 0)
     throw refusal(
@@ -319,14 +319,14 @@ void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t 
   (capture == 0 ? bank.last_call : bank.last_captured) = call;
   bank.capture = capture != 0 ? capture : bank.capture;
   if (args.bank < 0) {
-    clear_residents(Alone{}, topology_, bank.table.resident);
+    clear_residents(SingleThread{}, topology_, bank.table.resident);
     bank.known = !bank.in_graphs;
     return;
   }
   bank.known = bank.known && args.known != nullptr && capture == 0;
   if (!bank.known) return;
-  expire_residents(Alone{}, topology_, bank.version, args.segments, bank.table);
-  note_residents(Alone{}, topology_, args.known, bank.table);
+  expire_residents(SingleThread{}, topology_, bank.version, args.segments, bank.table);
+  note_residents(SingleThread{}, topology_, args.known, bank.table);
 }
 
 bool Engine::follow_calls(const BankState& bank, uint64_t capture, Handle stream,
@@ -340,7 +340,7 @@ bool Engine::follow_calls(const BankState& bank, uint64_t capture, Handle stream
 Address Engine::bank_table(int32_t bank, Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  if (!is_over()) follow_calls(banks_[bank], capture_in(stream), stream, interrupted);
+  if (!has_ended()) follow_calls(banks_[bank], capture_in(stream), stream, interrupted);
   return on_device(own_banks_.tables + bank);
 }
 
@@ -362,7 +362,7 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
   set(offsetof(BankTable, segments), 0);
   set(offsetof(BankTable, version), version);
   state.version = version;
-  clear_residents(Alone{}, topology_, state.resident.data());
+  clear_residents(SingleThread{}, topology_, state.resident.data());
   state.in_graphs |= capture != 0;
   state.known = !state.in_graphs;
 }
@@ -370,7 +370,7 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
 void Engine::invalidate(int32_t bank, Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  if (!is_over()) set_version(bank, banks_[bank].version + 1, stream, interrupted);
+  if (!has_ended()) set_version(bank, banks_[bank].version + 1, stream, interrupted);
 }
 
 // ---- ending -------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ void Engine::reject() {
   // Calls submitted before are still owed. If one fails, the peers have been told.
   if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
   const std::lock_guard lock(submit_mutex_);
-  if (is_over()) return;
+  if (has_ended()) return;
   calls_made_.add_rejected();
   failed_.store(launcher_->end(config_.rank, Fault::kRejected, true));
   // Ranks of a shared launch learn of it where they wait for the launch.
@@ -395,7 +395,7 @@ void Engine::reject() {
 }
 
 void Engine::abort() {
-  if (launcher_->is_inherited() || is_over()) return;
+  if (launcher_->is_inherited() || has_ended()) return;
   // A kernel that waits for a peer sees this, and ends; so does a thread that waits for a launch.
   std::atomic_ref(status().cancelled).store(1, std::memory_order_release);
   launcher_->end(config_.rank, Fault::kCancelled, false);
@@ -432,7 +432,7 @@ int32_t Engine::close() {
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-bool Engine::is_over() const { return closed_.load() || failed_epoch() != 0; }
+bool Engine::has_ended() const { return closed_.load() || failed_epoch() != 0; }
 
 uint64_t Engine::failed_epoch() const {
   const uint64_t on_device = std::atomic_ref(status().failed_call).load(std::memory_order_acquire);

@@ -28,21 +28,21 @@ struct PeerConfig {
   Address staging = 0;       // symmetric, staging_bytes(), if any rank is far
 };
 
-// A call whose plan is on the device. Exactly one of `mains` and `table` is set.
+// A call whose plan is on the device. Exactly one of `main_ptrs` and `table` is set.
 struct DeviceReplicateArgs {
-  Address slot_expert = 0;          // [G][S], int32
-  Address slot_quota = 0;           // [G][S], or 0
-  Address home_quota = 0;           // [E], or 0
-  Address home = 0;                 // [E], compared with the group's; 0: known to be equal
-  uint64_t tag = 0;                 // as in ReplicateArgs
-  const uint64_t* mains = nullptr;  // [segments][M] addresses, copied now
-  Address table = 0;                // the same in device memory, read when the kernel runs
-  uint32_t segments = 0;            // bits
-  int32_t mode = -1;                // a Mode, or -1: by cost
-  int32_t region = -1;              // pull: which region the main weights lie in
-  int32_t bank = -1;                // whose slots are filled; -1: none, and so all slots
-  uint64_t version = 0;             // of the main weights, for a bank
-  const int32_t* known = nullptr;   // for a bank: slot_expert, if the host knows it too
+  Address slot_expert = 0;              // [G][S], int32
+  Address slot_quota = 0;               // [G][S], or 0
+  Address home_quota = 0;               // [E], or 0
+  Address home = 0;                     // [E], compared with the group's; 0: known to be equal
+  uint64_t tag = 0;                     // as in ReplicateArgs
+  const uint64_t* main_ptrs = nullptr;  // [segments][M] addresses, copied now
+  Address table = 0;                    // the same in device memory, read when the kernel runs
+  uint32_t segments = 0;                // bits
+  int32_t mode = -1;                    // a Mode, or -1: by cost
+  int32_t region = -1;                  // pull: which region the main weights lie in
+  int32_t bank = -1;                    // whose slots are filled; -1: none, and so all slots
+  uint64_t version = 0;                 // of the main weights, for a bank
+  const int32_t* known = nullptr;       // for a bank: slot_expert, if the host knows it too
 };
 
 // The same for a reduction.
@@ -52,7 +52,8 @@ struct DeviceReduceArgs {
   Address home_quota = 0;
   Address home = 0;
   uint64_t tag = 0;
-  const uint64_t* mains = nullptr;  // [grad segments][M] addresses of main gradients, copied now
+  const uint64_t* main_ptrs =
+      nullptr;  // [grad segments][M] addresses of main gradients, copied now
   Address table = 0;
   uint32_t main_types = 0;  // bit i: the GradType of main gradients of segment i
   int32_t mode = -1;        // kPull, kDirect, or -1: by cost
@@ -79,7 +80,7 @@ class Engine {
                      Address table);
 
   PlanCheck check(const int32_t* slot_expert) const {
-    return check_plan(Alone{}, topology_, slot_expert);
+    return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
   // Returns the call's epoch. Blocks only while kDepth calls are in flight.
@@ -145,15 +146,16 @@ class Engine {
   template <class Fill>
   uint64_t submit(Fill&& fill, Handle stream, const Interrupted& interrupted);
   // For a plan on the host: `prepare(call)` fills the call, and returns what it adds to the digest;
-  // `mains` are `num_mains` addresses.
+  // `main_ptrs` are `num_local_experts` addresses.
   template <class Prepare>
   uint64_t submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
-                            const uint64_t* mains, int64_t num_mains, int32_t region,
+                            const uint64_t* main_ptrs, int64_t num_local_experts, int32_t region,
                             bool background, Handle stream, const Interrupted& interrupted,
                             Mode* mode);
-  // For one on the device; the addresses are in `mains` if the request has no table of them.
-  uint64_t submit_from_device(Request request, const char* missing, const uint64_t* mains,
-                              int64_t num_mains, Handle stream, const Interrupted& interrupted);
+  // For one on the device; the addresses are in `main_ptrs` if the request has no table of them.
+  uint64_t submit_from_device(Request request, const char* missing, const uint64_t* main_ptrs,
+                              int64_t num_local_experts, Handle stream,
+                              const Interrupted& interrupted);
   uint64_t submit_captured(uint64_t capture, const Request& request, Handle stream);
   // Under submit_mutex_: from here on in `stream`, the bank is empty and of this version.
   void set_version(int32_t bank, uint64_t version, Handle stream, const Interrupted& interrupted);
@@ -162,13 +164,13 @@ class Engine {
   uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool await_launch(uint64_t epoch, const Interrupted& interrupted);
   bool succeeded(uint64_t epoch) const;
-  bool is_over() const;            // takes no more calls
+  bool has_ended() const;          // takes no more calls
   void fail_here();                // the driver refused a call
   int64_t num_addresses() const {  // of main weights
-    return int64_t{capacity_.num_segments} * capacity_.num_mains;
+    return int64_t{capacity_.num_segments} * capacity_.num_local_experts;
   }
   int64_t num_grad_addresses() const {  // of main gradients
-    return int64_t{capacity_.num_grad_segments} * capacity_.num_mains;
+    return int64_t{capacity_.num_grad_segments} * capacity_.num_local_experts;
   }
   Status& status() const { return launcher_->status(config_.rank); }
   void write_state();

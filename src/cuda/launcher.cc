@@ -48,7 +48,7 @@ bool poll(Done&& done, const Interrupted& interrupted) {
 }  // namespace
 
 // Addresses differ from rank to rank; what decides the plan must not.
-bool Request::goes_with(const Request& other) const {
+bool Request::can_launch_with(const Request& other) const {
   return operation == other.operation && tag == other.tag && bank == other.bank &&
          (load.load != 0) == (other.load.load != 0) && (plan != 0) == (other.plan != 0) &&
          (plan == 0 || plan_args.objective == other.plan_args.objective);
@@ -107,7 +107,7 @@ Launcher::Launcher(const LauncherConfig& config)
       shapes_(shapes(config, config.num_sms)),
       background_(shapes(config, config.background_sms)) {
   const ContextScope current = scope();
-  noticed_ = make_event();
+  notice_event_ = make_event();
   line_ = make_line();
   captured_ = make_line();
   for (int32_t r = 0; r < config_.num_ranks; ++r) status(config_.first_rank + r) = Status{};
@@ -117,7 +117,7 @@ Launcher::~Launcher() {
   if (is_inherited()) return;
   try {
     const ContextScope current = scope();
-    config_.driver.cuEventDestroy(noticed_);
+    config_.driver.cuEventDestroy(notice_event_);
     destroy(line_);
     destroy(captured_);
   } catch (const DriverError&) {  // the context is gone, and all that was in it
@@ -290,7 +290,7 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   args.states = c.device;
   args.calls = device_block(c.first_rank, call);
   args.call_bytes = layout_.call_block;
-  args.counted = !is_captured(call);
+  args.has_call_number = !is_captured(call);
   const Request& first = e.requests.front();
   args.tag = first.tag;
   args.bank = first.bank;
@@ -309,7 +309,7 @@ void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
   LoadPlanArgs args;
   args.load.states = c.device;
-  args.load.counted = !is_captured(call);
+  args.load.has_call_number = !is_captured(call);
   int64_t most_ids = 0;
   for (int32_t i = 0; i < c.num_ranks; ++i) {
     const Request& request = e.requests[i];
@@ -337,13 +337,13 @@ void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
 // Whether all ranks of a launch have made the same kind of call; if not, nothing is launched.
 bool Launcher::agree(const Entry& e, uint64_t call) {
   const auto other = std::find_if(e.requests.begin(), e.requests.end(), [&](const Request& r) {
-    return !r.goes_with(e.requests.front());
+    return !r.can_launch_with(e.requests.front());
   });
   if (other == e.requests.end()) return true;
   Report report;
   report.fault = Fault::kMismatch;
   report.wait.peer = config_.first_rank + static_cast<int32_t>(other - e.requests.begin());
-  end_from(config_.first_rank, is_captured(call) ? line_.launched + 1 : call, report);
+  end_calls_from(config_.first_rank, is_captured(call) ? line_.launched + 1 : call, report);
   return false;
 }
 
@@ -362,7 +362,8 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   for (int32_t i = 0; i < config_.num_ranks; ++i) {
     if (e.requests[i].mains_bytes == 0) continue;
     const int32_t rank = config_.first_rank + i;
-    const auto offset = static_cast<int64_t>(e.requests[i].device.mains - device_block(rank, call));
+    const auto offset =
+        static_cast<int64_t>(e.requests[i].device.main_ptrs - device_block(rank, call));
     copy(rank, offset, e.requests[i].mains_bytes);
   }
 }
@@ -392,10 +393,10 @@ void Launcher::notify(int32_t rank, Notice notice) {
             driver.cuLaunchKernel(config_.notice, 1, 1, 1, kWarpThreads, 1, 1, 0, config_.stream,
                                   arguments, nullptr),
             "cuLaunchKernel");
-    require(driver, driver.cuEventRecord(noticed_, config_.stream), "cuEventRecord");
-    line_.last = noticed_;
+    require(driver, driver.cuEventRecord(notice_event_, config_.stream), "cuEventRecord");
+    line_.last = notice_event_;
   }
-  poll([&] { return has_come_to(driver, noticed_); }, {});
+  poll([&] { return has_completed(driver, notice_event_); }, {});
 }
 
 // ---- waiting ------------------------------------------------------------------------------------
@@ -413,7 +414,7 @@ bool Launcher::await_launch(int32_t rank, uint64_t call, const Interrupted& inte
   while (line.launched < number(call)) {
     if (is_ended(call)) return false;
     launches_->wait_for(lock, milliseconds(2));
-    look_for_failures();
+    poll_failures();
     const double seconds = seconds_since(start);
     if (line.launched < number(call) && !is_ended(call) && config_.call_timeout > 0 &&
         seconds > config_.call_timeout) {
@@ -423,7 +424,7 @@ bool Launcher::await_launch(int32_t rank, uint64_t call, const Interrupted& inte
       report.root = config_.first_rank + static_cast<int32_t>(slowest - line.submitted.begin());
       report.wait = {FlagKind::kCall, report.root, -1, -1, *slowest, number(call)};
       report.seconds = seconds;
-      end_from(rank, line_.launched + 1, report);
+      end_calls_from(rank, line_.launched + 1, report);
     }
     if (Steady::now() - looked < milliseconds(20)) continue;
     looked = Steady::now();
@@ -441,7 +442,7 @@ bool Launcher::done(uint64_t call) {
   const Entry& e = line_.entry(call);
   if (e.call != call) return true;  // its storage has been used again
   const ContextScope current = scope();
-  if (!has_come_to(config_.driver, e.done)) return false;
+  if (!has_completed(config_.driver, e.done)) return false;
   completed_ = call;  // launches follow each other
   return true;
 }
@@ -454,7 +455,7 @@ bool Launcher::await_stream(Handle stream, const Interrupted& interrupted) {
   const ContextScope current = scope();
   const Handle event = make_event();
   require(config_.driver, config_.driver.cuEventRecord(event, stream), "cuEventRecord");
-  const bool came = poll([&] { return has_come_to(config_.driver, event); }, interrupted);
+  const bool came = poll([&] { return has_completed(config_.driver, event); }, interrupted);
   config_.driver.cuEventDestroy(event);
   return came;
 }
@@ -504,11 +505,11 @@ uint64_t Launcher::end(int32_t rank, Fault fault, bool owing) {
   report.fault = fault;
   report.wait.peer = report.root = rank;
   const uint64_t from = (owing ? std::max(submitted, line_.launched) : line_.launched) + 1;
-  end_from(rank, from, report);
+  end_calls_from(rank, from, report);
   return from;
 }
 
-void Launcher::end_from(int32_t rank, uint64_t from, const Report& report) {
+void Launcher::end_calls_from(int32_t rank, uint64_t from, const Report& report) {
   if (end_.rank >= 0 && end_.from <= from) return;
   end_ = {rank, from, report};
   end_.report.epoch = from;
@@ -516,11 +517,11 @@ void Launcher::end_from(int32_t rank, uint64_t from, const Report& report) {
 }
 
 // A rank whose call failed on the device submits no more.
-void Launcher::look_for_failures() {
+void Launcher::poll_failures() {
   for (int32_t r = config_.first_rank; r < config_.first_rank + config_.num_ranks; ++r) {
     Status& said = status(r);
     if (std::atomic_ref(said.failed_call).load(std::memory_order_acquire) != 0)
-      end_from(r, line_.launched + 1, said.report);
+      end_calls_from(r, line_.launched + 1, said.report);
   }
 }
 

@@ -49,7 +49,7 @@ struct Request {
   bool background = false;
 
   // Whether one launch can serve both.
-  bool goes_with(const Request& other) const;
+  bool can_launch_with(const Request& other) const;
 };
 
 // Memory is the caller's: zeroed, and kept until the launcher is gone.
@@ -74,7 +74,7 @@ struct LauncherConfig {
   int32_t background_sms = 1;  // the same in a background call
   int64_t tile_bytes = 0;
   int64_t max_shared_bytes = 0;  // of a block, of this device
-  Capacity capacity;             // with the most mains of any rank
+  Capacity capacity;             // with the most local experts of any rank
   Address device = 0;            // device_bytes()
   uint8_t* pinned = nullptr;     // pinned_bytes(): page-locked, at the same address on the device
   double call_timeout = 0;       // seconds that a rank waits for the others to submit; 0: no limit
@@ -207,13 +207,13 @@ class Launcher {
   bool is_ended(uint64_t call) const {
     return end_.rank >= 0 && (is_captured(call) || call >= end_.from);
   }
-  void end_from(int32_t rank, uint64_t from, const Report& report);
-  void look_for_failures();
+  void end_calls_from(int32_t rank, uint64_t from, const Report& report);
+  void poll_failures();
 
   LauncherConfig config_;
   const DeviceLayout layout_;
   const Shapes shapes_, background_;
-  Handle noticed_ = nullptr;  // event after a notice
+  Handle notice_event_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;
   host::OwnedByProcess<std::condition_variable> launches_;

@@ -40,29 +40,29 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
   state.grad_type = put(config.grad_type, tables.grad_type);
   state.home = put(config.home, tables.home);
   state.domain = put(config.domain, tables.domain);
-  state.main_idx = put(layout.main_idx, tables.main_idx);
+  state.local_idx = put(layout.local_idx, tables.local_idx);
   std::fill_n(tables.counts, config.num_experts, 0);
   state.counts = reinterpret_cast<uint64_t>(tables.counts) + moved;
   const int64_t slots = state.capacity.replicas();
-  std::fill_n(banks.resident, config.banks * slots, -1);
-  for (int32_t i = 0; i < config.banks; ++i) {
+  std::fill_n(banks.resident, config.num_banks * slots, -1);
+  for (int32_t i = 0; i < config.num_banks; ++i) {
     const uint64_t at = reinterpret_cast<uint64_t>(banks.resident + i * slots) + moved;
     banks.tables[i] = {.resident = reinterpret_cast<int32_t*>(at)};
   }
   state.banks = reinterpret_cast<uint64_t>(banks.tables) + moved;
   int64_t* offset = banks.offsets;
-  for (int32_t i = 0; i < config.banks; ++i) {
+  for (int32_t i = 0; i < config.num_banks; ++i) {
     offset = std::copy_n(layout.slots_of(i), config.segment_bytes.size(), offset);
     offset = std::copy_n(layout.gradients(config, i).offset, config.grad_bytes.size(), offset);
   }
   state.offsets = reinterpret_cast<uint64_t>(banks.offsets) + moved;
-  std::fill_n(banks.ready, int64_t{config.banks} * config.slots_per_rank, 0);
+  std::fill_n(banks.ready, int64_t{config.num_banks} * config.slots_per_rank, 0);
   state.slot_words = reinterpret_cast<uint64_t>(banks.ready) + moved;
   state.tile_bytes = config.tile_bytes;
   state.cost = config.cost;
   state.allow_cross_domain = config.allow_cross_domain;
   state.tiles_at = tiles_offset(state.capacity);
-  state.spare.cut(reinterpret_cast<std::byte*>(kPrepareBytes), state.capacity);
+  state.scratch_layout.cut(reinterpret_cast<std::byte*>(kPrepareBytes), state.capacity);
   state.call_limit_ns = nanoseconds(config.call_timeout);
   state.wait_limit_ns = nanoseconds(config.wait_timeout);
   state.digest = config.initial_digest();
@@ -77,15 +77,15 @@ inline void pack_call(Call& call, const Capacity& capacity, const Tables& tables
   call.addresses = {.bases = reinterpret_cast<uint8_t* const*>(tables.bases),
                     .segment_bytes = tables.segment_bytes,
                     .slot_offset = banks.offsets,
-                    .mains = call.addresses.mains,
-                    .num_mains = capacity.num_mains,
+                    .main_ptrs = call.addresses.main_ptrs,
+                    .num_local_experts = capacity.num_local_experts,
                     .far = has_far ? tables.far : nullptr};
   if (call.grads.num_segments > 0)
     call.grads = {call.grads.num_segments, tables.grad_bytes, tables.grad_type,
                   banks.offsets + capacity.num_segments};
   take_region(call.addresses, region, capacity.num_ranks);
-  pack_arrays(Alone{}, call, capacity, tables.pes, block);
-  pack_header(Alone{}, call, capacity, tables.pes, digest, block);
+  pack_arrays(SingleThread{}, call, capacity, tables.pes, block);
+  pack_header(SingleThread{}, call, capacity, tables.pes, digest, block);
 }
 
 }  // namespace uec::cuda

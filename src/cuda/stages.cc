@@ -13,14 +13,14 @@ constexpr int32_t kThreadsOfAWarp = 32;  // that config.hpp counts with
 
 // The plan kernel's constants, one after another.
 struct Constants {
-  int64_t home, domain, mains_begin, mains, count;
+  int64_t home, domain, local_begin, local_experts, count;
 
   explicit Constants(const StageShape& s)
       : home(0),
         domain(home + s.num_experts()),
-        mains_begin(domain + s.num_ranks()),
-        mains(mains_begin + s.num_ranks() + 1),
-        count(mains + s.num_experts()) {}
+        local_begin(domain + s.num_ranks()),
+        local_experts(local_begin + s.num_ranks() + 1),
+        count(local_experts + s.num_experts()) {}
 };
 
 }  // namespace
@@ -35,9 +35,9 @@ StageShape::StageShape(int32_t rank, int32_t slots_per_rank, std::vector<int32_t
       domain(std::move(domain)),
       allow_cross_domain(allow_cross_domain),
       warp_size(warp_size),
-      mains_begin(num_ranks() + 1),
-      mains(num_experts()) {
-  max_mains = group_mains(topology(), mains_begin.data(), mains.data());
+      local_begin(num_ranks() + 1),
+      local_experts(num_experts()) {
+  max_local_experts = group_local_experts(topology(), local_begin.data(), local_experts.data());
 }
 
 Topology StageShape::topology() const {
@@ -57,7 +57,7 @@ RerouteShape StageShape::reroute(int32_t max_runs) const {
   s.num_ranks = num_ranks();
   s.num_experts = num_experts();
   s.slots_per_rank = slots_per_rank;
-  s.per_rank = max_mains + slots_per_rank;
+  s.per_rank = max_local_experts + slots_per_rank;
   s.max_runs = max_runs;
   return s;
 }
@@ -108,7 +108,8 @@ Stages::Stages(const Driver& driver, Handle context, StageShape shape, const Sta
       constants_(constants),
       faults_(faults) {
   std::vector<int32_t> image;
-  for (const auto* part : {&shape_.home, &shape_.domain, &shape_.mains_begin, &shape_.mains})
+  for (const auto* part :
+       {&shape_.home, &shape_.domain, &shape_.local_begin, &shape_.local_experts})
     image.insert(image.end(), part->begin(), part->end());
   const ContextScope current(driver_, context_);
   copy_to_device(driver_, constants_, image.data(), image.size() * sizeof(int32_t));
@@ -138,8 +139,9 @@ void Stages::lend_state(Address state, int32_t max_runs) {
   const RerouteShape shape = shape_.reroute(max_runs);
   std::vector<int32_t> main_id(shape.num_experts), slot_id(shape.num_ranks);
   for (int32_t r = 0; r < shape.num_ranks; ++r) {
-    const int32_t begin = shape_.mains_begin[r], end = shape_.mains_begin[r + 1];
-    for (int32_t i = begin; i < end; ++i) main_id[shape_.mains[i]] = r * shape.per_rank + i - begin;
+    const int32_t begin = shape_.local_begin[r], end = shape_.local_begin[r + 1];
+    for (int32_t i = begin; i < end; ++i)
+      main_id[shape_.local_experts[i]] = r * shape.per_rank + i - begin;
     slot_id[r] = r * shape.per_rank + end - begin;
   }
   RerouteArrays arrays;  // where they will be on the device
@@ -163,14 +165,14 @@ PlanArgs Stages::plan_args(const Objective& objective) const {
   PlanArgs args;
   args.home = constants_ + at.home * sizeof(int32_t);
   args.domain = constants_ + at.domain * sizeof(int32_t);
-  args.mains_begin = constants_ + at.mains_begin * sizeof(int32_t);
-  args.mains = constants_ + at.mains * sizeof(int32_t);
+  args.local_begin = constants_ + at.local_begin * sizeof(int32_t);
+  args.local_experts = constants_ + at.local_experts * sizeof(int32_t);
   args.fault = reinterpret_cast<uint64_t>(&faults_->plan);
   args.objective = objective;
   args.num_ranks = shape_.num_ranks();
   args.num_experts = shape_.num_experts();
   args.slots_per_rank = shape_.slots_per_rank;
-  args.max_mains = shape_.max_mains;
+  args.max_local_experts = shape_.max_local_experts;
   args.allow_cross_domain = shape_.allow_cross_domain;
   return args;
 }
@@ -284,7 +286,7 @@ bool Stages::is_idle() const {
   const std::lock_guard lock(mutex_);
   if (!is_used_) return true;
   const ContextScope current(driver_, context_);
-  return has_come_to(driver_, used_);
+  return has_completed(driver_, used_);
 }
 
 void Stages::pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }

@@ -31,10 +31,10 @@ class StageShape {
   std::vector<int32_t> home;    // [E]
   std::vector<int32_t> domain;  // [G]
   bool allow_cross_domain;
-  int32_t warp_size;                 // of the device
-  std::vector<int32_t> mains_begin;  // [G + 1] as group_mains() leaves it
-  std::vector<int32_t> mains;        // [E] likewise
-  int32_t max_mains = 0;             // the largest number of mains on a rank
+  int32_t warp_size;                   // of the device
+  std::vector<int32_t> local_begin;    // [G + 1] as group_local_experts() leaves it
+  std::vector<int32_t> local_experts;  // [E] likewise
+  int32_t max_local_experts = 0;       // the largest number of local experts on a rank
 
   int32_t num_ranks() const { return static_cast<int32_t>(domain.size()); }
   int32_t num_experts() const { return static_cast<int32_t>(home.size()); }
@@ -49,7 +49,7 @@ class StageShape {
   int32_t runs_of_ids(int64_t num_ids) const;
   int32_t runs_of_map(int64_t num_tokens) const;
   int64_t state_bytes(int32_t max_runs) const;
-  // home [E], domain [G], mains_begin [G + 1], mains [E]: what the plan kernel is given.
+  // home [E], domain [G], local_begin [G + 1], local_experts [E]: what the plan kernel is given.
   int64_t constants_bytes() const;
 
   RerouteGrid grid_of_ids(int64_t num_ids) const;

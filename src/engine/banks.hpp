@@ -27,24 +27,24 @@ class Banks {
     // Bank 0 also has the slots of calls without a bank, which leave it empty.
     State& bank = states_[std::max(args.bank.index, 0)];
     if (args.bank.index >= 0) {
-      const uint64_t segments = digest_ints(Alone{}, 1, args.segments, args.num_segments);
-      expire_residents(Alone{}, topology_, args.bank.version, segments, bank.table);
+      const uint64_t segments = digest_ints(SingleThread{}, 1, args.segments, args.num_segments);
+      expire_residents(SingleThread{}, topology_, args.bank.version, segments, bank.table);
       args.bank.resident = bank.table.resident;
     } else if (bank.last_call != 0) {
-      clear_residents(Alone{}, topology_, bank.table.resident);
+      clear_residents(SingleThread{}, topology_, bank.table.resident);
     }
   }
   // Once it has been prepared, as call `epoch`.
   void note(const ReplicateArgs& args, uint64_t epoch) {
     if (args.bank.index < 0) return;
-    note_residents(Alone{}, topology_, args.slot_expert, states_[args.bank.index].table);
+    note_residents(SingleThread{}, topology_, args.slot_expert, states_[args.bank.index].table);
     states_[args.bank.index].last_call = epoch;
   }
 
   // The main weights have changed: the bank's next call is of the next version.
   void invalidate(int32_t bank) {
     ++states_[bank].table.version;
-    clear_residents(Alone{}, topology_, states_[bank].table.resident);
+    clear_residents(SingleThread{}, topology_, states_[bank].table.resident);
   }
 
   const std::vector<int32_t>& residents(int32_t bank) const { return states_[bank].resident; }

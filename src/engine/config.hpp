@@ -23,9 +23,9 @@ struct EngineConfig {
   std::vector<int64_t> segment_bytes;  // of one expert
   std::vector<int64_t> grad_bytes;  // [grad segments] of one expert in a slot; none: no gradients
   std::vector<GradType> grad_type;  // [grad segments] in a slot
-  int32_t banks = 1;                // sets of slots
-  int32_t grad_banks = 1;           // sets of slot gradients; bank b has set b modulo their number
-  int64_t instance_align = 0;       // of slots with room for mains before them; 0: there is none
+  int32_t num_banks = 1;            // sets of slots
+  int32_t num_grad_banks = 1;       // sets of slot gradients; bank b has set b modulo their number
+  int64_t instance_align = 0;  // of slots with room for local experts before them; 0: there is none
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
@@ -80,14 +80,14 @@ struct EngineLayout {
   std::vector<int64_t> grad_offset;    // [grad_banks][grad segments] likewise, of slot gradients
   std::vector<int64_t> region_offset;  // [segments] in a region of main weights
   int64_t region_bytes = 0;
-  // Of memory that is laid out like a bank of the symmetric one, if that has room for mains: where
-  // the slots of each segment lie, and its bytes.
+  // Of memory that is laid out like a bank of the symmetric one, if that has room for local
+  // experts: where the slots of each segment lie, and its bytes.
   int64_t instance_align = 0;
   std::vector<int64_t> instance_offset, grad_instance_offset;
   int64_t instance_bytes = 0, grad_instance_bytes = 0;
-  std::vector<int32_t> main_idx;   // [E] index among the home's mains
-  std::vector<int32_t> num_mains;  // [G]
-  int32_t max_mains = 0;
+  std::vector<int32_t> local_idx;          // [E] index among the home's local experts
+  std::vector<int32_t> num_local_experts;  // [G]
+  int32_t max_local_experts = 0;
   CheckLayout check;
 };
 

@@ -14,49 +14,49 @@ namespace {
 
 // Inlined into functions that are each compiled for one kind of processor, with its vectors.
 // Gradients may lie at any address, so elements are copied out.
-#define UEC_INTO_EACH [[gnu::always_inline]] inline
-#define UEC_INLINED __attribute__((always_inline))  // of a lambda
+#define UEC_ALWAYS_INLINE [[gnu::always_inline]] inline
+#define UEC_LAMBDA_INLINE __attribute__((always_inline))  // of a lambda
 
 template <class Bits>
-UEC_INTO_EACH Bits bits_at(const uint8_t* from, int64_t i) {
+UEC_ALWAYS_INLINE Bits bits_at(const uint8_t* from, int64_t i) {
   Bits bits;
   std::memcpy(&bits, from + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
   return bits;
 }
 
-UEC_INTO_EACH float element(const uint8_t* from, int64_t i, GradType type) {
+UEC_ALWAYS_INLINE float element(const uint8_t* from, int64_t i, GradType type) {
   return type == GradType::kFloat32 ? bits_at<float>(from, i)
                                     : from_bfloat16(bits_at<uint16_t>(from, i));
 }
 
 // Adds element i of each source after the first, in order.
 template <GradType kType, int32_t kSources>
-UEC_INTO_EACH float and_the_others(float value, const uint8_t* const* from, int64_t i) {
+UEC_ALWAYS_INLINE float add_rest(float value, const uint8_t* const* from, int64_t i) {
 #pragma GCC unroll 8
   for (int32_t s = 1; s < kSources; ++s) value += element(from[s], i, kType);
   return value;
 }
 
 template <GradType kType, int32_t kSources, bool kMore>
-UEC_INTO_EACH void sum(float* to, const uint8_t* const* sources, int64_t elements) {
+UEC_ALWAYS_INLINE void sum(float* to, const uint8_t* const* sources, int64_t elements) {
   const uint8_t* from[kSources];
   for (int32_t s = 0; s < kSources; ++s) from[s] = sources[s];
   // Reads and writes equal i only: `to` may be one of them.
 #pragma GCC ivdep
   for (int64_t i = 0; i < elements; ++i) {
     const float first = element(from[0], i, kType);
-    to[i] = and_the_others<kType, kSources>(kMore ? to[i] + first : first, from, i);
+    to[i] = add_rest<kType, kSources>(kMore ? to[i] + first : first, from, i);
   }
 }
 
 template <GradType kMain, GradType kType, int32_t kSources>
-UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t elements) {
+UEC_ALWAYS_INLINE void add(uint8_t* main, const uint8_t* const* sources, int64_t elements) {
   const uint8_t* from[kSources];
   for (int32_t s = 0; s < kSources; ++s) from[s] = sources[s];
 #pragma GCC ivdep
   for (int64_t i = 0; i < elements; ++i) {
     const float first = element(from[0], i, kType);
-    const float sum = and_the_others<kType, kSources>(first, from, i);
+    const float sum = add_rest<kType, kSources>(first, from, i);
     const float value = element(main, i, kMain) + sum;
     if constexpr (kMain == GradType::kFloat32) {
       std::memcpy(main + 4 * i, &value, 4);
@@ -70,7 +70,7 @@ UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t ele
 // Turns what is known when a pass begins into constants of its loop: calls of.operator()<type>(),
 // and of.operator()<n>() for n of 1 to kMost.
 template <class Of>
-UEC_INTO_EACH void with_type(GradType type, const Of& of) {
+UEC_ALWAYS_INLINE void with_type(GradType type, const Of& of) {
   if (type == GradType::kFloat32)
     of.template operator()<GradType::kFloat32>();
   else
@@ -78,27 +78,27 @@ UEC_INTO_EACH void with_type(GradType type, const Of& of) {
 }
 
 template <int32_t kMost, class Of>
-UEC_INTO_EACH void with_count(int32_t n, const Of& of) {
+UEC_ALWAYS_INLINE void with_count(int32_t n, const Of& of) {
   if constexpr (kMost > 1)
     if (n < kMost) return with_count<kMost - 1>(n, of);
   of.template operator()<kMost>();
 }
 
-UEC_INTO_EACH void sum_any(float* to, bool more, int32_t n, const uint8_t* const* sources,
-                           int64_t elements, GradType type) {
-  with_type(type, [&]<GradType kType>() UEC_INLINED {
-    with_count<kMaxSources>(n, [&]<int32_t kSources>() UEC_INLINED {
+UEC_ALWAYS_INLINE void sum_any(float* to, bool more, int32_t n, const uint8_t* const* sources,
+                               int64_t elements, GradType type) {
+  with_type(type, [&]<GradType kType>() UEC_LAMBDA_INLINE {
+    with_count<kMaxSources>(n, [&]<int32_t kSources>() UEC_LAMBDA_INLINE {
       more ? sum<kType, kSources, true>(to, sources, elements)
            : sum<kType, kSources, false>(to, sources, elements);
     });
   });
 }
 
-UEC_INTO_EACH void add_any(uint8_t* main, GradType main_type, int32_t n,
-                           const uint8_t* const* sources, int64_t elements, GradType type) {
-  with_type(main_type, [&]<GradType kMain>() UEC_INLINED {
-    with_type(type, [&]<GradType kType>() UEC_INLINED {
-      with_count<kMaxAdded>(n, [&]<int32_t kSources>() UEC_INLINED {
+UEC_ALWAYS_INLINE void add_any(uint8_t* main, GradType main_type, int32_t n,
+                               const uint8_t* const* sources, int64_t elements, GradType type) {
+  with_type(main_type, [&]<GradType kMain>() UEC_LAMBDA_INLINE {
+    with_type(type, [&]<GradType kType>() UEC_LAMBDA_INLINE {
+      with_count<kMaxAdded>(n, [&]<int32_t kSources>() UEC_LAMBDA_INLINE {
         add<kMain, kType, kSources>(main, sources, elements);
       });
     });

@@ -56,7 +56,7 @@ class HostAdder : public DeliveryPolicy {
   static uint32_t ticket() { return 0; }
 
   template <class F>
-  bool when_delivered(uint32_t, F&& then) {
+  bool try_delivered(uint32_t, F&& then) {
     store_fence();
     then(delivered());
     return true;

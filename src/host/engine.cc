@@ -15,7 +15,7 @@ Engine::Engine(EngineConfig config)
       tables_(layout_.tables(config_)),
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
-      banks_(topology_, config_.banks),
+      banks_(topology_, config_.num_banks),
       digest_(config_.initial_digest()) {
   if (!config_.check_bases.empty()) slot_check_ = std::make_unique<SlotCheck>(config_, layout_);
   const Capacity capacity = layout_.capacity(config_);
@@ -27,7 +27,7 @@ Engine::Engine(EngineConfig config)
     call.layout = layout_.symmetric;
     call.addresses.bases = config_.bases.data();
     call.addresses.segment_bytes = config_.segment_bytes.data();
-    call.addresses.num_mains = capacity.num_mains;
+    call.addresses.num_local_experts = capacity.num_local_experts;
   }
   try {
     threads_->background = std::thread([this] { background_loop(); });
@@ -78,7 +78,7 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   // Chained, so that two ranks that differed once cannot agree again.
   digest_ = mix(digest_, digest);
   prepared.call.epoch = {epoch, CallRecord::make(epoch, digest_, RecordKind::kCall)};
-  prepared.call.reset_counters(Alone{});
+  prepared.call.reset_counters(SingleThread{});
   submitted_.store(epoch);
   calls_made_.add(prepared.operation);
   if (background) {
@@ -105,17 +105,17 @@ uint64_t Engine::last_call(int32_t bank) const {
   return banks_.last_call(bank);
 }
 
-std::vector<uint8_t> Engine::moves() const {
+std::vector<uint8_t> Engine::slots_to_fill() const {
   const std::lock_guard lock(submit_mutex_);
   const int32_t slots = topology_.slots_per_rank;
-  std::vector<uint8_t> moves(int64_t{topology_.num_ranks} * slots);
+  std::vector<uint8_t> to_fill(int64_t{topology_.num_ranks} * slots);
   const Prepared& last = *calls_[submitted_.load() % kDepth];
   if (last.call.epoch.number != submitted_.load() || last.operation == Operation::kGather)
-    return moves;
+    return to_fill;
   const Schedule& s = last.schedule.schedule;
   for (int32_t i = 0; i < s.first[s.num_experts]; ++i)
-    moves[s.replica_rank[i] * slots + s.replica_slot[i]] = 1;
-  return moves;
+    to_fill[s.replica_rank[i] * slots + s.replica_slot[i]] = 1;
+  return to_fill;
 }
 
 void Engine::invalidate(int32_t bank) {
@@ -134,12 +134,12 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
   ReplicateArgs args = given;
   banks_.enter(args);
   call.addresses.slot_offset = layout_.slots_of(args.bank.index);
-  const uint64_t digest = prepare_replicate(Alone{}, tables_, args, prepared.arrays,
+  const uint64_t digest = prepare_replicate(SingleThread{}, tables_, args, prepared.arrays,
                                             prepared.schedule, &prepared.shape, &call);
   const int64_t addresses =
-      static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_mains;
+      static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_local_experts;
   for (int64_t i = 0; i < addresses; ++i)
-    prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+    prepared.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(args.main_ptrs[i]);
   if (slot_check_ != nullptr) {
     const int64_t slots = int64_t{topology_.num_ranks} * topology_.slots_per_rank;
     prepared.slot_expert.assign(args.slot_expert, args.slot_expert + slots);
@@ -166,13 +166,13 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode,
   Prepared* const storage = begin_call(Operation::kReduce, interrupted, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
-  const uint64_t digest = prepare_reduce(Alone{}, tables_, args, prepared.arrays, prepared.schedule,
-                                         &prepared.shape, &prepared.call);
+  const uint64_t digest = prepare_reduce(SingleThread{}, tables_, args, prepared.arrays,
+                                         prepared.schedule, &prepared.shape, &prepared.call);
   prepared.call.grads = layout_.gradients(config_, args.bank);
   const int64_t addresses =
-      static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_mains[config_.rank];
+      static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_local_experts[config_.rank];
   for (int64_t i = 0; i < addresses; ++i)
-    prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+    prepared.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(args.main_ptrs[i]);
   *mode = prepared.schedule.schedule.mode;
   return enter_call(prepared, digest, background, lock);
 }
@@ -259,8 +259,8 @@ void Engine::stop_threads() {
   {
     const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
     stop_helpers_.store(true);
-    shift_.fetch_add(1);
-    shift_.notify_all();
+    generation_.fetch_add(1);
+    generation_.notify_all();
   }
   for (std::thread& helper : threads_->helpers) helper.join();
 }
@@ -355,10 +355,10 @@ bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots,
 
 int64_t Engine::finished_at(uint64_t epoch) const {
   if (epoch == 0 || completed_.load() < epoch) return 0;
-  const int64_t time = finished_at_[epoch % kKnownEnds].load();
+  const int64_t time = finished_at_[epoch % kKeptFinishTimes].load();
   // A call that ends while we read stores its time before it counts as completed, so check again
   // afterwards.
-  return submitted_.load() < epoch + kKnownEnds ? time : 0;
+  return submitted_.load() < epoch + kKeptFinishTimes ? time : 0;
 }
 
 Report Engine::report() const {
@@ -371,12 +371,12 @@ Damage Engine::damage() const {
   return damage_;
 }
 
-std::vector<LastWords> Engine::last_words() const {
+std::vector<PeerState> Engine::peer_states() const {
   {
     const std::lock_guard lock(submit_mutex_);
-    if (!words_of_failure_.empty()) return words_of_failure_;
+    if (!states_at_failure_.empty()) return states_at_failure_;
   }
-  return hear_peers();
+  return read_peer_states();
 }
 
 }  // namespace uec::host

@@ -44,7 +44,7 @@ class Engine {
   int32_t add_region(Region region);
 
   PlanCheck check(const int32_t* slot_expert) const {
-    return check_plan(Alone{}, topology_, slot_expert);
+    return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
   // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread
@@ -66,7 +66,7 @@ class Engine {
   // The last call that was submitted for a bank; 0: none.
   uint64_t last_call(int32_t bank) const;
   // [G][S] the slots that the last call writes to or, of a reduction, reads.
-  std::vector<uint8_t> moves() const;
+  std::vector<uint8_t> slots_to_fill() const;
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
   void reject(const std::function<bool()>& interrupted = {});
@@ -101,7 +101,7 @@ class Engine {
   CallCounts calls() const { return calls_made_.read(); }
   Waits waits() const { return waits_.read(); }
   // [G] what each rank last published: at the time of the failure, or now if there was none.
-  std::vector<LastWords> last_words() const;
+  std::vector<PeerState> peer_states() const;
   // What is wrong, for a call that failed with kDamaged.
   Damage damage() const;
 
@@ -114,7 +114,7 @@ class Engine {
 
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
   // How many past calls' finish times are kept: a caller that asks at each submission misses none.
-  static constexpr uint64_t kKnownEnds = 2 * kDepth;
+  static constexpr uint64_t kKeptFinishTimes = 2 * kDepth;
 
   template <class Steps>
   bool drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted);
@@ -134,7 +134,7 @@ class Engine {
   void report_fault(const Call& call, Report report);
   void settle_failure();
   void poll_peers();
-  std::vector<LastWords> hear_peers() const;
+  std::vector<PeerState> read_peer_states() const;
   void background_loop();
   void helper_loop(int32_t worker);
 
@@ -160,18 +160,19 @@ class Engine {
   // Two, so that a call that runs on the caller's thread does not wake the background thread.
   std::condition_variable &queued_ = threads_->queued, &finished_ = threads_->finished;
   std::atomic<uint64_t> submitted_{0}, completed_{0}, background_until_{0};
-  std::array<std::atomic<int64_t>, kKnownEnds> finished_at_{};  // of a call: before completed_
-  std::atomic<uint64_t> failed_{0};                             // first epoch that failed; 0: none
+  std::array<std::atomic<int64_t>, kKeptFinishTimes>
+      finished_at_{};                // of a call: before completed_
+  std::atomic<uint64_t> failed_{0};  // first epoch that failed; 0: none
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
-  Damage damage_;                            // under submit_mutex_
-  std::vector<LastWords> words_of_failure_;  // under submit_mutex_
+  Damage damage_;                             // under submit_mutex_
+  std::vector<PeerState> states_at_failure_;  // under submit_mutex_
   std::atomic<int64_t> bytes_stored_{0};
 
   // Workers beyond the first help with each call that moves bytes.
   Prepared* shared_ = nullptr;
-  std::atomic<uint32_t> shift_{0}, helpers_busy_{0};
+  std::atomic<uint32_t> generation_{0}, helpers_busy_{0};
   std::atomic<bool> stop_helpers_{false}, worker_failed_{false};
   bool stop_background_ = false;  // under submit_mutex_
   std::mutex fault_mutex_;

@@ -28,7 +28,7 @@ CheckedCall checked_call(const Prepared& prepared) {
           prepared.slot_expert.data(),
           prepared.resident.empty() ? nullptr : prepared.resident.data(),
           prepared.call.addresses.slot_offset,
-          prepared.arrays.mains,
+          prepared.arrays.main_ptrs,
           &prepared.selected};
 }
 
@@ -45,7 +45,7 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
     return;
   }
   const Clock::duration now = Clock::now().time_since_epoch();
-  finished_at_[epoch % kKnownEnds].store(
+  finished_at_[epoch % kKeptFinishTimes].store(
       std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
   {
     const std::lock_guard lock(submit_mutex_);
@@ -87,8 +87,8 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     if (config_.num_workers > 1) {
       shared_ = &prepared;
       helpers_busy_.store(static_cast<uint32_t>(config_.num_workers - 1));
-      shift_.fetch_add(1);
-      shift_.notify_all();
+      generation_.fetch_add(1);
+      generation_.notify_all();
     }
     const bool moved = work(prepared, 0, interrupted);
     for (uint32_t busy; (busy = helpers_busy_.load()) != 0;) helpers_busy_.wait(busy);
@@ -152,7 +152,7 @@ bool Engine::move(Prepared& prepared, int32_t worker_idx,
 
 bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<bool()>& interrupted) {
   HostAdder adder;
-  HeldGroup held[kMaxHeld];
+  UnpublishedGroup held[kMaxUnpublished];
   Reducer<HostMemory, HostAdder> reducer(prepared.call, memory_, adder,
                                          prepared.scratch(worker_idx), held,
                                          {worker_idx, config_.num_workers});
@@ -174,13 +174,13 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
   Report report;
   for (;;) {
     const Step step = steps.step();
-    if (waiting && step != Step::kBlocked) meter.count(Clock::now(), report.wait);
+    if (waiting && step != Step::kWaitsForPeer) meter.count(Clock::now(), report.wait);
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
       report = report_step(memory_, prepared.call, steps.fault(), steps.wait());
       break;
     }
-    if (step != Step::kBlocked) {
+    if (step != Step::kWaitsForPeer) {
       if (worker_failed_.load(std::memory_order_relaxed)) return false;
       backoff.reset();
       waiting = false;
@@ -237,10 +237,10 @@ void Engine::poll_peers() {
 }
 
 // Only this rank's own memory is read, which stays when its peers end.
-std::vector<LastWords> Engine::hear_peers() const {
-  std::vector<LastWords> words;
+std::vector<PeerState> Engine::read_peer_states() const {
+  std::vector<PeerState> words;
   for (int32_t r = 0; r < topology_.num_ranks; ++r) {
-    words.push_back(uec::last_words(memory_, layout_.symmetric, r));
+    words.push_back(uec::peer_state(memory_, layout_.symmetric, r));
     words.back().reached = config_.bases[r] != nullptr;
   }
   words[config_.rank].record.word = own_record_.load();
@@ -271,9 +271,9 @@ void Engine::report_fault(const Call& call, Report report) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   name_root(memory_, call, &report);
-  std::vector<LastWords> words = hear_peers();
+  std::vector<PeerState> words = read_peer_states();
   const std::lock_guard lock(submit_mutex_);
-  words_of_failure_ = std::move(words);
+  states_at_failure_ = std::move(words);
   report_ = report;
 }
 
@@ -305,8 +305,8 @@ void Engine::background_loop() {
 
 void Engine::helper_loop(int32_t worker) {
   for (uint32_t seen = 0;;) {
-    shift_.wait(seen);
-    seen = shift_.load();
+    generation_.wait(seen);
+    seen = generation_.load();
     if (stop_helpers_.load()) return;
     work(*shared_, worker, {});
     if (helpers_busy_.fetch_sub(1) == 1) helpers_busy_.notify_all();

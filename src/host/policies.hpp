@@ -18,7 +18,7 @@ static_assert(std::atomic_ref<uint64_t>::is_always_lock_free,
 
 class HostMemory {
  public:
-  using Team = Alone;
+  using Team = SingleThread;
 
   // `gone` [G] is set by the thread that notices that a peer's process ended.
   HostMemory(uint8_t* const* bases, int32_t rank, int64_t doorbell, const std::atomic<bool>* gone)
@@ -72,12 +72,12 @@ class HostMover : public DeliveryPolicy, public LocalRing<4> {
     bytes_stored_ += bytes;
   }
   bool reusable(uint32_t) const { return true; }
-  uint32_t commit(uint32_t) { return ++commits_; }
+  uint32_t commit_and_wait_source(uint32_t) { return ++commits_; }
 
   // Non-temporal stores are not ordered by the publish's release store, so the copying thread
   // fences them first.
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {
+  bool wait_delivered(uint32_t, bool, F&& then) {
     store_fence();
     then(delivered());
     return true;

@@ -18,7 +18,7 @@ class Prepared {
     auto* const base = reinterpret_cast<std::byte*>(memory_.data());
     CallArrays::cut(base, c, &arrays);
     ScheduleArrays::cut(base + call_bytes, c, &schedule);
-    arrays.lend_to(&call);
+    arrays.bind_arrays(&call);
     StripeScratch none;
     const int64_t words = StripeScratch::cut(nullptr, c.num_ranks, c.striped(), &none) / 8;
     scratch_.resize(words * num_workers);

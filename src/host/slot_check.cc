@@ -46,13 +46,13 @@ SlotCheck::SlotCheck(const EngineConfig& config, const EngineLayout& layout)
 
 // ---- places ------------------------------------------------------------------------------------
 
-uint8_t* SlotCheck::copy(int32_t rank, size_t segment, int32_t main_idx) const {
+uint8_t* SlotCheck::copy(int32_t rank, size_t segment, int32_t local_idx) const {
   return config_.check_bases[rank] + layout_.check.copies + layout_.region_offset[segment] +
-         main_idx * config_.segment_bytes[segment];
+         local_idx * config_.segment_bytes[segment];
 }
 
-uint64_t* SlotCheck::sums(int32_t rank, size_t segment, int32_t main_idx) const {
-  const int64_t at = main_idx * layout_.check.blocks + layout_.check.first_block[segment];
+uint64_t* SlotCheck::sums(int32_t rank, size_t segment, int32_t local_idx) const {
+  const int64_t at = local_idx * layout_.check.blocks + layout_.check.first_block[segment];
   return reinterpret_cast<uint64_t*>(config_.check_bases[rank] + layout_.check.sums) + at;
 }
 
@@ -61,9 +61,10 @@ uint8_t* SlotCheck::slot(const CheckedCall& call, size_t segment, int32_t slot) 
          slot * config_.segment_bytes[segment];
 }
 
-std::atomic_ref<uint64_t> SlotCheck::checked(int32_t rank, int32_t main_idx, int32_t reader) const {
+std::atomic_ref<uint64_t> SlotCheck::checked(int32_t rank, int32_t local_idx,
+                                             int32_t reader) const {
   auto* const flags = reinterpret_cast<uint64_t*>(config_.check_bases[rank]);
-  return std::atomic_ref(flags[main_idx * layout_.symmetric.num_ranks + reader]);
+  return std::atomic_ref(flags[local_idx * layout_.symmetric.num_ranks + reader]);
 }
 
 std::atomic_ref<uint64_t> SlotCheck::verdict(int32_t rank, int32_t home) const {
@@ -91,13 +92,13 @@ void SlotCheck::remember(const CheckedCall& call) {
   std::vector<uint8_t> copied(config_.num_experts, 0);
   each_replica(call, [&](int32_t e, int32_t, int32_t) {
     if (config_.home[e] != me || copied[e]++) return;
-    const int32_t main_idx = layout_.main_idx[e];
+    const int32_t local_idx = layout_.local_idx[e];
     for (int32_t i = 0; i < num_segments(); ++i) {
       if (!(*call.selected)[i]) continue;
       const int64_t bytes = config_.segment_bytes[i];
-      uint8_t* const to = copy(me, i, main_idx);
-      std::memcpy(to, call.mains[i * layout_.num_mains[me] + main_idx], bytes);
-      uint64_t* sum = sums(me, i, main_idx);
+      uint8_t* const to = copy(me, i, local_idx);
+      std::memcpy(to, call.main_ptrs[i * layout_.num_local_experts[me] + local_idx], bytes);
+      uint64_t* sum = sums(me, i, local_idx);
       for (int64_t at = 0; at < bytes; at += kCheckBlock)
         *sum++ = sum_block(to + at, std::min(kCheckBlock, bytes - at));
     }
@@ -116,10 +117,10 @@ void SlotCheck::remember(const CheckedCall& call) {
 // ---- after -------------------------------------------------------------------------------------
 
 Damage SlotCheck::compare(const uint8_t* bytes, int32_t rank, size_t segment,
-                          int32_t main_idx) const {
+                          int32_t local_idx) const {
   Damage damage;
-  const uint64_t* sum = sums(rank, segment, main_idx);
-  const uint8_t* const from = copy(rank, segment, main_idx);
+  const uint64_t* sum = sums(rank, segment, local_idx);
+  const uint8_t* const from = copy(rank, segment, local_idx);
   const int64_t size = config_.segment_bytes[segment];
   for (int64_t at = 0; at < size; at += kCheckBlock) {
     const int64_t count = std::min(kCheckBlock, size - at);
@@ -139,10 +140,11 @@ Damage SlotCheck::find_changed_main(const CheckedCall& call) const {
   std::vector<uint8_t> seen(config_.num_experts, 0);
   each_replica(call, [&](int32_t e, int32_t, int32_t) {
     if (damage.kind != Damage::kNone || config_.home[e] != me || seen[e]++) return;
-    const int32_t main_idx = layout_.main_idx[e];
+    const int32_t local_idx = layout_.local_idx[e];
     for (int32_t i = 0; i < num_segments() && damage.kind == Damage::kNone; ++i) {
       if (!(*call.selected)[i]) continue;
-      damage = compare(call.mains[i * layout_.num_mains[me] + main_idx], me, i, main_idx);
+      damage =
+          compare(call.main_ptrs[i * layout_.num_local_experts[me] + local_idx], me, i, local_idx);
       if (damage.kind == Damage::kNone) continue;
       damage.kind = Damage::kSource;
       damage.expert = e;
@@ -159,7 +161,7 @@ Damage SlotCheck::find_damaged_slot(const CheckedCall& call) const {
     for (int32_t i = 0; i < num_segments(); ++i) {
       Damage damage;
       if (e >= 0 && (*call.selected)[i]) {
-        damage = compare(slot(call, i, s), config_.home[e], i, layout_.main_idx[e]);
+        damage = compare(slot(call, i, s), config_.home[e], i, layout_.local_idx[e]);
         if (damage.kind != Damage::kNone && call.keeps(at)) damage.kind = Damage::kResident;
       } else {
         const int64_t bytes = config_.segment_bytes[i];
@@ -199,7 +201,7 @@ void SlotCheck::publish_checked(const CheckedCall& call) const {
     if (rank != config_.rank) return;
     const int32_t home = config_.home[e];
     // Release: this rank's reads of the copy stay before the stores that overwrite it.
-    checked(home, layout_.main_idx[e], rank).store(call.epoch, std::memory_order_release);
+    checked(home, layout_.local_idx[e], rank).store(call.epoch, std::memory_order_release);
     ring(home);
   });
 }
@@ -219,12 +221,12 @@ Step AwaitCopies::step() {
   for (; next_ < homes_.size(); ++next_) {
     const auto [home, expert] = homes_[next_];
     const int64_t at = call_.layout.call(home);
-    const Verdict verdict = judge_call(memory_, at, home, call_.epoch, &fault_);
-    if (verdict == Verdict::kArrived) continue;
+    const FlagState state = check_call(memory_, at, home, call_.epoch, &fault_);
+    if (state == FlagState::kArrived) continue;
     wait_ = {FlagKind::kCall,   home, expert, -1, CallRecord{memory_.observe(at)}.epoch_low(),
              call_.epoch.number};
-    if (verdict == Verdict::kFault) return Step::kFailed;
-    return next_ == first ? Step::kBlocked : Step::kProgress;
+    if (state == FlagState::kFault) return Step::kFailed;
+    return next_ == first ? Step::kWaitsForPeer : Step::kProgress;
   }
   return Step::kFinished;
 }
@@ -234,14 +236,14 @@ AwaitChecks::AwaitChecks(const SlotCheck& check, const CheckedCall& checked, con
     : check_(check), call_(call), memory_(memory) {
   check.each_replica(checked, [&](int32_t e, int32_t rank, int32_t) {
     if (check.config_.home[e] == check.config_.rank)
-      owed_.push_back({rank, e, check.layout_.main_idx[e]});
+      owed_.push_back({rank, e, check.layout_.local_idx[e]});
   });
 }
 
 uint64_t AwaitChecks::Memory::observe(int64_t offset) const {
   if (offset >= 0) return memory.observe(offset);
   const Owed& owed = of.owed_[-offset - 1];
-  return of.check_.checked(of.check_.config_.rank, owed.main_idx, owed.reader)
+  return of.check_.checked(of.check_.config_.rank, owed.local_idx, owed.reader)
       .load(std::memory_order_acquire);
 }
 
@@ -250,13 +252,13 @@ Step AwaitChecks::step() {
   for (Memory memory{*this, memory_}; next_ < owed_.size(); ++next_) {
     const Owed& owed = owed_[next_];
     uint64_t seen = 0;
-    const Verdict verdict =
-        judge_flag(memory, -static_cast<int64_t>(next_) - 1, call_.layout.call(owed.reader),
+    const FlagState state =
+        check_flag(memory, -static_cast<int64_t>(next_) - 1, call_.layout.call(owed.reader),
                    owed.reader, call_.epoch, &fault_, &seen);
-    if (verdict == Verdict::kArrived) continue;
+    if (state == FlagState::kArrived) continue;
     wait_ = {FlagKind::kChecked, owed.reader, owed.expert, -1, seen, call_.epoch.number};
-    if (verdict == Verdict::kFault) return Step::kFailed;
-    return next_ == first ? Step::kBlocked : Step::kProgress;
+    if (state == FlagState::kFault) return Step::kFailed;
+    return next_ == first ? Step::kWaitsForPeer : Step::kProgress;
   }
   return Step::kFinished;
 }

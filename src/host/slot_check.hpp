@@ -43,7 +43,7 @@ struct CheckedCall {
   const int32_t* slot_expert = nullptr;            // [G][S]
   const int32_t* resident = nullptr;               // [G][S] what slots held before; null: nothing
   const int64_t* slot_offset = nullptr;            // [segments] of the bank's slots
-  const uint8_t* const* mains = nullptr;           // [segments][M]
+  const uint8_t* const* main_ptrs = nullptr;       // [segments][M]
   const std::vector<uint8_t>* selected = nullptr;  // [segments] whether it is transferred
 
   bool keeps(int32_t at) const { return resident != nullptr && resident[at] == slot_expert[at]; }
@@ -72,10 +72,10 @@ class SlotCheck {
   friend class AwaitChecks;
   friend class AwaitCopies;
 
-  uint8_t* copy(int32_t rank, size_t segment, int32_t main_idx) const;
-  uint64_t* sums(int32_t rank, size_t segment, int32_t main_idx) const;
+  uint8_t* copy(int32_t rank, size_t segment, int32_t local_idx) const;
+  uint64_t* sums(int32_t rank, size_t segment, int32_t local_idx) const;
   uint8_t* slot(const CheckedCall& call, size_t segment, int32_t slot) const;
-  std::atomic_ref<uint64_t> checked(int32_t rank, int32_t main_idx, int32_t reader) const;
+  std::atomic_ref<uint64_t> checked(int32_t rank, int32_t local_idx, int32_t reader) const;
   std::atomic_ref<uint64_t> verdict(int32_t rank, int32_t home) const;
   void ring(int32_t rank) const;
   int32_t num_segments() const { return static_cast<int32_t>(config_.segment_bytes.size()); }
@@ -83,7 +83,7 @@ class SlotCheck {
   template <class Visit>
   void each_replica(const CheckedCall& call, Visit&& visit) const;
   // Compares a copy of a segment, with its checksums, to bytes that should be the same.
-  Damage compare(const uint8_t* bytes, int32_t rank, size_t segment, int32_t main_idx) const;
+  Damage compare(const uint8_t* bytes, int32_t rank, size_t segment, int32_t local_idx) const;
 
   const EngineConfig& config_;
   const EngineLayout& layout_;
@@ -122,7 +122,7 @@ class AwaitChecks {
 
  private:
   struct Owed {
-    int32_t reader, expert, main_idx;
+    int32_t reader, expert, local_idx;
   };
 
   // As core/transfer/protocol.hpp judges flags: those of the check region have negative offsets.

@@ -33,7 +33,7 @@ struct Machine {
 
   // What a worker spends, on its fetch side or its store side. While it does, that side does
   // nothing else.
-  int64_t look_ps = 0;           // of a look at the flags that it waits for
+  int64_t poll_ps = 0;           // of a look at the flags that it waits for
   int64_t fetch_ps = 0;          // of a tile
   int64_t store_ps_of_tile = 0;  // likewise
   int64_t publish_ps = 0;        // of a flag

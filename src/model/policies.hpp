@@ -31,19 +31,19 @@ inline int64_t offset_at(const uint8_t* at) {
 struct Spent {
   bool counts = false;  // what comes before a worker's steps is part of the call's fixed time
   int64_t ps = 0;
-  bool looks = false;  // at flags: all in parallel
+  bool polled = false;  // at flags: all in parallel
 };
 
 class ModelMemory {
  public:
-  using Team = Alone;
+  using Team = SingleThread;
 
   ModelMemory(World& world, int32_t rank, Spent& spent)
       : world_(world), rank_(rank), spent_(spent) {}
 
   uint64_t observe(int64_t offset) const {
-    if (spent_.counts && !spent_.looks) spent_.ps += world_.machine().look_ps;
-    spent_.looks = true;
+    if (spent_.counts && !spent_.polled) spent_.ps += world_.machine().poll_ps;
+    spent_.polled = true;
     return world_.flag(rank_, offset);
   }
   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
@@ -132,7 +132,7 @@ class ModelMover : public DeliveryPolicy {
     world_.store(copy);
   }
 
-  uint32_t commit(uint32_t k) {
+  uint32_t commit_and_wait_source(uint32_t k) {
     spent_.ps += world_.machine().store_ps_of_tile;
     world_.arrivals_of(worker_, k).closed = true;
     world_.deliver_if_done(worker_, k);
@@ -143,12 +143,12 @@ class ModelMover : public DeliveryPolicy {
 
   void release(uint32_t k) {
     released_ = k + 1;
-    if (!at(k).stage.ends_stream()) let_go();
+    if (!at(k).stage.ends_stream()) release_stage();
   }
 
   // Tickets count the stages in order; delivery may happen in any order.
   template <class F>
-  bool when_delivered(uint32_t ticket, bool, F&& then) {
+  bool wait_delivered(uint32_t ticket, bool, F&& then) {
     while (delivered_ < ticket && (delivered_ < released_ || at(delivered_).delivered))
       ++delivered_;
     if (delivered_ < ticket) return false;
@@ -189,7 +189,7 @@ class ModelMover : public DeliveryPolicy {
     if ((*held_)++ == 0)
       world_.note({call_.rank, SpanKind::kWait, -1, -1, -1, *idle_since_, world_.now(), 0});
   }
-  void let_go() {
+  void release_stage() {
     if (--*held_ == 0) *idle_since_ = world_.now();
   }
 
@@ -206,10 +206,10 @@ class ModelMover : public DeliveryPolicy {
 };
 
 // What is in this rank's own memory is delivered at once.
-class ModelHerald : public DeliveryPolicy {
+class ModelPublisher : public DeliveryPolicy {
  public:
   template <class F>
-  static bool when_delivered(uint32_t, bool, F&& then) {
+  static bool wait_delivered(uint32_t, bool, F&& then) {
     then(delivered());
     return true;
   }
@@ -237,7 +237,7 @@ class ModelAdder : public DeliveryPolicy {
   }
   uint32_t ticket() const { return taken_; }
   template <class F>
-  bool when_delivered(uint32_t ticket, F&& then) const {
+  bool try_delivered(uint32_t ticket, F&& then) const {
     if (ticket > done_) return false;
     then(delivered());
     return true;

@@ -14,8 +14,8 @@ namespace uec::model {
 // replica of it that the home sends to. A relay passes each of `groups` chunks on as soon as it
 // has arrived. Fills the worklist's arrays, whose capacities are those of any plan.
 inline void build_relays(const Topology& t, const Schedule& s, const std::vector<int32_t>& parent,
-                         int32_t groups, const int32_t* main_idx, int32_t rank, Worklist& w) {
-  detail::note_involved(Alone{}, t, s, w);
+                         int32_t groups, const int32_t* local_idx, int32_t rank, Worklist& w) {
+  detail::note_involved(SingleThread{}, t, s, w);
   w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = w.num_reductions = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
     const int32_t first = s.first[x], end = s.first[x + 1], home = s.source[x].rank;
@@ -42,7 +42,7 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
       for (int32_t i = first; i < end; ++i) {
         if (parent[i] != rank || !has_children(i)) continue;
         w.pieces[w.num_pieces++] = {
-            task, 0,   groups, Source::kHeld, rank, main_idx[s.expert[x]], w.num_destinations,
+            task, 0,   groups, Source::kHeld, rank, local_idx[s.expert[x]], w.num_destinations,
             1,    true};
         add(i);
       }
@@ -55,7 +55,7 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
       const bool is_home = home == rank;
       w.pieces[w.num_pieces++] = {task,   0,
                                   groups, is_home ? Source::kHeld : Source::kSlot,
-                                  home,   is_home ? main_idx[s.expert[x]] : ~s.replica_slot[self],
+                                  home,   is_home ? local_idx[s.expert[x]] : ~s.replica_slot[self],
                                   leaves, num_leaves,
                                   false};
     }

@@ -66,7 +66,7 @@ class Simulation {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       Rank& rank = ranks_[r];
       rank.memory = std::make_unique<ModelMemory>(world_, r, spent_);
-      rank.at_work = machine.workers;
+      rank.num_working = machine.workers;
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers); ++w)
       workers_.push_back(std::make_unique<State>(*this, w));
@@ -76,9 +76,9 @@ class Simulation {
   // or in the job.
   Outcome run() {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      ModelHerald herald;
-      announce_call(job_.calls[r], *ranks_[r].memory, herald);
-      announce_open(job_.calls[r], *ranks_[r].memory, herald);
+      ModelPublisher publisher;
+      announce_call(job_.calls[r], *ranks_[r].memory, publisher);
+      announce_open(job_.calls[r], *ranks_[r].memory, publisher);
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers_.size()); ++w) wake(w);
     run_due();
@@ -100,8 +100,8 @@ class Simulation {
   struct Rank {
     std::unique_ptr<ModelMemory> memory;
     std::unique_ptr<Finish<ModelMemory>> finish;
-    int32_t at_work = 0;  // workers
-    int32_t held = 0;     // stages
+    int32_t num_working = 0;  // workers
+    int32_t held = 0;         // stages
     int64_t idle_since = 0;
     bool finished = false;
   };
@@ -161,7 +161,7 @@ class Simulation {
     const auto is_in = [&](int64_t begin, int64_t end) {
       return event.what >= begin && event.what < end;
     };
-    if (ranks_[r].at_work == 0)
+    if (ranks_[r].num_working == 0)
       finish(r);
     else if (is_in(layout.ready_base, layout.pulled_base) ||
              is_in(layout.summed_base, layout.consumed_base))
@@ -195,7 +195,7 @@ class Simulation {
     if (stored == Step::kProgress || fetched == Step::kProgress || ends) wake(w);
     if (stored == Step::kFinished) {
       state.ended = true;
-      if (--ranks_[r].at_work == 0) finish(r);
+      if (--ranks_[r].num_working == 0) finish(r);
     }
   }
 
@@ -203,7 +203,7 @@ class Simulation {
   template <class F>
   Step take_step(int32_t w, int64_t& free, F&& step) {
     const int64_t now = world_.now();
-    if (now < free) return Step::kIdle;
+    if (now < free) return Step::kNeedsFetch;
     spent_ = {.counts = true};
     const Step taken = step();
     free = now + spent_.ps;
@@ -272,12 +272,12 @@ class ReductionAgent {
  public:
   explicit ReductionAgent(const Context& c)
       : adder_(c.world, c.call, c.id, c.spent),
-        reducer_(c.call, c.memory, adder_, c.scratch, held_, c.stripe()) {}
+        reducer_(c.call, c.memory, adder_, c.scratch, unpublished_, c.stripe()) {}
 
   static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
     for (int32_t p = 0; p < call.work.num_reductions; ++p) {
       const Reduction& r = call.work.reductions[p];
-      const int64_t group = (flag - call.layout.summed(r.main_idx, 0)) / 8;
+      const int64_t group = (flag - call.layout.summed(r.local_idx, 0)) / 8;
       if (r.of_hub && group >= r.begin && group < r.end)
         return Stripe{0, workers}.owner(ReductionPieces::list(call, p),
                                         static_cast<int32_t>(group));
@@ -285,7 +285,7 @@ class ReductionAgent {
     return 0;
   }
 
-  Step store_step() const { return ended_ ? Step::kFinished : Step::kIdle; }
+  Step store_step() const { return ended_ ? Step::kFinished : Step::kNeedsFetch; }
   Step fetch_step() {
     const Step step = reducer_.step();
     ended_ |= step == Step::kFinished;
@@ -295,7 +295,7 @@ class ReductionAgent {
   void note_delivered(uint32_t) { adder_.note_added(); }
 
  private:
-  HeldGroup held_[kMaxHeld] = {};
+  UnpublishedGroup unpublished_[kMaxUnpublished] = {};
   ModelAdder adder_;
   Reducer<ModelMemory, ModelAdder> reducer_;
   bool ended_ = false;

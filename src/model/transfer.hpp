@@ -57,8 +57,9 @@ inline void check_sizes(const SymmetricLayout& layout, const Machine& machine) {
 inline Result model_transfer(const Transfer& transfer, const Machine& machine, bool keeps_spans) {
   const Topology& t = transfer.topology;
   const auto num_segments = static_cast<int32_t>(transfer.segment_bytes.size());
-  std::vector<int32_t> num_mains(t.num_ranks), main_idx(t.num_experts), segment(num_segments);
-  for (int32_t e = 0; e < t.num_experts; ++e) main_idx[e] = num_mains[t.home[e]]++;
+  std::vector<int32_t> num_local_experts(t.num_ranks), local_idx(t.num_experts),
+      segment(num_segments);
+  for (int32_t e = 0; e < t.num_experts; ++e) local_idx[e] = num_local_experts[t.home[e]]++;
   std::iota(segment.begin(), segment.end(), 0);
   std::vector<int64_t> first_tile(1), slot_offset(num_segments), region_offset(num_segments);
   for (const int64_t bytes : transfer.segment_bytes)
@@ -86,34 +87,35 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
   ScheduleArrays::cut(schedule_block.data(), capacity, &work);
   PlanShape shape;
   if (transfer.reduces())
-    make_reduction(Alone{}, t, tiles, transfer.slot_expert, nullptr, transfer.mode, transfer.cost,
-                   work.scratch, &shape, work.schedule);
+    make_reduction(SingleThread{}, t, tiles, transfer.slot_expert, nullptr, transfer.mode,
+                   transfer.cost, work.scratch, &shape, work.schedule);
   else
-    make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.resident, transfer.mode,
+    make_schedule(SingleThread{}, t, tiles, transfer.slot_expert, transfer.resident, transfer.mode,
                   transfer.may_pull, transfer.cost, work.scratch, &shape, work.schedule);
 
-  const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+  const int32_t max_local_experts =
+      *std::max_element(num_local_experts.begin(), num_local_experts.end());
   const SymmetricLayout layout =
-      SymmetricLayout::make(t, max_mains, tiles.num_groups(), transfer.reduces() ? 0 : num_segments,
-                            transfer.segment_bytes.data(), slot_offset.data(), grads,
-                            transfer.tile_bytes, slot_offset.data());
+      SymmetricLayout::make(t, max_local_experts, tiles.num_groups(),
+                            transfer.reduces() ? 0 : num_segments, transfer.segment_bytes.data(),
+                            slot_offset.data(), grads, transfer.tile_bytes, slot_offset.data());
   check_sizes(layout, machine);
   std::vector<uint8_t*> bases(t.num_ranks);
   for (int32_t r = 0; r < t.num_ranks; ++r) bases[r] = base_of(r);
-  const std::vector<const uint8_t*> mains(static_cast<size_t>(num_segments) * max_mains,
-                                          base_of(t.num_ranks));
+  const std::vector<const uint8_t*> main_ptrs(static_cast<size_t>(num_segments) * max_local_experts,
+                                              base_of(t.num_ranks));
 
   Job job;
   job.slots_per_rank = t.slots_per_rank;
   job.calls.resize(t.num_ranks);
   std::vector<Block> blocks(t.num_ranks);
   for (int32_t r = 0; r < t.num_ranks; ++r) {
-    capacity.num_mains = num_mains[r];
+    capacity.num_local_experts = num_local_experts[r];
     CallArrays arrays;
     blocks[r].resize(CallArrays::cut(nullptr, capacity, &arrays));
     CallArrays::cut(blocks[r].data(), capacity, &arrays);
     Call& call = job.calls[r];
-    arrays.lend_to(&call);
+    arrays.bind_arrays(&call);
     call.rank = r;
     call.num_ranks = t.num_ranks;
     call.epoch = {1, CallRecord::make(1, 0, RecordKind::kCall)};
@@ -122,21 +124,21 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
     call.addresses = {.bases = bases.data(),
                       .segment_bytes = transfer.segment_bytes.data(),
                       .slot_offset = slot_offset.data(),
-                      .mains = mains.data(),
-                      .num_mains = num_mains[r],
+                      .main_ptrs = main_ptrs.data(),
+                      .num_local_experts = num_local_experts[r],
                       .regions = bases.data(),
                       .region_offset = region_offset.data()};
     call.grads = grads;
     call.main_type = transfer.grad_type.data();
     if (transfer.reduces())
-      build_reductions(Alone{}, t, tiles, work.schedule, main_idx.data(), r, transfer.zero,
+      build_reductions(SingleThread{}, t, tiles, work.schedule, local_idx.data(), r, transfer.zero,
                        call.work);
     else if (transfer.parent.empty())
-      build_worklist(Alone{}, t, work.schedule, main_idx.data(), r, call.work);
+      build_worklist(SingleThread{}, t, work.schedule, local_idx.data(), r, call.work);
     else
-      build_relays(t, work.schedule, transfer.parent, tiles.num_groups(), main_idx.data(), r,
+      build_relays(t, work.schedule, transfer.parent, tiles.num_groups(), local_idx.data(), r,
                    call.work);
-    call.reset_counters(Alone{});
+    call.reset_counters(SingleThread{});
   }
   const Mode mode = work.schedule.mode;
   if (transfer.reduces())

@@ -62,8 +62,8 @@ ultraep_add_c10d_mutant(rounds_last_chunks_first PROGRAM test_rounds FILE c10d/r
   REPLACE [[return first.progress > second.progress;]])
 
 ultraep_add_c10d_mutant(rounds_idle_ranks_first PROGRAM test_rounds FILE c10d/rounds.hpp
-  FIND [[a->most > b->most;]]
-  REPLACE [[a->most < b->most;]])
+  FIND [[a->max_left > b->max_left;]]
+  REPLACE [[a->max_left < b->max_left;]])
 
 # ---- messages ------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ ultraep_add_c10d_mutant(ledger_bank_not_entered PROGRAM test_ledger FILE c10d/le
   REPLACE [[  args.bank.resident = banks_.residents(args.bank.index < 0 ? 0 : args.bank.index).data();]])
 
 ultraep_add_c10d_mutant(ledger_moves_of_earlier_calls PROGRAM test_ledger FILE c10d/ledger.cc
-  FIND [[  std::fill(moves_.begin(), moves_.end(), 0);]]
+  FIND [[  std::fill(slots_to_fill_.begin(), slots_to_fill_.end(), 0);]]
   REPLACE [[]])
 
 ultraep_add_mutants(c10d _ultraep_c10d_program)

@@ -50,7 +50,7 @@ class Group {
     config.segment_bytes = std::move(segment_bytes);
     config.grad_bytes = std::move(grad_bytes);
     config.grad_type.assign(config.grad_bytes.size(), GradType::kFloat32);
-    config.banks = 2;
+    config.num_banks = 2;
     config.tile_bytes = draw(random, 0, 1) == 0 ? 32 << 10 : 20 << 10;
     // Chunks of a group to an expert.
     config.cost = {700'000, 0, int64_t{100} << draw(random, 0, 20), 1'000'000, 100};
@@ -150,14 +150,14 @@ class Slots {
                 int64_t version, const std::vector<uint8_t>& moves) {
     for (std::vector<Tile>& tiles : tiles_)
       for (Tile& tile : tiles) tile.round = -1, tile.arrivals = 0, tile.is_source = false;
-    const std::vector<int32_t> main_idx = case_.main_idx();
+    const std::vector<int32_t> local_idx = case_.local_idx();
     for (const auto& [from, to] : messages(prepared)) {
       const Step &send = *from.step, &receive = *to.step;
       const auto expert = static_cast<int32_t>(send.expert);
       CHECK(receive.kind == StepKind::kReceive);
       if (send.kind == StepKind::kSendMain) {
         CHECK_EQ(case_.home[expert], from.rank);
-        CHECK_EQ(main_idx[expert], send.place);
+        CHECK_EQ(local_idx[expert], send.place);
       } else {
         CHECK(send.kind == StepKind::kSendSlot);
         for_each(send, from.rank, [&](Tile& tile) {
@@ -222,8 +222,8 @@ void check_reduction(const PlanCase& c, const uec::host::EngineConfig& config,
   using Sum = std::map<int64_t, int32_t>;              // rank by place in the order of adding
   using Part = std::tuple<int64_t, int64_t, int64_t>;  // gate, segment, offset
   std::vector<std::map<Part, Sum>> sums(c.num_ranks);  // under way, by rank
-  std::map<std::tuple<int32_t, int64_t, int64_t>, std::pair<int64_t, Sum>> mains;
-  const std::vector<int32_t> main_idx = c.main_idx();
+  std::map<std::tuple<int32_t, int64_t, int64_t>, std::pair<int64_t, Sum>> main_grads;
+  const std::vector<int32_t> local_idx = c.local_idx();
   const auto part = [](const Step& s) { return Part{s.gate, s.segment, s.offset}; };
   const auto check_slot = [&](const Step& step, int32_t rank) {
     CHECK(0 <= step.place && step.place < c.slots_per_rank);
@@ -241,10 +241,10 @@ void check_reduction(const PlanCase& c, const uec::host::EngineConfig& config,
   const auto add_to_main = [&](const Step& step, int32_t rank, const Sum& sum) {
     const auto expert = static_cast<int32_t>(step.expert);
     CHECK_EQ(c.home[expert], rank);
-    CHECK_EQ(main_idx[expert], step.place);
+    CHECK_EQ(local_idx[expert], step.place);
     CHECK(sum == replicas(expert));
     const bool is_new =
-        mains.insert({{expert, step.segment, step.offset}, {step.bytes, sum}}).second;
+        main_grads.insert({{expert, step.segment, step.offset}, {step.bytes, sum}}).second;
     CHECK(is_new);
   };
   for (int32_t r = 0; r < c.num_ranks; ++r)
@@ -277,8 +277,9 @@ void check_reduction(const PlanCase& c, const uec::host::EngineConfig& config,
   for (int32_t e = 0; e < c.num_experts; ++e)
     for (int32_t segment = 0; segment < static_cast<int32_t>(config.grad_bytes.size()); ++segment) {
       int64_t next = 0;
-      for (auto at = mains.lower_bound({e, segment, 0});
-           at != mains.end() && std::get<0>(at->first) == e && std::get<1>(at->first) == segment;
+      for (auto at = main_grads.lower_bound({e, segment, 0});
+           at != main_grads.end() && std::get<0>(at->first) == e &&
+           std::get<1>(at->first) == segment;
            ++at) {
         CHECK_EQ(std::get<2>(at->first), next);
         next += at->second.first;
@@ -324,7 +325,7 @@ void check_calls(Random& random) {
     const auto prepared = group.call([&](Ledger& ledger) { return ledger.replicate(args); });
     check_ends(prepared);
     const int64_t own = bank < 0 ? --unknown : static_cast<int64_t>(version);
-    slots[std::max(bank, 0)].transfer(prepared, segments, own, group[0].moves());
+    slots[std::max(bank, 0)].transfer(prepared, segments, own, group[0].slots_to_fill());
 
     std::vector<int32_t> quota(c.slot_expert.size());
     for (int32_t& tokens : quota) tokens = draw(random, 0, 3) * 100;
@@ -339,7 +340,7 @@ void check_calls(Random& random) {
     check_ends(reductions);
     check_reduction(c, group.config(), reductions, quota);
     for (size_t at = 0; at < quota.size(); ++at)
-      CHECK_EQ(group[0].moves()[at], c.slot_expert[at] >= 0 && quota[at] > 0);
+      CHECK_EQ(group[0].slots_to_fill()[at], c.slot_expert[at] >= 0 && quota[at] > 0);
   }
   for (const Slots& of_bank : slots) {
     num_kept += of_bank.num_kept;

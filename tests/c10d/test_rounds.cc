@@ -250,9 +250,9 @@ Rounds reduction(const PlanCase& c, int32_t groups, int32_t chunk, Mode mode) {
   ScheduleArrays a(c, tiles.map(), Mode::kDirect);
   const uec::ScheduleScratch scratch{a.count.data(), a.exports.data(), a.order.data(),
                                      a.extra.data()};
-  uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(), uec::SlotsWithTokens{},
-                        scratch, a.schedule);
-  uec::assign_sums(uec::Alone{}, c.topology(), groups, mode, a.schedule);
+  uec::collect_replicas(uec::SingleThread{}, c.topology(), c.slot_expert.data(),
+                        uec::SlotsWithTokens{}, scratch, a.schedule);
+  uec::assign_sums(uec::SingleThread{}, c.topology(), groups, mode, a.schedule);
   const Rounds rounds = match(uec::c10d::cut_reduction(a.schedule, chunk), c.num_ranks);
   check_reduction(a.schedule, rounds, c.num_ranks, groups);
   return rounds;

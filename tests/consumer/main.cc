@@ -39,7 +39,7 @@ int main() {
     const int32_t segment = 0;
     uec::ReplicateArgs args;
     args.slot_expert = plan.data();
-    args.mains = &main;
+    args.main_ptrs = &main;
     args.segments = &segment;
     args.num_segments = 1;
     uec::Mode mode;

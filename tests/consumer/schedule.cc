@@ -9,7 +9,8 @@ int main() {
   const int32_t segment[] = {0};
   const int64_t bytes[] = {100'000}, first_tile[] = {0, 4};
   const uec::TileMap tiles{1, segment, bytes, first_tile, 32 << 10, 1};
-  const bool ok = uec::check_plan(uec::Alone{}, topology, plan).fault == uec::PlanFault::kNone &&
-                  tiles.span(3).bytes == 100'000 - 3 * (32 << 10);
+  const bool ok =
+      uec::check_plan(uec::SingleThread{}, topology, plan).fault == uec::PlanFault::kNone &&
+      tiles.span(3).bytes == 100'000 - 3 * (32 << 10);
   return ok ? 0 : 1;
 }

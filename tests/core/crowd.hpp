@@ -41,22 +41,22 @@ class Crowd {
   static bool leader() { return index() == size() - 1; }  // not the first, to be found out
   static void sync() { meet(kSync, 0); }
   template <class T>
-  static T share(T value) {
+  static T broadcast(T value) {
     return read<T>(meet(kShare, value)[size() - 1]);
   }
   template <class T>
-  static T from(int32_t index, T value) {
+  static T read_from(int32_t index, T value) {
     CHECK(index >= 0 && index < size());
     return read<T>(meet(kFrom + index, value)[index]);
   }
-  static uint32_t lowest(uint32_t value) {
+  static uint32_t min_sync(uint32_t value) {
     for (const Room::Seat& seat : meet(kLowest, value))
       if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
     return value;
   }
-  static uint32_t least(uint32_t value) { return lowest(value); }
+  static uint32_t min_unordered(uint32_t value) { return min_sync(value); }
   template <class T>
-  static T sum_before(T value) {
+  static T exclusive_sum(T value) {
     const Room::Seats& seats = meet(kSumBefore, value);
     T sum = 0;
     for (int32_t i = 0; i < index(); ++i) sum += read<T>(seats[i]);
@@ -69,9 +69,9 @@ class Crowd {
     for (const Room::Seat& seat : meet(kSum, value)) sum += read<T>(seat);
     return sum;
   }
-  static uec::Counted count(bool value) {
+  static uec::MemberCount count(bool value) {
     const Room::Seats& seats = meet(kCount, value);
-    uec::Counted counted{0, 0};
+    uec::MemberCount counted{0, 0};
     for (int32_t i = 0; i < size(); ++i) {
       counted.all += read<bool>(seats[i]);
       if (i < index()) counted.before += read<bool>(seats[i]);
@@ -85,10 +85,10 @@ class Crowd {
     return count;
   }
   template <class T>
-  static T add(T* at, T value) {
+  static T atomic_add(T* at, T value) {
     return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
   }
-  static void lower(uint32_t* at, uint32_t value) {
+  static void atomic_min(uint32_t* at, uint32_t value) {
     std::atomic_ref least(*at);
     uint32_t now = least.load(std::memory_order_relaxed);
     while (value < now && !least.compare_exchange_weak(now, value, std::memory_order_relaxed)) {

@@ -24,7 +24,7 @@ ultraep_add_core_mutant(openings_of_each PROGRAM transfer/test_team
   REPLACE [[    return waits;]])
 
 ultraep_add_core_mutant(chosen_by_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
-  FIND [[    const uint32_t chosen = team_.lowest(best);]]
+  FIND [[    const uint32_t chosen = team_.min_sync(best);]]
   REPLACE [[    const uint32_t chosen = best;]])
 
 ultraep_add_core_mutant(taken_by_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
@@ -33,15 +33,15 @@ ultraep_add_core_mutant(taken_by_each PROGRAM transfer/test_team FILE core/trans
 
 ultraep_add_core_mutant(take_told_by_the_leader PROGRAM transfer/test_team
   FILE core/transfer/stripe.hpp
-  FIND [[    *at = team_.from(p % team_.size(), best_at);]]
-  REPLACE [[    *at = team_.share(best_at);]])
+  FIND [[    *at = team_.read_from(p % team_.size(), best_at);]]
+  REPLACE [[    *at = team_.broadcast(best_at);]])
 
 ultraep_add_core_mutant(wait_of_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
-  FIND [[    return team_.share(wait);]]
+  FIND [[    return team_.broadcast(wait);]]
   REPLACE [[    return wait;]])
 
 ultraep_add_core_mutant(fault_of_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
-  FIND [[    *why = team_.lowest(failed);]]
+  FIND [[    *why = team_.min_sync(failed);]]
   REPLACE [[    *why = failed;]])
 
 ultraep_add_core_mutant(first_member_blames PROGRAM transfer/test_team
@@ -65,7 +65,7 @@ ultraep_add_core_mutant(arrived_by_each PROGRAM transfer/test_team FILE core/tra
   REPLACE [[    arrived = memory_.arrive(token, &call_.arrived[t], share);]])
 
 ultraep_add_core_mutant(arrival_not_shared PROGRAM transfer/test_team FILE core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == task.num_groups)]]
+  FIND [[    if (team_.broadcast(arrived) == task.num_groups)]]
   REPLACE [[    if (arrived == task.num_groups)]])
 
 ultraep_add_core_mutant(done_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
@@ -86,35 +86,35 @@ ultraep_add_core_mutant(open_by_each PROGRAM transfer/test_team FILE core/transf
 
 ultraep_add_core_mutant(finish_waits_for_each PROGRAM transfer/test_team
   FILE core/transfer/announce.hpp
-  FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
-  REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
+  FIND [[    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kWaitsForPeer;]]
+  REPLACE [[    return next_ != first ? Step::kProgress : Step::kWaitsForPeer;]])
 
 ultraep_add_core_mutant(finish_fails_for_each PROGRAM transfer/test_team
   FILE core/transfer/announce.hpp
-  FIND [[    fault_ = team_.from(waits_for_ % team_.size(), fault);]]
+  FIND [[    fault_ = team_.read_from(waits_for_ % team_.size(), fault);]]
   REPLACE [[    fault_ = fault;]])
 
 ultraep_add_core_mutant(finish_progress_of_each PROGRAM transfer/test_team
   FILE core/transfer/announce.hpp
-  FIND [[team_.lowest(next_ == first) == 0 ?]]
+  FIND [[team_.min_sync(next_ == first) == 0 ?]]
   REPLACE [[next_ != first ?]])
 
 ultraep_add_core_mutant(abort_of_each PROGRAM transfer/test_team FILE core/transfer/call.hpp
-  FIND [[  first = team.lowest(first);]]
+  FIND [[  first = team.min_sync(first);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(disagreement_of_each PROGRAM transfer/test_team
   FILE core/transfer/failure.hpp
-  FIND [[  first = team.lowest(first);]]
+  FIND [[  first = team.min_sync(first);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(early_fault_of_each PROGRAM transfer/test_team
   FILE core/transfer/failure.hpp
-  FIND [[static_cast<int32_t>(team.lowest(found));]]
+  FIND [[static_cast<int32_t>(team.min_sync(found));]]
   REPLACE [[static_cast<int32_t>(found);]])
 
 ultraep_add_core_mutant(called_for_each PROGRAM transfer/test_team FILE core/transfer/failure.hpp
-  FIND [[  return team.lowest(all) != 0;]]
+  FIND [[  return team.min_sync(all) != 0;]]
   REPLACE [[  return all != 0;]])
 
 # ---- the exchange of loads ----------------------------------------------------------------------
@@ -136,28 +136,28 @@ ultraep_add_core_mutant(row_published_twice PROGRAM transfer/test_gather
 
 ultraep_add_core_mutant(row_published_when_stored PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
-  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+  FIND [[    if (!mover_.wait_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.wait_delivered(0, true, [&](Delivered token) {]])
 
 ultraep_add_core_mutant(rows_held_while_blocked PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[    if (num_held_ > 0) return publish_step();]]
-  REPLACE [[    if (num_held_ > 0 && sent != Step::kBlocked) return publish_step();]])
+  FIND [[    if (num_unpublished_ > 0) return publish_step();]]
+  REPLACE [[    if (num_unpublished_ > 0 && sent != Step::kWaitsForPeer) return publish_step();]])
 
 ultraep_add_core_mutant(exchange_goes_by_each PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]]
+  FIND [[        team_.min_sync(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]]
   REPLACE [[        (static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]])
 
 ultraep_add_core_mutant(exchange_fails_for_each PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[fault_ = team_.from(waits_for_ % team_.size(), fault);]]
+  FIND [[fault_ = team_.read_from(waits_for_ % team_.size(), fault);]]
   REPLACE [[fault_ = fault;]])
 
 ultraep_add_core_mutant(exchange_progress_of_each PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
-  FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
-  REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
+  FIND [[    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kWaitsForPeer;]]
+  REPLACE [[    return next_ != first ? Step::kProgress : Step::kWaitsForPeer;]])
 
 ultraep_add_core_mutant(exchange_waits_for_the_last PROGRAM transfer/test_gather
   FILE core/transfer/gather.hpp
@@ -172,7 +172,7 @@ ultraep_add_core_mutant(moved_before_read PROGRAM plan/test_probe FILE core/plan
   REPLACE [[      if (i < count) moved = entry[i + 1];]])
 
 ultraep_add_core_mutant(place_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[      const auto stays = static_cast<int32_t>(team.lowest(moves ? team.size() : team.index()));]]
+  FIND [[      const auto stays = static_cast<int32_t>(team.min_sync(moves ? team.size() : team.index()));]]
   REPLACE [[      const int32_t stays = moves ? team.size() : team.index();]])
 
 ultraep_add_core_mutant(entered_by_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
@@ -185,19 +185,19 @@ ultraep_add_core_mutant(found_before_entered PROGRAM plan/test_probe FILE core/p
   REPLACE [[    if (team.leader()) entry[at] = added;]])
 
 ultraep_add_core_mutant(fit_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[      const auto found = static_cast<int32_t>(team.lowest(fits ? n : room));]]
+  FIND [[      const auto found = static_cast<int32_t>(team.min_sync(fits ? n : room));]]
   REPLACE [[      const int32_t found = fits ? n : room;]])
 
 ultraep_add_core_mutant(main_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[    main = static_cast<int32_t>(team.lowest(left == most ? own : num_open));]]
-  REPLACE [[    main = own;]])
+  FIND [[    best = static_cast<int32_t>(team.min_sync(left == best_left ? own : num_open));]]
+  REPLACE [[    best = own;]])
 
 ultraep_add_core_mutant(taken_by_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[    if (main % team.size() == team.index()) have[main] -= quota;]]
-  REPLACE [[    have[main] -= quota;]])
+  FIND [[    if (best % team.size() == team.index()) tokens_left[best] -= quota;]]
+  REPLACE [[    tokens_left[best] -= quota;]])
 
 ultraep_add_core_mutant(level_highest_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
-  FIND [[  return static_cast<int32_t>(team.lowest(most == all ? first : count));]]
+  FIND [[  return static_cast<int32_t>(team.min_sync(most == all ? first : count));]]
   REPLACE [[  return most == all ? first : 0;]])
 
 ultraep_add_core_mutant(level_taken_before_read PROGRAM plan/test_probe FILE core/plan/probe.hpp
@@ -218,7 +218,7 @@ ultraep_add_core_mutant(packed_without_turns PROGRAM plan/test_probe FILE core/p
   REPLACE [[static_cast<uint32_t>(1 << slot)]])
 
 ultraep_add_core_mutant(packed_level PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[ && ask.variant / kNumOrders != kLevel &&]]
+  FIND [[ && question.variant / kNumOrders != kLevel &&]]
   REPLACE [[ &&]])
 
 ultraep_add_core_mutant(packed_latest_last PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
@@ -228,15 +228,15 @@ ultraep_add_core_mutant(packed_latest_last PROGRAM plan/test_probe FILE core/pla
           if]])
 
 ultraep_add_core_mutant(packed_taker_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[          found = team.least(found);]]
+  FIND [[          found = team.min_unordered(found);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(packed_widest_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[    return team.least(first);]]
+  FIND [[    return team.min_unordered(first);]]
   REPLACE [[    return first;]])
 
 ultraep_add_core_mutant(packed_costs_nothing PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[          spare -= max32(min32(beyond, largest) - quota, 0);]]
+  FIND [[          waste_left -= max32(min32(beyond, largest) - quota, 0);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(packed_joins_nowhere PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
@@ -245,17 +245,17 @@ ultraep_add_core_mutant(packed_joins_nowhere PROGRAM plan/test_probe FILE core/p
 
 ultraep_add_core_mutant(packed_full_ranks_stay PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[          if (rest > 0 && slot < ask.max_imports - 1) key]]
+  FIND [[          if (rest > 0 && slot < question.max_imports - 1) key]]
   REPLACE [[          if (rest > 0) key]])
 
 ultraep_add_core_mutant(packed_next_exporter_again PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[    next = team.from((h + 1) % size, mine);]]
-  REPLACE [[    next = team.from(h % size, mine);]])
+  FIND [[    next = team.read_from((h + 1) % size, mine);]]
+  REPLACE [[    next = team.read_from(h % size, mine);]])
 
 ultraep_add_core_mutant(packed_first_main_again PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[      if (index == main) own = lack(from.extra + need, main);]]
+  FIND [[      if (index == best) own = lack(from.extra + need, best);]]
   REPLACE [[]])
 
 ultraep_add_core_mutant(packed_too_large PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
@@ -305,11 +305,11 @@ function(ultraep_add_prepare_mutant name header)
 endfunction()
 
 ultraep_add_prepare_mutant(plan_fault_of_each plan/check
-  FIND [[  first = team.lowest(first);]]
+  FIND [[  first = team.min_sync(first);]]
   REPLACE [[]])
 
 ultraep_add_prepare_mutant(counts_not_zero_yet schedule/schedule
-  FIND [[  auto placed = static_cast<int32_t>(team.sum_before(own));]]
+  FIND [[  auto placed = static_cast<int32_t>(team.exclusive_sum(own));]]
   REPLACE [[  int32_t placed = 0;
   for (int32_t at = 0; at < ranks.begin * slots; ++at) placed += slot_expert[at] >= 0;]])
 
@@ -346,9 +346,9 @@ ultraep_add_prepare_mutant(places_not_zero_yet schedule/hubs
   REPLACE [[place[i] = 0;]])
 
 ultraep_add_prepare_mutant(places_not_counted_yet schedule/hubs
-  FIND [[    team.add(&place[most - s.num_replicas(x)], 1);
+  FIND [[    team.atomic_add(&place[most - s.num_replicas(x)], 1);
   team.sync();]]
-  REPLACE [[    team.add(&place[most - s.num_replicas(x)], 1);]])
+  REPLACE [[    team.atomic_add(&place[most - s.num_replicas(x)], 1);]])
 
 ultraep_add_prepare_mutant(places_not_known_yet schedule/hubs
   FIND [[    at += n;
@@ -524,7 +524,7 @@ ultraep_add_core_mutant(summed_by_each PROGRAM transfer/test_reducer FILE core/t
 
 ultraep_add_core_mutant(sums_left_not_shared PROGRAM transfer/test_reducer
   FILE core/transfer/reducer.hpp
-  FIND [[    if (team_.share(arrived) ==]]
+  FIND [[    if (team_.broadcast(arrived) ==]]
   REPLACE [[    if (arrived ==]])
 
 ultraep_add_core_mutant(consumed_by_each PROGRAM transfer/test_reducer
@@ -541,7 +541,7 @@ ultraep_add_core_mutant(gradients_of_32_bits PROGRAM transfer/test_reduce_large
 
 ultraep_add_core_mutant(instances_without_mains PROGRAM transfer/test_layout
   FILE core/transfer/layout.hpp
-  FIND [[    slot_offset[i] = round_up(at + mains * segment_bytes[i], align);]]
+  FIND [[    slot_offset[i] = round_up(at + num_local_experts * segment_bytes[i], align);]]
   REPLACE [[    slot_offset[i] = round_up(at, align);]])
 
 ultraep_add_core_mutant(instances_share_pages PROGRAM transfer/test_layout

@@ -12,7 +12,7 @@
 struct ReduceCase {
   PlanCase plan;                                 // of slots with tokens
   std::vector<int32_t> slot_expert, slot_quota;  // [G][S] of all slots; empty: the plan's
-  std::vector<int32_t> main_idx;
+  std::vector<int32_t> local_idx;
   std::vector<int64_t> grad_bytes, grad_offset;
   std::vector<uec::GradType> grad_type, main_type;
   uec::CostModel cost{};
@@ -20,7 +20,7 @@ struct ReduceCase {
   int32_t mode = -1;
   bool zero = true;
 
-  explicit ReduceCase(PlanCase of_plan) : plan(std::move(of_plan)), main_idx(plan.main_idx()) {}
+  explicit ReduceCase(PlanCase of_plan) : plan(std::move(of_plan)), local_idx(plan.local_idx()) {}
 
   ReduceCase(PlanCase drawn, Random& random) : ReduceCase(std::move(drawn)) {
     const std::vector<std::vector<int64_t>> payloads{
@@ -56,7 +56,7 @@ struct ReduceCase {
     return {.num_ranks = plan.num_ranks,
             .num_experts = plan.num_experts,
             .slots_per_rank = plan.slots_per_rank,
-            .num_mains = plan.num_mains()[rank],
+            .num_local_experts = plan.num_local_experts()[rank],
             .num_segments = 1,
             .num_grad_segments = num_segments()};
   }
@@ -65,7 +65,7 @@ struct ReduceCase {
         plan.topology(),
         rank,
         nullptr,
-        main_idx.data(),
+        local_idx.data(),
         tile_bytes,
         cost,
         {num_segments(), grad_bytes.data(), grad_type.data(), grad_offset.data()},
@@ -76,7 +76,7 @@ struct ReduceCase {
     return {.slot_expert = all ? plan.slot_expert.data() : slot_expert.data(),
             .slot_quota = all ? nullptr : slot_quota.data(),
             .plan_digest = 7,
-            .mains = nullptr,
+            .main_ptrs = nullptr,
             .main_type = main_type.data(),
             .mode = mode,
             .zero = zero};

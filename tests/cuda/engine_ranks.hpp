@@ -43,7 +43,7 @@ inline EngineConfig make_config(const PlanCase& group, double call_timeout = 60)
   c.grad_bytes = {200'000, 140};
   c.grad_type = {uec::GradType::kFloat32, uec::GradType::kBFloat16};
   c.tile_bytes = 16 << 10;
-  c.banks = 2;
+  c.num_banks = 2;
   c.call_timeout = call_timeout;
   c.wait_timeout = 2.5;
   c.cost = {1000, 500, 2000, 2000, 100};
@@ -89,8 +89,8 @@ class Ranks {
       config.rank = r;
       engines.push_back(std::make_unique<Engine>(config, PeerConfig{}, launcher));
     }
-    mains.resize(2 * group.num_experts);
-    for (size_t i = 0; i < mains.size(); ++i) mains[i] = 0x77000 + 16 * i;
+    main_ptrs.resize(2 * group.num_experts);
+    for (size_t i = 0; i < main_ptrs.size(); ++i) main_ptrs[i] = 0x77000 + 16 * i;
     recorder::state().launches.clear();
     recorder::take_log();
   }
@@ -103,7 +103,7 @@ class Ranks {
   uec::Capacity capacity() const {
     const EngineLayout layout(config);
     uec::Capacity capacity = layout.capacity(config);
-    capacity.num_mains = layout.max_mains;
+    capacity.num_local_experts = layout.max_local_experts;
     return capacity;
   }
   const RankState& state(int32_t rank) const {
@@ -113,7 +113,7 @@ class Ranks {
     uec::ReplicateArgs a;
     a.slot_expert = plan.slot_expert.data();
     a.plan_digest = 99;
-    a.mains = mains.data();
+    a.main_ptrs = main_ptrs.data();
     a.segments = segments_;
     a.num_segments = 2;
     a.mode = static_cast<int32_t>(Mode::kPush);
@@ -128,14 +128,14 @@ class Ranks {
   EngineConfig config;
   std::shared_ptr<Launcher> launcher;
   std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<uint64_t> mains;
+  std::vector<uint64_t> main_ptrs;
 
  private:
   static constexpr int32_t segments_[] = {0, 1};
 };
 
 inline PlanCase make_plan() {
-  PlanCase group = make_group(3, 7, 2);  // rank 0 has three mains
+  PlanCase group = make_group(3, 7, 2);  // rank 0 has three local experts
   CHECK(group.place(0, 1));
   CHECK(group.place(0, 2));
   CHECK(group.place(6, 0));

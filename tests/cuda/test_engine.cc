@@ -27,13 +27,13 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   const uec::Capacity capacity = layout.capacity(config);
   uec::host::Prepared expected(capacity, 1);
   const uint64_t digest =
-      uec::prepare_replicate(uec::Alone{}, tables, ranks.args(plan), expected.arrays,
+      uec::prepare_replicate(uec::SingleThread{}, tables, ranks.args(plan), expected.arrays,
                              expected.schedule, &expected.shape, &expected.call);
   const auto& header = *reinterpret_cast<const CallHeader*>(block);
   const uec::Worklist& work = expected.call.work;
   CHECK(header.digest == digest);
   uec::CallBody found = header.body;
-  uec::cuda::place_arrays(uec::Alone{}, found, header.pointers, block,
+  uec::cuda::place_arrays(uec::SingleThread{}, found, header.pointers, block,
                           const_cast<std::byte*>(block));
   const uec::Addresses& to = found.addresses;
   CHECK(to.regions == nullptr);
@@ -65,8 +65,8 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   CHECK(same(found.tiles.bytes, expected.arrays.bytes, 2));
   CHECK(same(found.tiles.first_tile, expected.arrays.first_tile, 3));
   CHECK(same(found.tiles.segment, expected.arrays.segment, 2));
-  for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
-    CHECK(reinterpret_cast<uint64_t>(to.mains[i]) == ranks.mains[i]);
+  for (int32_t i = 0; i < 2 * capacity.num_local_experts; ++i)
+    CHECK(reinterpret_cast<uint64_t>(to.main_ptrs[i]) == ranks.main_ptrs[i]);
   for (int32_t i = 0; i < work.num_tasks; ++i) CHECK_EQ(found.arrived[i], 0);
 }
 
@@ -77,7 +77,7 @@ void check_state() {
   const EngineLayout layout(ranks.config);
   CHECK_EQ(state.rank, 1);
   CHECK_EQ(state.num_ranks, 3);
-  CHECK_EQ(state.capacity.num_mains, layout.num_mains[1]);
+  CHECK_EQ(state.capacity.num_local_experts, layout.num_local_experts[1]);
   CHECK_EQ(state.layout.total, layout.symmetric.total);
   CHECK(state.digest == ranks.config.initial_digest());
   CHECK_EQ(state.epoch, 0);

@@ -18,7 +18,7 @@ uec::cuda::DeviceReplicateArgs device_args(const Ranks& ranks, int32_t rank) {
   args.home_quota = 0x7000;
   args.home = 0x8000;
   args.tag = 0xA1;
-  args.mains = ranks.mains.data();
+  args.main_ptrs = ranks.main_ptrs.data();
   args.segments = 3;
   args.mode = static_cast<int32_t>(Mode::kDirect);
   return args;
@@ -31,11 +31,11 @@ void check_plans_on_device() {
   Ranks ranks(plan, 0, 3);
   for (int32_t r = 0; r < 3; ++r) {
     uec::cuda::DeviceReplicateArgs args = device_args(ranks, r);
-    if (r == 2) std::tie(args.mains, args.table) = std::pair(nullptr, Address{0x9000});
+    if (r == 2) std::tie(args.main_ptrs, args.table) = std::pair(nullptr, Address{0x9000});
     CHECK_EQ(ranks.engines[r]->replicate_on_device(args, false, kUserStream, {}), 1);
   }
   const recorder::Launch launch = recorder::state().launches.back();
-  CHECK_EQ(launch.args.counted, 1);
+  CHECK_EQ(launch.args.has_call_number, 1);
   CHECK_EQ(launch.args.tag, 0xA1);
   for (int32_t r = 0; r < 3; ++r) {
     const uec::cuda::DeviceCall& call = launch.args.on_device[r];
@@ -49,12 +49,12 @@ void check_plans_on_device() {
     CHECK_EQ(call.region, -1);
     if (r == 2) continue;
     const Address block = launch.args.calls + r * launch.args.call_bytes;
-    CHECK(block < call.mains && call.mains < block + launch.args.call_bytes);
-    const int32_t count = 2 * EngineLayout(ranks.config).num_mains[r];
-    CHECK(std::equal(ranks.mains.begin(), ranks.mains.begin() + count,
-                     reinterpret_cast<const uint64_t*>(call.mains)));
+    CHECK(block < call.main_ptrs && call.main_ptrs < block + launch.args.call_bytes);
+    const int32_t count = 2 * EngineLayout(ranks.config).num_local_experts[r];
+    CHECK(std::equal(ranks.main_ptrs.begin(), ranks.main_ptrs.begin() + count,
+                     reinterpret_cast<const uint64_t*>(call.main_ptrs)));
   }
-  CHECK_EQ(launch.args.on_device[2].mains, 0x9000);
+  CHECK_EQ(launch.args.on_device[2].main_ptrs, 0x9000);
   std::vector<std::string> copies;
   for (const std::string& line : recorder::take_log())
     if (line.starts_with("copy ")) copies.push_back(line);
@@ -73,13 +73,13 @@ void check_captured() {
   for (uint64_t n : {1, 2}) {
     for (int32_t r = 0; r < 3; ++r) {
       uec::cuda::DeviceReplicateArgs args = device_args(ranks, r);
-      args.mains = nullptr;
+      args.main_ptrs = nullptr;
       args.table = 0x9000;
       CHECK_EQ(ranks.engines[r]->replicate_on_device(args, true, kUserStream, {}),
                uec::cuda::kCaptured | n);
     }
     const uec::cuda::LaunchArgs& args = recorder::state().launches.back().args;
-    CHECK_EQ(args.counted, 0);
+    CHECK_EQ(args.has_call_number, 0);
     CHECK(args.calls != eager_calls);
     CHECK(recorder::state().launches.back().stream == recorder::kCapturedStream);
     const std::vector<std::string> log = recorder::take_log();
@@ -112,7 +112,7 @@ void check_waits_across_captures() {
     return {};
   };
   uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
-  args.mains = nullptr;
+  args.main_ptrs = nullptr;
   args.table = 0x9000;
   const auto call = [&] { return engine.replicate_on_device(args, true, kUserStream, {}); };
   const uint64_t eager = call();
@@ -153,7 +153,7 @@ void check_captured_far_ahead() {
   Ranks ranks(plan, 0, 3);
   const auto call = [&](int32_t rank) {
     uec::cuda::DeviceReplicateArgs args = device_args(ranks, rank);
-    args.mains = nullptr;
+    args.main_ptrs = nullptr;
     args.table = 0x9000;
     return ranks.engines[rank]->replicate_on_device(args, true, kUserStream, {});
   };
@@ -193,7 +193,7 @@ void check_ends_behind_replays() {
     recorder::state().capturing = captured;
     if (captured) {
       uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
-      args.mains = nullptr;
+      args.main_ptrs = nullptr;
       args.table = 0x9000;
       ranks.engines[0]->replicate_on_device(args, true, kUserStream, {});
     }
@@ -215,7 +215,7 @@ void check_captured_without_mains() {
   Ranks ranks(group, 1, 1);
   recorder::state().capturing = 1;
   uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
-  args.mains = nullptr;
+  args.main_ptrs = nullptr;
   CHECK_EQ(ranks.engines[0]->replicate_on_device(args, true, kUserStream, {}),
            uec::cuda::kCaptured | 1);
   recorder::state().capturing = 0;
@@ -229,7 +229,7 @@ void check_reductions() {
   const uec::GradType types[] = {uec::GradType::kBFloat16, uec::GradType::kFloat32};
   uec::ReduceArgs args;
   args.slot_expert = plan.slot_expert.data();
-  args.mains = ranks.mains.data();
+  args.main_ptrs = ranks.main_ptrs.data();
   args.main_type = types;
   args.mode = static_cast<int32_t>(Mode::kPull);
   for (int32_t r = 0; r < 2; ++r) {
@@ -241,7 +241,7 @@ void check_reductions() {
   uec::cuda::DeviceReduceArgs device;
   device.slot_expert = 0x5000;
   device.home = 0x8000;
-  device.mains = ranks.mains.data();
+  device.main_ptrs = ranks.main_ptrs.data();
   device.main_types = 1;
   device.zero = false;
   CHECK_EQ(ranks.engines[2]->reduce_on_device(device, true, kUserStream, {}), 1);
@@ -259,7 +259,7 @@ void check_reductions() {
     const uec::Capacity capacity = layout.capacity(config);
     uec::host::Prepared expected(capacity, 1);
     const uint64_t digest =
-        uec::prepare_reduce(uec::Alone{}, layout.tables(config), args, expected.arrays,
+        uec::prepare_reduce(uec::SingleThread{}, layout.tables(config), args, expected.arrays,
                             expected.schedule, &expected.shape, &expected.call);
     auto* const block =
         reinterpret_cast<std::byte*>(launch.args.calls + r * launch.args.call_bytes);
@@ -267,7 +267,7 @@ void check_reductions() {
     const uec::Worklist& work = expected.call.work;
     CHECK(header.digest == digest);
     uec::CallBody found = header.body;
-    uec::cuda::place_arrays(uec::Alone{}, found, header.pointers, block, block);
+    uec::cuda::place_arrays(uec::SingleThread{}, found, header.pointers, block, block);
     CHECK(found.addresses.regions == nullptr);
     CHECK_EQ(found.work.num_pieces, 0);
     CHECK(work.num_reductions > 0);
@@ -277,8 +277,8 @@ void check_reductions() {
     CHECK(std::equal(config.grad_type.begin(), config.grad_type.end(), found.grads.type));
     CHECK(std::equal(layout.grad_offset.begin(), layout.grad_offset.end(), found.grads.offset));
     CHECK(std::equal(types, types + 2, found.main_type));
-    for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
-      CHECK(reinterpret_cast<uint64_t>(found.addresses.mains[i]) == ranks.mains[i]);
+    for (int32_t i = 0; i < 2 * capacity.num_local_experts; ++i)
+      CHECK(reinterpret_cast<uint64_t>(found.addresses.main_ptrs[i]) == ranks.main_ptrs[i]);
     for (int32_t i = 0; i < work.num_reductions; ++i) {
       const uec::Reduction &a = found.work.reductions[i], &b = work.reductions[i];
       CHECK(a.kind == b.kind && a.begin == b.begin && a.end == b.end && a.first == b.first);
@@ -295,9 +295,9 @@ void check_reductions() {
   CHECK_EQ(call.segments, 1u);
   CHECK_EQ(call.mode, -1);
   CHECK_EQ(call.zero, 0);
-  const int32_t count = 2 * EngineLayout(ranks.config).num_mains[2];
-  CHECK(std::equal(ranks.mains.begin(), ranks.mains.begin() + count,
-                   reinterpret_cast<const uint64_t*>(call.mains)));
+  const int32_t count = 2 * EngineLayout(ranks.config).num_local_experts[2];
+  CHECK(std::equal(ranks.main_ptrs.begin(), ranks.main_ptrs.begin() + count,
+                   reinterpret_cast<const uint64_t*>(call.main_ptrs)));
 }
 
 // Ranks of a launch that make different calls: none of them is launched.
@@ -306,7 +306,7 @@ void check_operations_agree() {
   Ranks ranks(plan, 0, 3);
   uec::cuda::DeviceReduceArgs device;
   device.slot_expert = 0x5000;
-  device.mains = ranks.mains.data();
+  device.main_ptrs = ranks.main_ptrs.data();
   ranks.call(0, plan, false);
   ranks.call(1, plan, false);
   ranks.engines[2]->reduce_on_device(device, false, kUserStream, {});
@@ -392,7 +392,7 @@ void check_banks() {
   CHECK(residents(1) != nothing);
 
   // Replays change it behind the host's back; a capture cannot read it.
-  args.mains = nullptr;
+  args.main_ptrs = nullptr;
   args.table = 0x9000;
   recorder::state().capturing = 1;
   call();

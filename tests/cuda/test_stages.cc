@@ -114,15 +114,15 @@ void check_plan() {
   CHECK_EQ(args.num_ranks, 3);
   CHECK_EQ(args.num_experts, 7);
   CHECK_EQ(args.slots_per_rank, 2);
-  CHECK_EQ(args.max_mains, 4);
+  CHECK_EQ(args.max_local_experts, 4);
   CHECK_EQ(args.allow_cross_domain, 1);
   const auto has = [](uint64_t at, std::vector<int32_t> values) {
     CHECK(std::equal(values.begin(), values.end(), reinterpret_cast<const int32_t*>(at)));
   };
   has(args.home, {2, 0, 0, 1, 2, 0, 0});
   has(args.domain, {4, 5, 5});
-  has(args.mains_begin, {0, 4, 5, 7});
-  has(args.mains, {1, 2, 5, 6, 3, 0, 4});
+  has(args.local_begin, {0, 4, 5, 7});
+  has(args.local_experts, {1, 2, 5, 6, 3, 0, 4});
 
   f.stages->plan({.load = 0x101, .num_sources = 3, .objective = {}, .bank = 0x600, .moves = 0x700},
                  kStream);
@@ -131,7 +131,7 @@ void check_plan() {
   CHECK_EQ(other.block[0], 32 * kBankPlanWarps);
   CHECK_EQ(other.shared_bytes, f.shape.bank_plan_shared_bytes(kBankPlanWarps));
   CHECK_EQ(f.in_bank.plan.load, 0x101);
-  CHECK_EQ(f.in_bank.plan.max_mains, 4);
+  CHECK_EQ(f.in_bank.plan.max_local_experts, 4);
   CHECK_EQ(f.in_bank.bank, 0x600);
   CHECK_EQ(f.in_bank.moves, 0x700);
 }

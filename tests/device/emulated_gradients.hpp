@@ -30,7 +30,7 @@ class EmulatedGradients : public EmulatedGroup {
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       addresses_.emplace_back();
       for (int32_t i = 0; i < num_grads(); ++i)
-        for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m) {
+        for (int32_t m = 0; m < layouts_[r].num_local_experts[r]; ++m) {
           const int64_t size = uec::bytes_of(main_type[i]);
           buffers_.push_back(std::make_unique<Buffer>(elements(i) * size, skew * size));
           addresses_[r].push_back(buffers_.back()->data());
@@ -71,7 +71,7 @@ class EmulatedGradients : public EmulatedGroup {
            slot * options_.grad_bytes[i];
   }
   uint8_t* main_grad(int32_t rank, int32_t i, int32_t m) {
-    return addresses_[rank][i * layouts_[0].num_mains[rank] + m];
+    return addresses_[rank][i * layouts_[0].num_local_experts[rank] + m];
   }
 
   // Numbers of all sizes whose sums depend on their order, zeros of both signs, subnormal ones.
@@ -90,7 +90,7 @@ class EmulatedGradients : public EmulatedGroup {
     for (int32_t i = 0; i < num_grads(); ++i) {
       for (int32_t s = 0; s < group_.slots_per_rank; ++s)
         fill(grad(r, i, s), i, options_.grad_type[i], 1000 * r + 10 * s + i);
-      for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m)
+      for (int32_t m = 0; m < layouts_[r].num_local_experts[r]; ++m)
         fill(main_grad(r, i, m), i, main_type_[i], 100000 + 1000 * r + 10 * m + i);
     }
     empty_[r].clear();
@@ -103,7 +103,7 @@ class EmulatedGradients : public EmulatedGroup {
     expected_[r].clear();
     for (int32_t e = 0; e < group_.num_experts; ++e) {
       if (group_.home[e] != r) continue;
-      const int32_t m = layouts_[0].main_idx[e];
+      const int32_t m = layouts_[0].local_idx[e];
       for (int32_t i = 0; i < num_grads(); ++i) {
         std::vector<uint8_t>& out = expected_[r][{i, m}];
         const uint8_t* const main = main_grad(r, i, m);
@@ -165,7 +165,7 @@ class EmulatedGradients : public EmulatedGroup {
       uec::cuda::DeviceCall& call = device_[r];
       call.slot_expert = reinterpret_cast<uint64_t>(plans_[r].data());
       call.home = reinterpret_cast<uint64_t>(group_.home.data());
-      call.mains = reinterpret_cast<uint64_t>(addresses_[r].data());
+      call.main_ptrs = reinterpret_cast<uint64_t>(addresses_[r].data());
       call.mode = static_cast<int8_t>(how.mode);
       call.zero = how.zero;
       in_use_[r] = call_ + 1;
@@ -180,10 +180,11 @@ class EmulatedGradients : public EmulatedGroup {
     args.mode = how.mode;
     args.zero = how.zero;
     const auto prepare = [&](auto&&... out) {
-      return uec::prepare_reduce(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
+      return uec::prepare_reduce(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args,
+                                 out...);
     };
-    make_block(r, prepare, nullptr, [&](const uint8_t** mains) {
-      std::copy(addresses_[r].begin(), addresses_[r].end() - 1, mains);
+    make_block(r, prepare, nullptr, [&](const uint8_t** main_ptrs) {
+      std::copy(addresses_[r].begin(), addresses_[r].end() - 1, main_ptrs);
     });
   }
 
@@ -192,7 +193,7 @@ class EmulatedGradients : public EmulatedGroup {
   std::map<int32_t, uint64_t> in_use_;  // marks of plans
   Reducing how_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
-  std::vector<std::vector<uint8_t*>> addresses_;                     // [ranks][segments][mains]
+  std::vector<std::vector<uint8_t*>> addresses_;                     // [ranks][segments][M]
   std::map<int32_t, std::map<Key, std::vector<uint8_t>>> expected_;  // of ranks, by main
   std::map<int32_t, std::map<Key, std::vector<uint8_t>>> empty_;     // of ranks, by slot
 };

@@ -69,8 +69,8 @@ struct Options {
   int64_t tile_bytes = kTile;
   int32_t max_blocks = 4;
   int32_t block_workers = 1;
-  int32_t banks = 1;
-  int32_t grad_banks = 1;
+  int32_t num_banks = 1;
+  int32_t num_grad_banks = 1;
   int64_t instance_align = 0;
 };
 
@@ -101,8 +101,8 @@ class EmulatedGroup {
       config.grad_bytes = options.grad_bytes;
       config.grad_type = options.grad_type;
       config.tile_bytes = options.tile_bytes;
-      config.banks = options.banks;
-      config.grad_banks = options.grad_banks;
+      config.num_banks = options.num_banks;
+      config.num_grad_banks = options.num_grad_banks;
       config.instance_align = options.instance_align;
       configs_.push_back(config);
       pes_.push_back(r);
@@ -119,8 +119,8 @@ class EmulatedGroup {
       regions_.push_back(std::make_unique<Buffer>(layout.region_bytes));
       region_table_.push_back(reinterpret_cast<uint64_t>(regions_.back()->data()));
       for (int32_t i = 0; i < segments; ++i)
-        for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m)
-          mains_.push_back(std::make_unique<Buffer>(options.segment_bytes[i], options.skew));
+        for (int32_t m = 0; m < layouts_[r].num_local_experts[r]; ++m)
+          main_weights_.push_back(std::make_unique<Buffer>(options.segment_bytes[i], options.skew));
       call_bytes_ =
           std::max(call_bytes_, uec::cuda::call_block_bytes(layouts_[r].capacity(configs_[r])));
     }
@@ -187,8 +187,8 @@ class EmulatedGroup {
   }
 
   // The first `num_ranks` ranks of the group, in one launch; 0: all.
-  void launch(int32_t num_blocks, int32_t num_ranks = 0, bool counted = true) {
-    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks, counted);
+  void launch(int32_t num_blocks, int32_t num_ranks = 0, bool has_call_number = true) {
+    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks, has_call_number);
   }
 
   // Every rank in a launch of its own, as on devices of their own. What a rank has finished is
@@ -279,13 +279,13 @@ class EmulatedGroup {
 
   static constexpr uint8_t kPoison = 0xEE;
 
-  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count, bool counted = true) {
+  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count, bool has_call_number = true) {
     CHECK(num_blocks <= options_.max_blocks);
     uec::cuda::LaunchArgs args;
     args.states = reinterpret_cast<uint64_t>(states_.data() + first);
     args.calls = reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_);
     args.call_bytes = call_bytes_;
-    args.counted = counted;
+    args.has_call_number = has_call_number;
     args.bank = bank_;
     std::copy_n(device_.begin() + first, count, args.on_device);
     // As the launcher does: blocks wait for each other.
@@ -351,10 +351,11 @@ class EmulatedGroup {
     args.mode = static_cast<int32_t>(mode);
     args.region = mode == Mode::kPull ? 0 : -1;
     const auto prepare = [&](auto&&... out) {
-      return uec::prepare_replicate(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
+      return uec::prepare_replicate(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args,
+                                    out...);
     };
     make_block(r, prepare, mode == Mode::kPull ? region_table_.data() : nullptr,
-               [&](const uint8_t** mains) { write_mains(r, mode, mains); });
+               [&](const uint8_t** main_ptrs) { write_main_ptrs(r, mode, main_ptrs); });
   }
 
   bool plan_is_on_device(int32_t r) const {
@@ -370,10 +371,10 @@ class EmulatedGroup {
     std::vector<uint64_t> memory(arrays.cut(nullptr, state.capacity) / 8);
     arrays.cut(reinterpret_cast<std::byte*>(memory.data()), state.capacity);
     uec::Call call;
-    arrays.arrays.lend_to(&call);
+    arrays.arrays.bind_arrays(&call);
     uec::PlanShape shape;
     const uint64_t digest = prepare(arrays.arrays, arrays.schedule, &shape, &call);
-    write(arrays.arrays.mains);
+    write(arrays.arrays.main_ptrs);
     uec::cuda::pack_call(call, state.capacity, rank_tables_[r], rank_banks_[r], options_.far,
                          region, digest,
                          reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_));
@@ -382,12 +383,12 @@ class EmulatedGroup {
   // What the host's half leaves to the device: the plan, and where the main weights are.
   void lend_plan(int32_t r, Mode mode, const std::vector<int32_t>& slot_expert) {
     plans_[r] = slot_expert;
-    tables_[r].assign(num_segments() * layouts_[0].num_mains[r] + 1, nullptr);
-    write_mains(r, mode, tables_[r].data());
+    tables_[r].assign(num_segments() * layouts_[0].num_local_experts[r] + 1, nullptr);
+    write_main_ptrs(r, mode, tables_[r].data());
     uec::cuda::DeviceCall& call = device_[r];
     call.slot_expert = reinterpret_cast<uint64_t>(plans_[r].data());
     call.home = reinterpret_cast<uint64_t>(group_.home.data());
-    call.mains = reinterpret_cast<uint64_t>(tables_[r].data());
+    call.main_ptrs = reinterpret_cast<uint64_t>(tables_[r].data());
     call.mode = static_cast<int16_t>(mode);
     if (mode == Mode::kPull) {
       call.region_at = reinterpret_cast<uint64_t>(region_table_.data());
@@ -396,19 +397,19 @@ class EmulatedGroup {
     for (const int32_t i : selected_) call.segments |= 1u << i;
   }
 
-  void write_mains(int32_t r, Mode mode, const uint8_t** addresses) {
+  void write_main_ptrs(int32_t r, Mode mode, const uint8_t** addresses) {
     int32_t first = 0;
     for (int32_t other = 0; other < r; ++other)
-      first += layouts_[0].num_mains[other] * num_segments();
-    const int32_t mains = layouts_[0].num_mains[r];
+      first += layouts_[0].num_local_experts[other] * num_segments();
+    const int32_t num_local = layouts_[0].num_local_experts[r];
     for (int32_t i = 0; i < num_segments(); ++i)
-      for (int32_t m = 0; m < mains; ++m) {
-        uint8_t* to = mains_[first + i * mains + m]->data();
+      for (int32_t m = 0; m < num_local; ++m) {
+        uint8_t* to = main_weights_[first + i * num_local + m]->data();
         if (mode == Mode::kPull)
           to = regions_[r]->data() + layouts_[0].region_offset[i] + m * options_.segment_bytes[i];
-        addresses[i * mains + m] = to;
+        addresses[i * num_local + m] = to;
         int32_t expert = 0;
-        while (group_.home[expert] != r || layouts_[0].main_idx[expert] != m) ++expert;
+        while (group_.home[expert] != r || layouts_[0].local_idx[expert] != m) ++expert;
         for (int64_t at = 0; at < options_.segment_bytes[i]; ++at)
           to[at] = payload(weights_, expert, i, at);
       }
@@ -432,7 +433,7 @@ class EmulatedGroup {
   std::vector<std::vector<uint64_t>> table_memory_;  // of these
   std::vector<uec::host::EngineConfig> configs_;
   std::vector<uec::host::EngineLayout> layouts_;
-  std::vector<std::unique_ptr<Buffer>> memory_, regions_, mains_;
+  std::vector<std::unique_ptr<Buffer>> memory_, regions_, main_weights_;
   std::unique_ptr<Buffer> blocks_;
   std::vector<uint64_t> region_table_;  // as DeviceCall has it
   std::vector<uint8_t*> bases_;

@@ -12,19 +12,19 @@ inline uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at);
 // What the kernels are given for a load [num_sources, E].
 struct PlanCall {
   Plan plan;
-  std::vector<int32_t> mains_begin, mains;
+  std::vector<int32_t> local_begin, local_experts;
   uec::cuda::PlanArgs args;
 
   PlanCall(const uec::Topology& t, const std::vector<int32_t>& load,
            const uec::Objective& objective, uint64_t* fault)
       : plan(t),
-        mains_begin(t.num_ranks + 1),
-        mains(t.num_experts),
+        local_begin(t.num_ranks + 1),
+        local_experts(t.num_experts),
         args{
             .home = address(t.home),
             .domain = address(t.domain),
-            .mains_begin = address(mains_begin.data()),
-            .mains = address(mains.data()),
+            .local_begin = address(local_begin.data()),
+            .local_experts = address(local_experts.data()),
             .load = address(load.data()),
             .slot_expert = address(plan.slot_expert.data()),
             .slot_quota = address(plan.slot_quota.data()),
@@ -35,7 +35,8 @@ struct PlanCall {
             .num_experts = t.num_experts,
             .slots_per_rank = t.slots_per_rank,
             .num_sources = static_cast<int32_t>(load.size()) / t.num_experts,
-            .max_mains = uec::group_mains(t, mains_begin.data(), mains.data()),
+            .max_local_experts =
+                uec::group_local_experts(t, local_begin.data(), local_experts.data()),
             .allow_cross_domain = t.allow_cross_domain,
         } {}
   PlanCall(const PlanCall&) = delete;  // its arguments are its addresses

@@ -164,7 +164,7 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh
-  FIND [[    if (shared.asks && is_cancelled(known.status)) {]]
+  FIND [[    if (shared.polls_cancel && is_cancelled(known.status)) {]]
   REPLACE [[    if (false) {]])
 
 ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/replicate.cuh
@@ -239,7 +239,7 @@ ultraep_add_device_mutant(device_arguments_used_before_gathered FILE cuda/device
   if (!prepared) return refusal;]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
-  FIND [[      state.last_call = shared.known.last_call + counted;]]
+  FIND [[      state.last_call = shared.known.last_call + has_call_number;]]
   REPLACE [[      state.last_call = shared.known.last_call + 1;]])
 
 # ---- what slots hold -----------------------------------------------------------------------------
@@ -438,8 +438,8 @@ ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce
 
 ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce
   FILE core/transfer/announce.hpp
-  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
-  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
+  FIND [[    if (state == FlagState::kArrived) return kAll;]]
+  REPLACE [[    if (state == FlagState::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
 ultraep_add_device_mutant(reduce_addition_replaced_under_lanes HANGS PROGRAM test_reduce
   FILE cuda/device/adder.cuh
@@ -478,9 +478,9 @@ ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load
 
 ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load
   FILE cuda/device/load_count.cuh
-  FIND [[  meanwhile();
+  FIND [[  overlapped();
   ptx::sync_block();]]
-  REPLACE [[  meanwhile();]])
+  REPLACE [[  overlapped();]])
 
 ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    counts[e] = 0;]]
@@ -505,8 +505,8 @@ ultraep_add_device_mutant(load_row_without_proxy_fence PROGRAM test_load
 
 ultraep_add_device_mutant(load_row_published_when_stored PROGRAM test_load
   FILE core/transfer/gather.hpp
-  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
-  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+  FIND [[    if (!mover_.wait_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.wait_delivered(0, true, [&](Delivered token) {]])
 
 ultraep_add_device_mutant(load_not_drained PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  while (gather.drain_step() != Step::kFinished) ptx::pause();]]
@@ -560,8 +560,8 @@ ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/device/loa
 
 ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load
   FILE cuda/device/wait.cuh
-  FIND [[  announce_absence(block.call, memory, herald, record.word);]]
-  REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
+  FIND [[  announce_absence(block.call, memory, publisher, record.word);]]
+  REPLACE [[  announce_absence(block.call, memory, publisher, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan
   FILE cuda/device/plan_sort.cuh
@@ -577,14 +577,14 @@ ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan
 # ---- the plan ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan
-  FILE cuda/device/block_crew.cuh
+  FILE cuda/device/block_teams.cuh
   FIND [[    if (Warp::leader()) now[index()] = value;
     ptx::sync_block();]]
   REPLACE [[    if (Warp::leader()) now[index()] = value;
     ptx::sync_warp();]])
 
 ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan
-  FILE cuda/device/block_crew.cuh
+  FILE cuda/device/block_teams.cuh
   FIND [[    turn_ ^= 1;]]
   REPLACE [[]])
 
@@ -595,7 +595,7 @@ ultraep_add_device_mutant(device_added_before_zero PROGRAM test_plan
   REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan
-  FILE cuda/device/block_crew.cuh
+  FILE cuda/device/block_teams.cuh
   FIND [[      value = min_u32(value, static_cast<uint32_t>(all[i]));]]
   REPLACE [[      (void)all;]])
 
@@ -620,7 +620,7 @@ ultraep_add_device_mutant(device_one_pool_of_all PROGRAM test_plan
 
 ultraep_add_device_mutant(device_tokens_of_one_thread PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[    Warp::add(block.tokens_before + r, tokens);]]
+  FIND [[    Warp::atomic_add(block.tokens_before + r, tokens);]]
   REPLACE [[    block.tokens_before[r] = tokens;]])
 
 ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/plan/pool_search.hpp
@@ -646,8 +646,8 @@ ultraep_add_device_mutant(device_best_plan_forgotten PROGRAM test_plan
 
 ultraep_add_device_mutant(device_offers_from_slots_stay_away PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
-  FIND [[      if (from.instance >= 0) team_.lower(]]
-  REPLACE [[      if (from.instance < 0) team_.lower(]])
+  FIND [[      if (from.instance >= 0) team_.atomic_min(]]
+  REPLACE [[      if (from.instance < 0) team_.atomic_min(]])
 
 ultraep_add_device_mutant(device_reach_in_any_order PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
@@ -661,7 +661,7 @@ ultraep_add_device_mutant(device_groups_of_one PROGRAM test_plan
 
 ultraep_add_device_mutant(device_words_compared_apart PROGRAM test_plan
   FILE core/base/team.hpp
-  FIND [[leads &= word == team.lowest(leads ? word : ~0u);]]
-  REPLACE [[leads &= word == team.lowest(word);]])
+  FIND [[leads &= word == team.min_sync(leads ? word : ~0u);]]
+  REPLACE [[leads &= word == team.min_sync(word);]])
 
 ultraep_add_mutants(device _ultraep_device_program)

@@ -26,8 +26,8 @@ struct Held {
 class BankedGroup : public EmulatedGroup {
  public:
   BankedGroup(const PlanCase& group, const Options& options) : EmulatedGroup(group, options) {
-    for (int32_t i = 0; i < options.banks; ++i) held_.emplace_back(group);
-    const auto slots = options.banks * group.slot_expert.size();
+    for (int32_t i = 0; i < options.num_banks; ++i) held_.emplace_back(group);
+    const auto slots = options.num_banks * group.slot_expert.size();
     content_.assign(slots * options.segment_bytes.size(), {0, -1});
     poison();
   }
@@ -35,7 +35,7 @@ class BankedGroup : public EmulatedGroup {
   // The weights change, and all banks are told.
   void change_weights() {
     weights_ = call_ + 1;
-    for (int32_t i = 0; i < options().banks; ++i) {
+    for (int32_t i = 0; i < options().num_banks; ++i) {
       held_[i].table.segments = 0;
       for (int32_t r = 0; r < group().num_ranks; ++r) invalidate(r, i);
     }
@@ -63,9 +63,9 @@ class BankedGroup : public EmulatedGroup {
     uint64_t mask = 0;
     for (const int32_t i : selected_) mask |= uint64_t{1} << i;
     if (bank_ >= 0)
-      uec::expire_residents(uec::Alone{}, t, held.table.version, mask, held.table);
+      uec::expire_residents(uec::SingleThread{}, t, held.table.version, mask, held.table);
     else
-      uec::clear_residents(uec::Alone{}, t, held.table.resident);
+      uec::clear_residents(uec::SingleThread{}, t, held.table.resident);
     int64_t bytes = 0;
     for (size_t at = 0; at < held.resident.size(); ++at) {
       const int32_t expert = group().slot_expert[at];
@@ -76,7 +76,7 @@ class BankedGroup : public EmulatedGroup {
       }
     }
     if (bank_ >= 0)
-      uec::note_residents(uec::Alone{}, t, group().slot_expert.data(), held.table);
+      uec::note_residents(uec::SingleThread{}, t, group().slot_expert.data(), held.table);
     else
       held.table.segments = 0;
     return bytes;
@@ -85,7 +85,7 @@ class BankedGroup : public EmulatedGroup {
   void check_all() {
     check_states();
     for (int32_t r = 0; r < group().num_ranks; ++r)
-      for (int32_t b = 0; b < options().banks; ++b) check_bank(r, b);
+      for (int32_t b = 0; b < options().num_banks; ++b) check_bank(r, b);
   }
 
   int64_t bytes_stored() {
@@ -129,7 +129,7 @@ class BankedGroup : public EmulatedGroup {
   void poison() {
     for (int32_t r = 0; r < group().num_ranks; ++r)
       for (int32_t i = 0; i < num_segments(); ++i)
-        for (int32_t s = 0; s < options().banks * group().slots_per_rank; ++s)
+        for (int32_t s = 0; s < options().num_banks * group().slots_per_rank; ++s)
           std::fill_n(slot(r, i, s), options().segment_bytes[i], kPoison);
   }
 
@@ -137,12 +137,12 @@ class BankedGroup : public EmulatedGroup {
   std::vector<Content> content_;  // [banks][G][S][segments]
 };
 
-Options small_options(int32_t banks) {
+Options small_options(int32_t num_banks) {
   Options options;
   options.segment_bytes = {3 * kTile + 80, 40};
   options.call_timeout = options.wait_timeout = 5;
   options.plans = Plans::kOnDevice;
-  options.banks = banks;
+  options.num_banks = num_banks;
   return options;
 }
 
@@ -158,14 +158,14 @@ int64_t check_random(uint32_t seed) {
     for (int32_t r = 0; r < group.num_ranks; ++r) group.domain[r] = r % 2;
   }
   BankedGroup ranks(group, options);
-  std::vector<PlanCase> planned(options.banks, group);
+  std::vector<PlanCase> planned(options.num_banks, group);
   std::vector<int32_t> segments{0, 1};
   int64_t bytes = 0, kept = 0;
   for (int call = 0; call < 8; ++call) {
     if (draw(random, 0, 4) == 0) ranks.change_weights();
     if (draw(random, 0, 5) == 0)
       segments = segments.size() == 2 ? std::vector<int32_t>{1} : std::vector<int32_t>{0, 1};
-    const int32_t bank = draw(random, 0, options.banks - 1);
+    const int32_t bank = draw(random, 0, options.num_banks - 1);
     PlanCase& plan = planned[bank];
     for (int32_t& expert : plan.slot_expert)
       if (draw(random, 0, 3) == 0) expert = -1;

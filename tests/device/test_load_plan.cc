@@ -22,17 +22,18 @@ class EmulatedPlanner {
   explicit EmulatedPlanner(EmulatedGroup& ranks)
       : topology_(ranks.group().topology()),
         loads_(ranks),
-        mains_begin_(topology_.num_ranks + 1),
-        mains_(topology_.num_experts) {
+        local_begin_(topology_.num_ranks + 1),
+        local_experts_(topology_.num_experts) {
     uec::cuda::PlanArgs& plan = args_.plan;
     plan.home = address(topology_.home);
     plan.domain = address(topology_.domain);
-    plan.mains_begin = address(mains_begin_.data());
-    plan.mains = address(mains_.data());
+    plan.local_begin = address(local_begin_.data());
+    plan.local_experts = address(local_experts_.data());
     plan.num_ranks = topology_.num_ranks;
     plan.num_experts = topology_.num_experts;
     plan.slots_per_rank = topology_.slots_per_rank;
-    plan.max_mains = uec::group_mains(topology_, mains_begin_.data(), mains_.data());
+    plan.max_local_experts =
+        uec::group_local_experts(topology_, local_begin_.data(), local_experts_.data());
     plan.allow_cross_domain = topology_.allow_cross_domain;
     for (int32_t r = 0; r < topology_.num_ranks; ++r) outputs_.emplace_back(part(0).bytes / 4 + 1);
   }
@@ -86,7 +87,7 @@ class EmulatedPlanner {
 
   Topology topology_;
   EmulatedLoad loads_;
-  std::vector<int32_t> mains_begin_, mains_;
+  std::vector<int32_t> local_begin_, local_experts_;
   LoadPlanArgs args_;
   std::vector<std::vector<int32_t>> outputs_;
   std::vector<uint64_t> faults_ = std::vector<uint64_t>(8);  // [ranks]

@@ -27,7 +27,7 @@ class Consumers : public EmulatedGroup {
     for (int32_t i = 0; i < kTokens * k_; ++i) tokens_.push_back(static_cast<int8_t>(i % 5 - 2));
     if (const auto* const machine = ptx_machine::Client::instance())
       for (int32_t r = 0; r < group.num_ranks; ++r)
-        machine->memory(rank_banks_[r].ready, 8 * options.banks * group.slots_per_rank, r);
+        machine->memory(rank_banks_[r].ready, 8 * options.num_banks * group.slots_per_rank, r);
   }
 
   void prepare_bank(int32_t bank, const std::vector<int32_t>& slot_expert) {
@@ -126,7 +126,7 @@ Options small() {
   options.segment_bytes = {int64_t{kN} * 6000};  // a tile and a bit
   options.call_timeout = options.wait_timeout = 20;
   options.plans = Plans::kOnDevice;
-  options.banks = 2;
+  options.num_banks = 2;
   return options;
 }
 

@@ -40,8 +40,8 @@ void check_random(uint32_t seed, Plans plans) {
   options.plans = plans;
   const bool has_banks = plans == Plans::kOnDevice && draw(random, 0, 1) == 0;
   if (has_banks) {
-    options.banks = 3;
-    options.grad_banks = draw(random, 1, 3);
+    options.num_banks = 3;
+    options.num_grad_banks = draw(random, 1, 3);
     options.instance_align = draw(random, 0, 1) * 4096;
   }
   std::vector<GradType> main_type;
@@ -55,7 +55,7 @@ void check_random(uint32_t seed, Plans plans) {
   for (int call = 0; call < calls; ++call) {
     draw_plan(ranks.group(), random);
     ranks.adding_warps = draw(random, 1, 3);
-    const int32_t bank = has_banks ? draw(random, -1, options.banks - 1) : -1;
+    const int32_t bank = has_banks ? draw(random, -1, options.num_banks - 1) : -1;
     ranks.prepare_sums({kModes[draw(random, 0, 2)], draw(random, 0, 3) != 0, bank});
     if (draw(random, 0, 2) != 0)
       ranks.launch_apart(draw(random, 1, 2));

@@ -242,9 +242,9 @@ void check_refusals() {
 void check_not_counted() {
   PlanCase group = three_ranks();
   EmulatedGroup ranks(group, small());
-  for (const bool counted : {true, false, true}) {
+  for (const bool has_call_number : {true, false, true}) {
     ranks.prepare(Mode::kPush, {0});
-    ranks.launch(2, 0, counted);
+    ranks.launch(2, 0, has_call_number);
     ranks.check_success();
   }
   CHECK_EQ(ranks.state(0).last_call, uint64_t{2});

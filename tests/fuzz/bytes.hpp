@@ -31,7 +31,7 @@ class Bytes {
   const uint8_t *at_, *end_;
 };
 
-// A group without a plan. Home maps may be uneven, and leave ranks without mains.
+// A group without a plan. Home maps may be uneven, and leave ranks without local experts.
 inline PlanCase draw_group(Bytes& bytes, int32_t max_ranks, int32_t max_experts,
                            int32_t max_slots) {
   const int32_t num_ranks = bytes.small(1, max_ranks);
@@ -79,11 +79,11 @@ inline RoutingCase draw_routing(Bytes& bytes) {
   const bool broken = bytes.next() % 4 == 3, large = bytes.next() % 4 == 3;
   draw_slots(bytes, c.group, !broken || bytes.flag());
   const PlanCase& group = c.group;
-  const std::vector<int32_t> mains = group.num_mains(), main_idx = group.main_idx();
-  c.per_rank = *std::max_element(mains.begin(), mains.end()) + group.slots_per_rank;
+  const std::vector<int32_t> num_local = group.num_local_experts(), local_idx = group.local_idx();
+  c.per_rank = *std::max_element(num_local.begin(), num_local.end()) + group.slots_per_rank;
   for (int32_t e = 0; e < group.num_experts; ++e)
-    c.main_id.push_back(group.home[e] * c.per_rank + main_idx[e]);
-  for (int32_t r = 0; r < group.num_ranks; ++r) c.slot_id.push_back(r * c.per_rank + mains[r]);
+    c.main_id.push_back(group.home[e] * c.per_rank + local_idx[e]);
+  for (int32_t r = 0; r < group.num_ranks; ++r) c.slot_id.push_back(r * c.per_rank + num_local[r]);
   // Nine sources of such loads stay below 2^31.
   const int32_t most = large ? 230'000'000 : 24;
   for (int32_t i = 0; i < group.num_ranks * group.num_experts; ++i)

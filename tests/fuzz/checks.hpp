@@ -36,7 +36,8 @@ inline uec::PlanCheck first_fault(const PlanCase& c) {
 // The core finds the same fault, or none.
 inline uec::PlanFault check_validate(const PlanCase& c) {
   const uec::PlanCheck expected = first_fault(c);
-  const uec::PlanCheck found = uec::check_plan(uec::Alone{}, c.topology(), c.slot_expert.data());
+  const uec::PlanCheck found =
+      uec::check_plan(uec::SingleThread{}, c.topology(), c.slot_expert.data());
   CHECK_EQ(static_cast<int32_t>(found.fault), static_cast<int32_t>(expected.fault));
   CHECK_EQ(found.rank, expected.rank);
   CHECK_EQ(found.slot, expected.slot);

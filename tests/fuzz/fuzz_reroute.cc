@@ -92,8 +92,8 @@ void check_table(const RoutingCase& c, const HostShares& host) {
   uint64_t worst = 0;
   for (int32_t e = 0; e < g.num_experts; ++e)
     worst = std::max(
-        worst, uec::share_into_table(uec::Alone{}, g.topology(), c.ids(), c.plan(), c.source, e,
-                                     {turns.data(), rank.data(), quota.data()}, table));
+        worst, uec::share_into_table(uec::SingleThread{}, g.topology(), c.ids(), c.plan(), c.source,
+                                     e, {turns.data(), rank.data(), quota.data()}, table));
   check_equal(
       worst == 0 ? uec::RerouteStatus{} : uec::explain_plan_fault(g.topology(), c.plan(), worst),
       host.status);

@@ -189,8 +189,8 @@ Mode choose_mode(const PlanCase& c, const uec::TileMap& tiles, bool may_pull,
   ScheduleArrays a(c, tiles, Mode::kDirect);
   const uec::ScheduleScratch scratch{a.count.data(), a.exports.data(), a.order.data(),
                                      a.extra.data()};
-  uec::make_schedule(uec::Alone{}, c.topology(), tiles, c.slot_expert.data(), c.residents(), -1,
-                     may_pull, cost, scratch, &a.shape, a.schedule);
+  uec::make_schedule(uec::SingleThread{}, c.topology(), tiles, c.slot_expert.data(), c.residents(),
+                     -1, may_pull, cost, scratch, &a.shape, a.schedule);
   const Mode mode = a.schedule.mode;
   CHECK(mode == (may_pull ? Mode::kPull : Mode::kPush) ||
         (mode == Mode::kDirect && !a.shape.relays));

@@ -29,10 +29,10 @@ class GradientRanks {
                 std::vector<uec::GradType> type_of_mains)
       : group(of_group), ranks(of_group, options), main_type(std::move(type_of_mains)) {
     for (int32_t r = 0; r < group.num_ranks; ++r) {
-      mains.emplace_back();
+      main_grads.emplace_back();
       for (size_t i = 0; i < num_segments(); ++i)
-        for (int32_t m = 0; m < ranks.layout().num_mains[r]; ++m)
-          mains.back().emplace_back(elements(i) * bytes_of(main_type[i]));
+        for (int32_t m = 0; m < ranks.layout().num_local_experts[r]; ++m)
+          main_grads.back().emplace_back(elements(i) * bytes_of(main_type[i]));
     }
   }
 
@@ -43,7 +43,8 @@ class GradientRanks {
   uec::GradType type(size_t segment) const { return ranks.options().grad_type[segment]; }
   uint8_t* main(int32_t expert, size_t segment) {
     const int32_t home = group.home[expert];
-    return mains[home][segment * ranks.layout().num_mains[home] + ranks.layout().main_idx[expert]]
+    return main_grads[home][segment * ranks.layout().num_local_experts[home] +
+                            ranks.layout().local_idx[expert]]
         .data();
   }
   int32_t expert_in(const ReductionCase& call, int32_t rank, int32_t slot) const {
@@ -76,12 +77,12 @@ class GradientRanks {
 
   uint64_t submit(int32_t rank, const ReductionCase& call) {
     std::vector<uint64_t> addresses;
-    for (std::vector<uint8_t>& gradient : mains[rank])
+    for (std::vector<uint8_t>& gradient : main_grads[rank])
       addresses.push_back(reinterpret_cast<uint64_t>(gradient.data()));
     uec::Mode mode;
     return ranks.engine(rank).reduce({.slot_expert = call.slot_expert.data(),
                                       .plan_digest = 0,
-                                      .mains = addresses.data(),
+                                      .main_ptrs = addresses.data(),
                                       .main_type = main_type.data(),
                                       .mode = call.mode,
                                       .zero = call.zero},
@@ -102,14 +103,14 @@ class GradientRanks {
     for (size_t i = 0; i < num_segments(); ++i)
       std::memset(ranks.slot_grad(rank, 0, i), 0x7F,
                   group.slots_per_rank * ranks.options().grad_bytes[i]);
-    for (std::vector<uint8_t>& gradient : mains[rank])
+    for (std::vector<uint8_t>& gradient : main_grads[rank])
       std::memset(gradient.data(), 0x7F, gradient.size());
   }
 
   PlanCase group;
   Ranks ranks;
   std::vector<uec::GradType> main_type;
-  std::vector<std::vector<std::vector<uint8_t>>> mains;  // [ranks][segments * mains]
+  std::vector<std::vector<std::vector<uint8_t>>> main_grads;  // [ranks][segments * M]
 
  private:
   void write(uint8_t* to, size_t segment, uec::GradType type, uint64_t seed, int32_t expert,

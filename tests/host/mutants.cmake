@@ -61,8 +61,8 @@ ultraep_add_host_mutant(arrive_without_release PROGRAM test_races FILE host/poli
 # ---- threads of one rank -------------------------------------------------------------------------
 
 ultraep_add_host_mutant(shift_relaxed PROGRAM test_races FILE host/execute.cc
-  FIND [[shift_.fetch_add(1);]]
-  REPLACE [[shift_.fetch_add(1, std::memory_order_relaxed);]])
+  FIND [[generation_.fetch_add(1);]]
+  REPLACE [[generation_.fetch_add(1, std::memory_order_relaxed);]])
 
 ultraep_add_host_mutant(helper_ends_relaxed PROGRAM test_races FILE host/execute.cc
   FIND [[helpers_busy_.fetch_sub(1)]]

@@ -46,7 +46,7 @@ struct GroupOptions {
   std::vector<int64_t> segment_bytes{100};
   std::vector<int64_t> grad_bytes{};  // of gradients in a slot; none: there are none
   std::vector<uec::GradType> grad_type{};
-  int32_t banks = 1, grad_banks = 1;
+  int32_t num_banks = 1, num_grad_banks = 1;
   int64_t instance_align = 0;
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
@@ -70,8 +70,8 @@ class Ranks {
     config.segment_bytes = options.segment_bytes;
     config.grad_bytes = options.grad_bytes;
     config.grad_type = options.grad_type;
-    config.banks = options.banks;
-    config.grad_banks = options.grad_banks;
+    config.num_banks = options.num_banks;
+    config.num_grad_banks = options.num_grad_banks;
     config.instance_align = options.instance_align;
     config.tile_bytes = options.tile_bytes;
     config.num_workers = options.num_workers;
@@ -127,34 +127,34 @@ class Ranks {
     return regions;
   }
 
-  uint8_t* main(uint8_t* region, int32_t main_idx, size_t segment) const {
+  uint8_t* main(uint8_t* region, int32_t local_idx, size_t segment) const {
     return region + kBefore + layout().region_offset[segment] +
-           main_idx * options_.segment_bytes[segment];
+           local_idx * options_.segment_bytes[segment];
   }
 
   void fill_weights(int32_t rank, uint8_t* region, const Payload& payload, uint64_t seed) const {
     for (int32_t e = 0; e < group_.num_experts; ++e)
       for (size_t i = 0; i < num_segments() && group_.home[e] == rank; ++i)
-        std::memcpy(main(region, layout().main_idx[e], i), payload.of(seed, e, i),
+        std::memcpy(main(region, layout().local_idx[e], i), payload.of(seed, e, i),
                     options_.segment_bytes[i]);
   }
 
-  // [segments][mains of the rank] addresses.
+  // [segments][M] addresses.
   std::vector<uint64_t> addresses(int32_t rank, uint8_t* region) const {
     std::vector<uint64_t> list;
     for (size_t i = 0; i < num_segments(); ++i)
-      for (int32_t m = 0; m < layout().num_mains[rank]; ++m)
+      for (int32_t m = 0; m < layout().num_local_experts[rank]; ++m)
         list.push_back(reinterpret_cast<uint64_t>(main(region, m, i)));
     return list;
   }
 
   // Submits a copy of experts and returns its epoch.
   uint64_t replicate(int32_t rank, const std::vector<int32_t>& plan,
-                     const std::vector<uint64_t>& mains, uec::Mode mode, bool background,
+                     const std::vector<uint64_t>& main_ptrs, uec::Mode mode, bool background,
                      const std::vector<int32_t>& segments = {0}) {
     return engine(rank).replicate({.slot_expert = plan.data(),
                                    .plan_digest = 0,
-                                   .mains = mains.data(),
+                                   .main_ptrs = main_ptrs.data(),
                                    .segments = segments.data(),
                                    .num_segments = static_cast<int32_t>(segments.size()),
                                    .mode = static_cast<int32_t>(mode),
@@ -164,7 +164,7 @@ class Ranks {
 
   void fill_slots(int32_t rank) {
     for (size_t i = 0; i < num_segments(); ++i)
-      for (int32_t s = 0; s < options_.banks * group_.slots_per_rank; ++s)
+      for (int32_t s = 0; s < options_.num_banks * group_.slots_per_rank; ++s)
         std::memset(slot(rank, s, i), kUntouched, options_.segment_bytes[i]);
   }
 

@@ -88,7 +88,7 @@ void check_zero(Random& random) {
     const int64_t before = draw(random, 0, 70), bytes = draw(random, 0, 5000);
     std::vector<uint8_t> memory(before + bytes + 70, 0xEE);
     adder.zero(memory.data() + before, bytes);
-    adder.when_delivered(adder.ticket(), [](uec::Delivered) {});
+    adder.try_delivered(adder.ticket(), [](uec::Delivered) {});
     for (size_t i = 0; i < memory.size(); ++i) {
       const auto at = static_cast<int64_t>(i);
       CHECK_EQ(memory[i], at >= before && at < before + bytes ? 0 : 0xEE);

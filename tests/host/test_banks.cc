@@ -22,15 +22,15 @@ struct BankCall {
 };
 
 // Calls of banks whose plans have much in common with those before.
-std::vector<BankCall> draw_calls(const PlanCase& group, int32_t banks, int32_t count,
+std::vector<BankCall> draw_calls(const PlanCase& group, int32_t num_banks, int32_t count,
                                  Random& random) {
-  std::vector<PlanCase> planned(banks, group);
+  std::vector<PlanCase> planned(num_banks, group);
   for (PlanCase& plan : planned) plan.clear();
   std::vector<BankCall> calls;
   uint64_t version = 0;
   for (int32_t i = 0; i < count; ++i) {
     version += draw(random, 0, 5) == 0;
-    PlanCase& plan = planned[draw(random, 0, banks - 1)];
+    PlanCase& plan = planned[draw(random, 0, num_banks - 1)];
     for (int32_t& expert : plan.slot_expert)
       if (draw(random, 0, 3) == 0) expert = -1;
     for (int32_t n = draw(random, 0, 6); n > 0; --n)
@@ -59,15 +59,15 @@ void run(const PlanCase& group, const GroupOptions& options, const std::vector<B
     uec::host::Engine& engine = ranks.engine(rank);
     ranks.fill_slots(rank);
     ranks.fill_weights(rank, weights[rank].get(), payload, 0);
-    const std::vector<uint64_t> mains = ranks.addresses(rank, weights[rank].get());
+    const std::vector<uint64_t> main_ptrs = ranks.addresses(rank, weights[rank].get());
     uint64_t version = 0;
     struct Held {
       int32_t expert = -1;
       uint64_t version = 0;
     };
-    std::vector<std::vector<Held>> held(options.banks, std::vector<Held>(slots));
-    std::vector<std::vector<int32_t>> residents(options.banks, std::vector<int32_t>(slots, -1));
-    std::vector<uint64_t> versions(options.banks, 0);
+    std::vector<std::vector<Held>> held(options.num_banks, std::vector<Held>(slots));
+    std::vector<std::vector<int32_t>> residents(options.num_banks, std::vector<int32_t>(slots, -1));
+    std::vector<uint64_t> versions(options.num_banks, 0);
     for (const BankCall& call : calls) {
       if (call.version != version)  // all that read them have finished
         ranks.fill_weights(rank, weights[rank].get(), payload, version = call.version);
@@ -78,7 +78,7 @@ void run(const PlanCase& group, const GroupOptions& options, const std::vector<B
       Mode chosen;
       wait_ok(engine, engine.replicate({.slot_expert = call.slot_expert.data(),
                                         .plan_digest = 0,
-                                        .mains = mains.data(),
+                                        .main_ptrs = main_ptrs.data(),
                                         .segments = segments.data(),
                                         .num_segments = static_cast<int32_t>(segments.size()),
                                         .mode = call.mode,
@@ -99,7 +99,7 @@ void run(const PlanCase& group, const GroupOptions& options, const std::vector<B
         resident[at] = expert;
       }
       CHECK(engine.residents(bank) == resident);
-      for (int32_t b = 0; b < options.banks; ++b)
+      for (int32_t b = 0; b < options.num_banks; ++b)
         for (int32_t s = 0; s < group.slots_per_rank; ++s) {
           const Held& now = held[b][rank * group.slots_per_rank + s];
           for (size_t i = 0; i < segments.size(); ++i)
@@ -126,11 +126,11 @@ void check_one_forgets() {
     std::atomic<int32_t> mismatches{0};
     ranks.on_each([&](int32_t rank) {
       uec::host::Engine& engine = ranks.engine(rank);
-      const std::vector<uint64_t> mains = ranks.addresses(rank, weights[rank].get());
+      const std::vector<uint64_t> main_ptrs = ranks.addresses(rank, weights[rank].get());
       const auto call = [&](const std::vector<int32_t>& plan) {
         Mode mode;
         return engine.wait(engine.replicate({.slot_expert = plan.data(),
-                                             .mains = mains.data(),
+                                             .main_ptrs = main_ptrs.data(),
                                              .segments = segments.data(),
                                              .num_segments = 1,
                                              .bank = {.index = 0, .version = engine.version(0)}},
@@ -163,10 +163,10 @@ int main() {
     GroupOptions options;
     const std::vector<std::vector<int64_t>> payloads{{100}, {300'000, 7}, {(64 << 10) + 1, 40}};
     options.segment_bytes = payloads[draw(random, 0, 2)];
-    options.banks = draw(random, 1, 3);
+    options.num_banks = draw(random, 1, 3);
     options.instance_align = draw(random, 0, 1) * 4096;
     options.num_workers = draw(random, 1, 2);
     options.check = draw(random, 0, 2) == 0;
-    run(group, options, draw_calls(group, options.banks, 20, random));
+    run(group, options, draw_calls(group, options.num_banks, 20, random));
   }
 }

@@ -63,7 +63,7 @@ class Flags {
 
   void publish(int32_t from, int32_t to, uint64_t epoch) const {
     HostMover mover;
-    mover.when_delivered(0, true, [&](Delivered token) { of(from).publish(token, to, 0, epoch); });
+    mover.wait_delivered(0, true, [&](Delivered token) { of(from).publish(token, to, 0, epoch); });
   }
 
   // As an engine waits.

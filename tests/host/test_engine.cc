@@ -114,11 +114,11 @@ class Run {
     // No rank reads these any more: this rank's last call with them has finished.
     uint8_t* const region = weights_[call.weights][rank].get();
     ranks_.fill_weights(rank, region, payload_, seed);
-    const std::vector<uint64_t> mains = ranks_.addresses(rank, region);
+    const std::vector<uint64_t> main_ptrs = ranks_.addresses(rank, region);
     const bool may_pull = call.mode == static_cast<int32_t>(Mode::kPull) || call.mode == kAuto;
     const ReplicateArgs args{.slot_expert = call.slot_expert.data(),
                              .plan_digest = 0,
-                             .mains = mains.data(),
+                             .main_ptrs = main_ptrs.data(),
                              .segments = call.segments.data(),
                              .num_segments = static_cast<int32_t>(call.segments.size()),
                              .mode = call.mode,

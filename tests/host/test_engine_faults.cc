@@ -47,12 +47,12 @@ class Calls {
     return submit(rank, plan, Variation{});
   }
   uint64_t submit(int32_t rank, const std::vector<int32_t>& plan, const Variation& v) {
-    const std::vector<uint64_t> mains = ranks.addresses(rank, regions_[rank].get());
+    const std::vector<uint64_t> main_ptrs = ranks.addresses(rank, regions_[rank].get());
     const std::vector<int32_t>& segments = v.segments.empty() ? all_segments_ : v.segments;
     Mode mode;
     return ranks.engine(rank).replicate({.slot_expert = plan.data(),
                                          .plan_digest = v.plan_digest,
-                                         .mains = mains.data(),
+                                         .main_ptrs = main_ptrs.data(),
                                          .segments = segments.data(),
                                          .num_segments = static_cast<int32_t>(segments.size()),
                                          .mode = v.mode,

@@ -79,8 +79,9 @@ struct Scene {
 
   uint64_t submit(int32_t rank, bool background) {
     static const std::vector<int32_t> plan{-1, -1, -1, 0, 1, 2, 3, -1, -1, 0, 1, 2};
-    const std::vector<uint64_t> mains = rank == 0 ? weights->addresses() : std::vector<uint64_t>(1);
-    return ranks.replicate(rank, plan, mains, Mode::kDirect, background);
+    const std::vector<uint64_t> main_ptrs =
+        rank == 0 ? weights->addresses() : std::vector<uint64_t>(1);
+    return ranks.replicate(rank, plan, main_ptrs, Mode::kDirect, background);
   }
 
   bool rank_has_aborted(int32_t rank) {

@@ -18,8 +18,8 @@ namespace {
 using std::chrono::milliseconds;
 using uec::Fault;
 using uec::FlagKind;
-using uec::LastWords;
 using uec::Mode;
+using uec::PeerState;
 using uec::RecordKind;
 using uec::Wait;
 using uec::host::CallCounter;
@@ -168,11 +168,11 @@ void check_last_words() {
       5, {.call_timeout = 0.2, .peer_sockets = {{-1, -1, -1, ends[0], -1}, {}, {}, {}, {}}});
   const std::vector<int32_t> all{1, 2, 3, 4, 0}, some{1, -1, -1, -1, -1};
   Engine& zero = callers.ranks.engine(0);
-  for (const LastWords& words : zero.last_words())
+  for (const PeerState& words : zero.peer_states())
     CHECK(words.record.word == 0 && !words.abort.set() && !words.gone && words.reached);
   callers.ranks.on_each(
       [&](int32_t rank) { wait_ok(callers.ranks.engine(rank), callers.submit(rank, all)); });
-  for (const LastWords& words : zero.last_words()) CHECK_EQ(words.record.epoch_low(), 1);
+  for (const PeerState& words : zero.peer_states()) CHECK_EQ(words.record.epoch_low(), 1);
   callers.ranks.engine(2).close();
   close(ends[1]);
   const uint64_t failing = callers.submit(0, some);  // rank 1 makes no second call
@@ -180,7 +180,7 @@ void check_last_words() {
   CHECK(!zero.wait(failing));
   CHECK(zero.report().fault == Fault::kTimeout);
 
-  const std::vector<LastWords> words = zero.last_words();
+  const std::vector<PeerState> words = zero.peer_states();
   CHECK_EQ(words.size(), 5);
   CHECK_EQ(words[0].record.epoch_low(), 2);
   CHECK(words[0].abort.set() && words[0].abort.waited_for() == 1);
@@ -192,7 +192,7 @@ void check_last_words() {
 
   // They stay as they were when the call failed.
   callers.ranks.engine(4).abort();
-  CHECK(!zero.last_words()[4].abort.set());
+  CHECK(!zero.peer_states()[4].abort.set());
   close(ends[0]);
 }
 
@@ -200,10 +200,10 @@ void check_last_words() {
 void check_own_words() {
   Callers callers(2, {});
   callers.ranks.engine(0).reject();
-  CHECK(callers.ranks.engine(0).last_words()[0].record.kind() == RecordKind::kRejected);
+  CHECK(callers.ranks.engine(0).peer_states()[0].record.kind() == RecordKind::kRejected);
   Callers closing(2, {});
   closing.ranks.engine(1).close();
-  CHECK(closing.ranks.engine(1).last_words()[1].record.is_farewell_of(0));
+  CHECK(closing.ranks.engine(1).peer_states()[1].record.is_farewell_of(0));
 }
 
 }  // namespace

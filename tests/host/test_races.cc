@@ -42,7 +42,7 @@ void check_policies() {
       threads.emplace_back([&, worker] {
         HostMover mover;
         written[worker] = epoch;
-        mover.when_delivered(0, true, [&](uec::Delivered token) {
+        mover.wait_delivered(0, true, [&](uec::Delivered token) {
           if (zero.arrive(token, &arrived, 1) == 2) zero.publish(token, 1, kFlag, epoch);
         });
       });

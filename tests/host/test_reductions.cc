@@ -24,9 +24,10 @@ void sleep_us(int64_t us) { std::this_thread::sleep_for(std::chrono::microsecond
 // A copy of experts between reductions: only its order is tested here.
 uint64_t copy_experts(GradientRanks& g, int32_t rank, const ReductionCase& call) {
   static const uint8_t weights[4096] = {};
-  const std::vector<uint64_t> mains(g.ranks.num_segments() * g.ranks.layout().num_mains[rank],
-                                    reinterpret_cast<uint64_t>(weights));
-  return g.ranks.replicate(rank, call.slot_expert, mains, uec::Mode::kPush, call.background);
+  const std::vector<uint64_t> main_ptrs(
+      g.ranks.num_segments() * g.ranks.layout().num_local_experts[rank],
+      reinterpret_cast<uint64_t>(weights));
+  return g.ranks.replicate(rank, call.slot_expert, main_ptrs, uec::Mode::kPush, call.background);
 }
 
 GroupOptions draw_options(Random& random) {

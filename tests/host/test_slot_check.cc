@@ -37,9 +37,9 @@ class Checked {
 
   uint64_t submit(int32_t rank, uint64_t seed, bool background, Mode mode = Mode::kDirect) {
     ranks.fill_weights(rank, regions_[rank].get(), payload_, seed);
-    const std::vector<uint64_t> mains = ranks.addresses(rank, regions_[rank].get());
+    const std::vector<uint64_t> main_ptrs = ranks.addresses(rank, regions_[rank].get());
     std::vector<int32_t> plan = kPlan;  // the engine keeps what it compares
-    const uint64_t epoch = ranks.replicate(rank, plan, mains, mode, background, {0, 1});
+    const uint64_t epoch = ranks.replicate(rank, plan, main_ptrs, mode, background, {0, 1});
     std::fill(plan.begin(), plan.end(), 7);
     return epoch;
   }

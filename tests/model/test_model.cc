@@ -27,7 +27,7 @@ Machine draw_machine(Random& random) {
   m.stages = draw(random, 1, 4);
   m.fair = draw(random, 0, 1) == 1;
   m.call_ps = draw(random, 0, 1) * draw(random, 1, 3'000'000);
-  for (int64_t* cost : {&m.finish_ps, &m.look_ps, &m.fetch_ps, &m.store_ps_of_tile, &m.publish_ps})
+  for (int64_t* cost : {&m.finish_ps, &m.poll_ps, &m.fetch_ps, &m.store_ps_of_tile, &m.publish_ps})
     *cost = draw(random, 0, 1) * draw(random, 1, 1'000'000);
   if (draw(random, 0, 1) == 0) return m;
   m.domain_size = 0;

@@ -38,7 +38,7 @@ class SimAdder : public uec::DeliveryPolicy {
   uint32_t ticket() const { return world_.stores_issued(agent_); }
 
   template <class F>
-  bool when_delivered(uint32_t ticket, F&& then) {
+  bool try_delivered(uint32_t ticket, F&& then) {
     if (!world_.delivered(agent_, ticket)) return false;
     world_.know_delivered(agent_, ticket);
     then(delivered());

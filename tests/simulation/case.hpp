@@ -58,8 +58,8 @@ inline uint64_t digest_of(const CallSpec& s) {
   uint64_t d = uec::mix(s.gather, static_cast<uint64_t>(s.mode));
   if (s.reduce) d = uec::mix(d, 2 + s.zero);
   if (s.banked) d = uec::mix(d, s.version);
-  d = uec::digest_ints(uec::Alone{}, d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
-  return uec::digest_ints(uec::Alone{}, d, s.segments.data(),
+  d = uec::digest_ints(uec::SingleThread{}, d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
+  return uec::digest_ints(uec::SingleThread{}, d, s.segments.data(),
                           static_cast<int64_t>(s.segments.size()));
 }
 
@@ -92,7 +92,7 @@ struct RankCall {
     const uec::Capacity capacity{c.group.num_ranks,
                                  c.group.num_experts,
                                  c.group.slots_per_rank,
-                                 c.group.num_mains()[tables.rank],
+                                 c.group.num_local_experts()[tables.rank],
                                  static_cast<int32_t>(c.segment_bytes.size()),
                                  static_cast<int32_t>(c.grad_bytes.size()),
                                  1,
@@ -100,13 +100,13 @@ struct RankCall {
     reduction = std::make_unique<Given>(capacity);
     const uec::ReduceArgs args{.slot_expert = spec.plan.data(),
                                .plan_digest = 0,
-                               .mains = nullptr,
+                               .main_ptrs = nullptr,
                                .main_type = c.main_grad_type.data(),
                                .mode = static_cast<int32_t>(spec.mode),
                                .zero = spec.zero};
     Given& g = *reduction;
-    const uint64_t own =
-        uec::prepare_reduce(uec::Alone{}, tables, args, g.arrays, g.schedule, &g.shape, &g.call);
+    const uint64_t own = uec::prepare_reduce(uec::SingleThread{}, tables, args, g.arrays,
+                                             g.schedule, &g.shape, &g.call);
     tiles = g.call.tiles;
     work = g.call.work;
     return own;
@@ -136,15 +136,15 @@ struct RankCall {
                             .num_segments = static_cast<int32_t>(spec.segments.size())};
     const uec::Topology t = planned.topology();
     if (spec.banked) {
-      uec::expire_residents(uec::Alone{}, t, spec.version, 1, bank.table);
+      uec::expire_residents(uec::SingleThread{}, t, spec.version, 1, bank.table);
       planned.resident = bank.residents;
       args.bank = {0, spec.version, planned.residents()};
     }
-    const uint64_t own = uec::digest_call(uec::Alone{}, t, args, args.plan_digest);
+    const uint64_t own = uec::digest_call(uec::SingleThread{}, t, args, args.plan_digest);
     if (spec.banked)
-      uec::note_residents(uec::Alone{}, t, args.slot_expert, bank.table);
+      uec::note_residents(uec::SingleThread{}, t, args.slot_expert, bank.table);
     else if (!spec.gather)
-      uec::clear_residents(uec::Alone{}, t, bank.table.resident);
+      uec::clear_residents(uec::SingleThread{}, t, bank.table.resident);
     resident = planned.resident;
     schedule = std::make_unique<ScheduleArrays>(planned, tiles, spec.mode);
     worklist = std::make_unique<WorklistArrays>(planned, schedule->schedule, rank);

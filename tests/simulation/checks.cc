@@ -24,7 +24,7 @@ Content Simulation::row(int32_t rank, int32_t call) const {
           world_->shape.row_bytes};
 }
 
-void Simulation::write_mains(int32_t rank, int32_t call, bool checked) {
+void Simulation::write_main_ptrs(int32_t rank, int32_t call, bool checked) {
   for (int32_t e = 0; e < case_.group.num_experts; ++e) {
     if (case_.group.home[e] != rank) continue;
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)

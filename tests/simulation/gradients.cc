@@ -33,7 +33,7 @@ int32_t World::locate_gradient(int32_t agent, const uint8_t* address, int64_t by
   const bool slots = space == Space::kSymmetric;
   if (!slots && (space != Space::kMainGrads || rank != rank_of(agent))) return stray(place, bytes);
   const auto& begin = slots ? shape.grad_offset : shape.main_grad_offset;
-  const int32_t count = slots ? shape.slots_per_rank : shape.max_mains;
+  const int32_t count = slots ? shape.slots_per_rank : shape.max_local_experts;
   for (size_t i = 0; i < shape.grad_bytes.size(); ++i) {
     // In elements, as they are in a slot and in a main gradient.
     const int64_t slot_element = uec::bytes_of(shape.grad_type[i]);

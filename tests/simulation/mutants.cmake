@@ -31,7 +31,7 @@ mutant(sfence_left_out simulation/world.hpp
   REPLACE [[]])
 
 mutant(drain_ignores_stores core/transfer/storer.hpp
-  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;]]
+  FIND [[    if (!mover_.wait_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;]]
   REPLACE [[]])
 
 mutant(drain_ignores_loads core/transfer/storer.hpp
@@ -73,12 +73,12 @@ mutant(arrival_without_acquire simulation/world.cc
   REPLACE [[]])
 
 mutant(publish_before_all_arrivals core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == task.num_groups)]]
-  REPLACE [[    if (team_.share(arrived) <= task.num_groups)]])
+  FIND [[    if (team_.broadcast(arrived) == task.num_groups)]]
+  REPLACE [[    if (team_.broadcast(arrived) <= task.num_groups)]])
 
 mutant(last_arriver_off_by_one core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == task.num_groups)]]
-  REPLACE [[    if (team_.share(arrived) >= task.num_groups - 1)]])
+  FIND [[    if (team_.broadcast(arrived) == task.num_groups)]]
+  REPLACE [[    if (team_.broadcast(arrived) >= task.num_groups - 1)]])
 
 mutant(groups_of_other_tasks_counted core/transfer/fetcher.hpp
   FIND [[      if (call_.work.pieces[p].task != task) continue;]]
@@ -88,7 +88,7 @@ mutant(arrived_with_groups_left core/transfer/stripe.hpp
   FIND [[    return at + num_workers_ >= Pieces::length(call_, p);]]
   REPLACE [[    return at + 2 * num_workers_ >= Pieces::length(call_, p);]])
 mutant(arrived_with_groups_left core/transfer/fetcher.hpp
-  FIND [[      left |= !own_.is_spent(p);]]
+  FIND [[      left |= !queue_.all_taken(p);]]
   REPLACE [[]])
 
 mutant(given_to_two_workers core/transfer/stripe.hpp
@@ -104,8 +104,8 @@ mutant(taken_beyond_the_end core/transfer/stripe.hpp
   REPLACE [[]])
 
 mutant(taken_twice core/transfer/stripe.hpp
-  FIND [[        own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;]]
-  REPLACE [[        own.movable |= OwnGroups::kOpen;]])
+  FIND [[        own.movable = (own.movable & QueuedGroups::kAll) >> 1 | QueuedGroups::kOpen;]]
+  REPLACE [[        own.movable |= QueuedGroups::kOpen;]])
 
 # Only what the fetch side has acquired itself lets it go on.
 mutant(opening_seen_without_acquire simulation/world.cc
@@ -127,15 +127,15 @@ mutant(opening_shared_by_workers simulation/ranks.cc
 
 mutant(missing_open core/transfer/stripe.hpp
   FIND [[    if (memory_.observe(open) == record) return arrived(memory_, r, open, record);
-    const Verdict called =]]
-  REPLACE [[    if (memory_.observe(call_.layout.call(r)) == record) return Verdict::kArrived;
-    const Verdict called =]])
+    const FlagState called =]]
+  REPLACE [[    if (memory_.observe(call_.layout.call(r)) == record) return FlagState::kArrived;
+    const FlagState called =]])
 
 mutant(call_unseen core/transfer/stripe.hpp
   FIND [[    if (memory_.observe(open) == record) return arrived(memory_, r, open, record);
-    const Verdict called =]]
-  REPLACE [[    if (memory_.observe(open) >> 32 == record >> 32) return Verdict::kArrived;
-    const Verdict called =]])
+    const FlagState called =]]
+  REPLACE [[    if (memory_.observe(open) >> 32 == record >> 32) return FlagState::kArrived;
+    const FlagState called =]])
 
 mutant(openings_not_looked_for core/transfer/stripe.hpp
   FIND [[      scratch_.open[r] = !call.work.needs[r];]]
@@ -158,26 +158,26 @@ mutant(destination_not_open core/transfer/fetcher.hpp
   REPLACE [[]])
 
 mutant(ready_ignored core/transfer/fetcher.hpp
-  FIND [[    return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]]
-  REPLACE [[    if (piece.end >= 0) return Verdict::kArrived;
-    return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]])
+  FIND [[    return check_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]]
+  REPLACE [[    if (piece.end >= 0) return FlagState::kArrived;
+    return check_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]])
 
 mutant(digest_unchecked core/transfer/protocol.hpp
   FIND [[  if (seen.word == epoch.record.word) return arrived(memory, rank, call_offset, seen.word);
   Fault found]]
-  REPLACE [[  if (seen.ahead_of(epoch.number) == 0) return Verdict::kArrived;
+  REPLACE [[  if (seen.ahead_of(epoch.number) == 0) return FlagState::kArrived;
   Fault found]])
 
 mutant(row_sent_before_the_call core/transfer/gather.hpp
-  FIND [[          r == call_.rank ? Verdict::kArrived]]
-  REPLACE [[          true ? Verdict::kArrived]])
+  FIND [[          r == call_.rank ? FlagState::kArrived]]
+  REPLACE [[          true ? FlagState::kArrived]])
 
 mutant(row_published_before_delivered core/transfer/gather.hpp
-  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
-  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+  FIND [[    if (!mover_.wait_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.wait_delivered(0, true, [&](Delivered token) {]])
 
 mutant(table_read_before_rows_arrive core/transfer/gather.hpp
-  FIND [[      if (verdict == Verdict::kArrived) continue;
+  FIND [[      if (state == FlagState::kArrived) continue;
       mine]]
   REPLACE [[      if (true) continue;
       mine]])
@@ -218,14 +218,14 @@ mutant(epoch_reused simulation/ranks.cc
 mutant(older_epoch_accepted core/transfer/protocol.hpp
   FIND [[  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   if constexpr]]
-  REPLACE [[  if (*seen != 0) return Verdict::kArrived;
+  REPLACE [[  if (*seen != 0) return FlagState::kArrived;
   if constexpr]])
 
 mutant(epoch_of_32_bits core/transfer/protocol.hpp
   FIND [[  if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   if constexpr]]
   REPLACE [[  if (static_cast<uint32_t>(*seen) == static_cast<uint32_t>(epoch.number))
-    return Verdict::kArrived;
+    return FlagState::kArrived;
   if constexpr]])
 
 # ---- progress ----------------------------------------------------------------------------------
@@ -238,8 +238,8 @@ mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    return progress(at, length(call, p));]]
   REPLACE [[    return call.work.pieces[p].source == Source::kSlot ? 0 : 1 + at;]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[own_(call, memory, scratch, stripe) {]]
-  REPLACE [[own_(call, memory, scratch, stripe), memory_(memory) {]])
+  FIND [[queue_(call, memory, scratch, stripe) {]]
+  REPLACE [[queue_(call, memory, scratch, stripe), memory_(memory) {]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[  bool ended_ = false;
 };]]
@@ -251,17 +251,17 @@ mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    stage_.share = tile_ + 1 == end_tile_ ? share() : -1;]]
   REPLACE [[    if (TransferPieces::ready(call_, memory_, stage_.piece,
                               stage_.group - call_.work.pieces[stage_.piece].begin,
-                              &blocked_) != Verdict::kArrived)
-      return Step::kBlocked;
+                              &blocked_) != FlagState::kArrived)
+      return Step::kWaitsForPeer;
     stage_.share = tile_ + 1 == end_tile_ ? share() : -1;]])
 
 mutant(withheld_before_an_empty_ring core/transfer/storer.hpp
-  FIND [[      if (mover_.when_delivered(held.ticket, !can_store,]]
-  REPLACE [[      if (mover_.when_delivered(held.ticket, false,]])
+  FIND [[      if (mover_.wait_delivered(pending.ticket, !can_store,]]
+  REPLACE [[      if (mover_.wait_delivered(pending.ticket, false,]])
 
 mutant(overtaken_worker_blames_the_peer core/transfer/stripe.hpp
-  FIND [[(is_spent(p) || !touches(p, r))]]
-  REPLACE [[!touches(p, r)]])
+  FIND [[(all_taken(p) || !uses_rank(p, r))]]
+  REPLACE [[!uses_rank(p, r)]])
 
 mutant(ring_overrun core/transfer/fetcher.hpp
   FIND [[    const bool vacant = mover_.vacant(fetched_);]]
@@ -277,11 +277,11 @@ mutant(end_not_sent core/transfer/fetcher.hpp
   REPLACE [[]])
 
 mutant(flagged_groups_not_held core/transfer/storer.hpp
-  FIND [[(held.share == 0 && !piece.sets_ready)]]
-  REPLACE [[held.share == 0]])
+  FIND [[(pending.share == 0 && !piece.sets_ready)]]
+  REPLACE [[pending.share == 0]])
 mutant(ended_with_groups_held core/transfer/storer.hpp
-  FIND [[    if (num_published_ != num_held_) return Step::kAwaitDelivered;]]
-  REPLACE [[    if (num_published_ != num_held_ && !ended_) return Step::kAwaitDelivered;]])
+  FIND [[    if (num_published_ != num_stored_) return Step::kAwaitDelivered;]]
+  REPLACE [[    if (num_published_ != num_stored_ && !ended_) return Step::kAwaitDelivered;]])
 
 mutant(stage_reused_too_early core/transfer/storer.hpp
   FIND [[    while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);]]
@@ -296,7 +296,7 @@ mutant(stored_before_loaded simulation/world.hpp
   REPLACE [[;]])
 
 mutant(held_groups_overwritten core/transfer/storer.hpp
-  FIND [[ && num_held_ - num_published_ < kMaxHeld && mover_]]
+  FIND [[ && num_stored_ - num_published_ < kMaxUnpublished && mover_]]
   REPLACE [[ && mover_]])
 
 # ---- the end of a call -------------------------------------------------------------------------
@@ -311,12 +311,12 @@ mutant(finished_before_its_own_reads simulation/ranks.cc
   REPLACE [[    if (!worker_states_[agent_of(rank, w)].fetched) {]])
 
 mutant(done_not_awaited core/transfer/announce.hpp
-  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
-  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kDone) return kAll;]])
+  FIND [[    if (state == FlagState::kArrived) return kAll;]]
+  REPLACE [[    if (state == FlagState::kArrived || e.kind == Expected::kDone) return kAll;]])
 
 mutant(pulled_ignored core/transfer/announce.hpp
-  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
-  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kPulled) return kAll;]])
+  FIND [[    if (state == FlagState::kArrived) return kAll;]]
+  REPLACE [[    if (state == FlagState::kArrived || e.kind == Expected::kPulled) return kAll;]])
 
 mutant(skipped_tail core/schedule/tiles.hpp
   FIND [[min64((end - tile) * tile_bytes, bytes[i] - offset)]]
@@ -356,19 +356,19 @@ mutant(aborts_of_finished_calls_count core/transfer/protocol.hpp
   REPLACE [[return set();]])
 
 mutant(death_unnoticed_before_the_call core/transfer/protocol.hpp
-  FIND [[    if (!memory.peer_gone(rank)) return Verdict::kWaiting;]]
-  REPLACE [[    return Verdict::kWaiting;]])
+  FIND [[    if (!memory.peer_gone(rank)) return FlagState::kWaiting;]]
+  REPLACE [[    return FlagState::kWaiting;]])
 
 mutant(death_unnoticed_in_the_call core/transfer/protocol.hpp
   FIND [[  if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;]]
   REPLACE [[]])
 
 mutant(blames_what_it_waited_for core/transfer/failure.hpp
-  FIND [[    if (!word.set() || word.told_by() < 0) break;]]
+  FIND [[    if (!word.set() || word.aborted_by() < 0) break;]]
   REPLACE [[    break;]])
 
 mutant(names_nobody core/transfer/stripe.hpp
-  FIND [[      if (p < num_pieces()) wait = make_wait(p, closed);]]
+  FIND [[      if (p < num_pieces()) wait = make_wait(p, unopened);]]
   REPLACE [[]])
 
 mutant(farewell_hides_a_mismatch core/transfer/protocol.hpp
@@ -380,7 +380,7 @@ mutant(farewell_hides_a_mismatch core/transfer/protocol.hpp
 mutant(sum_read_early core/transfer/reducer.hpp
   FIND [[    if (r.of_hub) {
       // Rule]]
-  REPLACE [[    if (r.of_hub) return Verdict::kArrived;
+  REPLACE [[    if (r.of_hub) return FlagState::kArrived;
     if (r.of_hub) {
       // Rule]])
 
@@ -401,8 +401,8 @@ mutant(sums_taken_in_any_order core/transfer/reducer.hpp
   REPLACE [[return false; }]])
 
 mutant(first_sum_vouches_for_all core/transfer/stripe.hpp
-  FIND [[flagged ? 1 << i : OwnGroups::kAll]]
-  REPLACE [[own.movable & 1 ? 0 : OwnGroups::kAll]])
+  FIND [[flagged ? 1 << i : QueuedGroups::kAll]]
+  REPLACE [[own.movable & 1 ? 0 : QueuedGroups::kAll]])
 
 # ---- a reduction: what is added up --------------------------------------------------------------
 
@@ -460,16 +460,16 @@ mutant(cleared_before_the_hubs_have_read core/schedule/reduce_worklist.hpp
   REPLACE [[false,  first_reader, 1};]])
 
 mutant(consumed_not_awaited core/transfer/announce.hpp
-  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
-  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
+  FIND [[    if (state == FlagState::kArrived) return kAll;]]
+  REPLACE [[    if (state == FlagState::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
 mutant(consumed_before_the_last_group core/transfer/reducer.hpp
-  FIND [[    if (r.end - held.group > num_workers_) return;]]
+  FIND [[    if (r.end - pending.group > num_workers_) return;]]
   REPLACE [[]])
 
 mutant(consumed_without_the_other_workers core/transfer/reducer.hpp
-  FIND [=[arrived = memory_.arrive(token, &call_.arrived[held.piece], 1);]=]
-  REPLACE [=[arrived = ++call_.arrived[held.piece];]=])
+  FIND [=[arrived = memory_.arrive(token, &call_.arrived[pending.piece], 1);]=]
+  REPLACE [=[arrived = ++call_.arrived[pending.piece];]=])
 
 mutant(consumed_of_two_epochs core/transfer/reducer.hpp
   FIND [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
@@ -488,12 +488,12 @@ mutant(consumed_of_two_epochs core/transfer/announce.hpp
 
 # The caller has its slots back, and they are not yet cleared.
 mutant(finished_before_slots_are_cleared core/transfer/reducer.hpp
-  FIND [[      if (adder_.when_delivered(held.ticket,]]
-  REPLACE [[      if (call_.work.reductions[held.piece].kind == Reduction::kZero) {
+  FIND [[      if (adder_.try_delivered(pending.ticket,]]
+  REPLACE [[      if (call_.work.reductions[pending.piece].kind == Reduction::kZero) {
         ++num_published_;
         return Step::kProgress;
       }
-      if (adder_.when_delivered(held.ticket,]])
+      if (adder_.try_delivered(pending.ticket,]])
 
 # ---- a reduction: progress and failing ----------------------------------------------------------
 
@@ -521,8 +521,8 @@ mutant(blocked_home_item_first core/transfer/reducer.hpp
   REPLACE [=[    if (ReductionPieces::waits(call_, piece_) &&
         ReductionPieces::ready(call_, memory_, piece_,
                                group_ - call_.work.reductions[piece_].begin, &fault_) !=
-            Verdict::kArrived)
-      return Step::kBlocked;
+            FlagState::kArrived)
+      return Step::kWaitsForPeer;
     do_tiles(call_.work.reductions[piece_]);]=])
 
 mutant(aborts_unread_by_the_home core/transfer/reducer.hpp
@@ -534,8 +534,8 @@ mutant(aborts_read_before_the_last_part core/transfer/reducer.hpp
   REPLACE [[]])
 
 mutant(reducer_drain_ignores_stores core/transfer/reducer.hpp
-  FIND [=[    return adder_.when_delivered(adder_.ticket(), [](Delivered) {}) ? Step::kFinished
-                                                                    : Step::kAwaitDelivered;]=]
+  FIND [=[    return adder_.try_delivered(adder_.ticket(), [](Delivered) {}) ? Step::kFinished
+                                                                   : Step::kAwaitDelivered;]=]
   REPLACE [[    return Step::kFinished;]])
 
 ultraep_add_mutants(simulation _ultraep_simulation_program --mutant)

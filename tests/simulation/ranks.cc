@@ -15,14 +15,14 @@ constexpr uint64_t kFirstDigest = 0x123456789ABCDEF;
 
 Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   const PlanCase& g = case_.group;
-  main_idx_ = g.main_idx();
-  num_mains_ = g.num_mains();
+  main_idx_ = g.local_idx();
+  num_mains_ = g.num_local_experts();
 
   Shape shape{};
   shape.num_ranks = g.num_ranks;
   shape.num_experts = g.num_experts;
   shape.slots_per_rank = g.slots_per_rank;
-  shape.max_mains = *std::max_element(num_mains_.begin(), num_mains_.end());
+  shape.max_local_experts = *std::max_element(num_mains_.begin(), num_mains_.end());
   shape.agents_per_rank = workers() + 1;
   shape.tile_bytes = case_.tile_bytes;
   shape.segment_bytes = case_.segment_bytes;
@@ -31,7 +31,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   for (const int64_t bytes : case_.segment_bytes) {
     tiles += uec::ceil_div(bytes, case_.tile_bytes);
     shape.region_offset.push_back(region);
-    region = uec::round_up(region + shape.max_mains * bytes, uec::kSegmentAlign);
+    region = uec::round_up(region + shape.max_local_experts * bytes, uec::kSegmentAlign);
   }
   shape.grad_bytes = case_.grad_bytes;
   shape.grad_type = case_.grad_type;
@@ -40,13 +40,13 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   int64_t grads_end = 0;
   for (size_t i = 0; i < case_.grad_bytes.size(); ++i) {
     shape.main_grad_offset.push_back(grads_end);
-    grads_end += shape.max_mains * main_grad_bytes(i);
+    grads_end += shape.max_local_experts * main_grad_bytes(i);
   }
   const uec::Gradients grads{static_cast<int32_t>(case_.grad_bytes.size()), case_.grad_bytes.data(),
                              case_.grad_type.data(), grad_offset_.data()};
   const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes);
   shape.layout = uec::SymmetricLayout::make(
-      g.topology(), shape.max_mains, uec::ceil_div(tiles, finest),
+      g.topology(), shape.max_local_experts, uec::ceil_div(tiles, finest),
       static_cast<int32_t>(case_.segment_bytes.size()), case_.segment_bytes.data(),
       shape.slot_offset.data(), grads, case_.tile_bytes, grad_offset_.data());
   shape.grad_offset = grad_offset_;
@@ -57,11 +57,11 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   for (int32_t r = 0; r < g.num_ranks; ++r) {
     bases_.push_back(base_of(Space::kSymmetric, r));
     regions_.push_back(base_of(Space::kMains, r));
-    mains_.emplace_back();
+    main_weights_.emplace_back();
     for (size_t i = 0; i < case_.segment_bytes.size(); ++i)
       for (int32_t m = 0; m < num_mains_[r]; ++m)
-        mains_.back().push_back(regions_.back() + shape.region_offset[i] +
-                                m * case_.segment_bytes[i]);
+        main_weights_.back().push_back(regions_.back() + shape.region_offset[i] +
+                                       m * case_.segment_bytes[i]);
     main_grads_.emplace_back();
     for (size_t i = 0; i < case_.grad_bytes.size(); ++i)
       for (int32_t m = 0; m < num_mains_[r]; ++m)
@@ -105,7 +105,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   memories_ = arena_.array<SimMemory>(agents);
   movers_ = arena_.array<SimMover>(agents);
   adders_ = arena_.array<SimAdder>(agents);
-  held_ = arena_.array<uec::HeldGroup>(agents * uec::kMaxHeld);
+  held_ = arena_.array<uec::UnpublishedGroup>(agents * uec::kMaxUnpublished);
   world_ = std::make_unique<World>(shape, arena_);
   world_->records = std::move(records);
   for (int32_t a = 0; a < static_cast<int32_t>(agents); ++a) {
@@ -131,7 +131,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
       world_->leave_behind(r, layout.gathered(peer), left);
       for (int32_t s = 0; s < g.slots_per_rank; ++s)
         world_->leave_behind(r, layout.done(s, peer), left);
-      for (int32_t m = -g.slots_per_rank; m < shape.max_mains; ++m)
+      for (int32_t m = -g.slots_per_rank; m < shape.max_local_experts; ++m)
         world_->leave_behind(r, layout.pulled(m, peer), left);
     }
     for (int32_t s = 0; s < g.slots_per_rank; ++s)
@@ -140,10 +140,10 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
     for (int32_t peer = 0; peer < g.num_ranks && has_grads(); ++peer)
       for (int32_t s = 0; s < g.slots_per_rank; ++s)
         world_->leave_behind(r, layout.consumed(s, peer), left);
-    for (int32_t m = 0; m < shape.max_mains && has_grads(); ++m)
+    for (int32_t m = 0; m < shape.max_local_experts && has_grads(); ++m)
       for (int64_t i = 0; i < layout.max_grad_groups; ++i)
         world_->leave_behind(r, layout.summed(m, i), left);
-    write_mains(r, 0, true);
+    write_main_ptrs(r, 0, true);
   }
 }
 
@@ -188,14 +188,14 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
            uec::report_step(memories_[agent], calls_[rank],
                             state.reduces ? reducer.fault() : worker.fault(), wait_of(agent)));
       return;
-    case Step::kBlocked:
+    case Step::kWaitsForPeer:
       if (draining(r))
         state.noticed = 1;
       else
         blocked(agent, wait_of(agent));
       return;
     case Step::kAwaitDelivered:
-    case Step::kIdle:
+    case Step::kNeedsFetch:
       sleep(agent, side);
       if (!fetch) world_->asleep[2 * agent] = 0;  // a stage may have become free
       return;
@@ -311,13 +311,14 @@ void Simulation::enter(int32_t rank) {
   call.epoch = {case_.first_epoch + r.call, made.record};
   call.layout = world_->shape.layout;
   call.tiles = made.tiles;
-  call.addresses = {.bases = bases_.data(),
-                    .segment_bytes = world_->shape.segment_bytes.data(),
-                    .slot_offset = world_->shape.slot_offset.data(),
-                    .mains = made.spec.reduce ? main_grads_[rank].data() : mains_[rank].data(),
-                    .num_mains = num_mains_[rank],
-                    .regions = made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
-                    .region_offset = world_->shape.region_offset.data()};
+  call.addresses = {
+      .bases = bases_.data(),
+      .segment_bytes = world_->shape.segment_bytes.data(),
+      .slot_offset = world_->shape.slot_offset.data(),
+      .main_ptrs = made.spec.reduce ? main_grads_[rank].data() : main_weights_[rank].data(),
+      .num_local_experts = num_mains_[rank],
+      .regions = made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
+      .region_offset = world_->shape.region_offset.data()};
   call.work = made.work;
   if (made.spec.reduce) {
     call.grads = made.reduction->call.grads;
@@ -364,7 +365,7 @@ void Simulation::start_workers(int32_t rank) {
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
       if (!holds_resident(prepared, rank, s))
         world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
-  call.reset_counters(uec::Alone{});
+  call.reset_counters(uec::SingleThread{});
   world_->reset_arrivals(rank);
   const bool moves = call.work.num_pieces + call.work.num_reductions > 0;
   for (int32_t w = 0; w < workers() && moves; ++w) {
@@ -377,7 +378,7 @@ void Simulation::start_workers(int32_t rank) {
     const uec::Stripe stripe{w, workers()};
     if (made.reduce)
       new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], scratch,
-                                      held_ + agent * uec::kMaxHeld, stripe);
+                                      held_ + agent * uec::kMaxUnpublished, stripe);
     else
       new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], scratch, stripe);
     worker_states_[agent] = {};
@@ -406,7 +407,7 @@ void Simulation::step_end(int32_t rank) {
   if (step == Step::kFailed)
     fail(rank, uec::report_step(memories_[own], calls_[rank],
                                 gather ? gathers_[rank].fault() : finishes_[rank].fault(), wait));
-  else if (step == Step::kBlocked)
+  else if (step == Step::kWaitsForPeer)
     blocked(own, wait);
   else if (step == Step::kAwaitDelivered)
     sleep(own, 0);
@@ -428,7 +429,7 @@ void Simulation::give_back(int32_t rank) {
   } else {
     check_bytes(rank);
   }
-  write_mains(rank, r.call + 1, true);
+  write_main_ptrs(rank, r.call + 1, true);
   ++r.call;
   r.phase = Phase::kEnter;
 }
@@ -478,7 +479,7 @@ void Simulation::settle(int32_t rank) {
   if (!world_->quiet(rank))
     world_->violate(Property::kMainsChanged, "rank %d gave up with operations under way", rank);
   world_->freed[rank] = 1;
-  write_mains(rank, 0, false);
+  write_main_ptrs(rank, 0, false);
   spoil_slot_gradients(rank, false);
   ranks_[rank].phase = Phase::kFailed;
 }

@@ -145,7 +145,7 @@ class Simulation {
   void write_gradients(int32_t rank, int32_t call);
   void spoil_slot_gradients(int32_t rank, bool checked);
   void check_gradients(int32_t rank);
-  void write_mains(int32_t rank, int32_t call, bool checked);
+  void write_main_ptrs(int32_t rank, int32_t call, bool checked);
   void check_bytes(int32_t rank);
   void check_report(int32_t rank);
   bool may_wait_for(int32_t rank, uec::FlagKind flag) const;
@@ -157,8 +157,8 @@ class Simulation {
   std::vector<int64_t> grad_offset_;
   std::vector<uint8_t*> bases_;
   std::vector<const uint8_t*> regions_;
-  std::vector<std::vector<const uint8_t*>> mains_;       // [rank][segments * mains]
-  std::vector<std::vector<const uint8_t*>> main_grads_;  // [rank][gradients' segments * mains]
+  std::vector<std::vector<const uint8_t*>> main_weights_;  // [rank][segments * M]
+  std::vector<std::vector<const uint8_t*>> main_grads_;    // [rank][gradients' segments * M]
   Arena arena_;
   std::unique_ptr<World> world_;
 
@@ -167,16 +167,16 @@ class Simulation {
   WorkerState* worker_states_;  // [agents]
   uec::Call* calls_;            // [ranks] the one under way
   uint64_t* clock_ran_out_;
-  uint8_t* sent_;           // [ranks][ranks]
-  std::byte* scratch_;      // [agents][scratch_bytes_]
-  Worker* worker_objects_;  // [agents]
-  Reducer* reducers_;       // [agents]
-  Finish* finishes_;        // [ranks]
-  Gather* gathers_;         // [ranks]
-  SimMemory* memories_;     // [agents]
-  SimMover* movers_;        // [agents]
-  SimAdder* adders_;        // [agents]
-  uec::HeldGroup* held_;    // [agents][kMaxHeld]: the reducers'
+  uint8_t* sent_;                // [ranks][ranks]
+  std::byte* scratch_;           // [agents][scratch_bytes_]
+  Worker* worker_objects_;       // [agents]
+  Reducer* reducers_;            // [agents]
+  Finish* finishes_;             // [ranks]
+  Gather* gathers_;              // [ranks]
+  SimMemory* memories_;          // [agents]
+  SimMover* movers_;             // [agents]
+  SimAdder* adders_;             // [agents]
+  uec::UnpublishedGroup* held_;  // [agents][kMaxUnpublished]: the reducers'
   int32_t max_pieces_ = 1;
   int64_t scratch_bytes_ = 0;
   uint32_t timed_out_ = 0;  // not in the arena

@@ -11,8 +11,8 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
   for (const int64_t bytes : s.segment_bytes)
     tile_begin_.push_back(tile_begin_.back() +
                           static_cast<int32_t>(uec::ceil_div(bytes, s.tile_bytes)));
-  mains_begin_ = s.num_ranks * s.slots_per_rank * num_tiles();
-  tables_begin_ = mains_begin_ + s.num_ranks * s.max_mains * num_tiles();
+  main_weights_begin_ = s.num_ranks * s.slots_per_rank * num_tiles();
+  tables_begin_ = main_weights_begin_ + s.num_ranks * s.max_local_experts * num_tiles();
   rows_begin_ = tables_begin_ + s.num_ranks * s.num_ranks;
   slot_grads_begin_ = rows_begin_ + s.num_ranks;
   grad_tile_begin_.push_back(0);
@@ -20,7 +20,7 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
     grad_tile_begin_.push_back(grad_tile_begin_.back() +
                                static_cast<int32_t>(uec::ceil_div(bytes, s.tile_bytes)));
   main_grads_begin_ = slot_grads_begin_ + s.num_ranks * s.slots_per_rank * num_grad_tiles();
-  sums_begin_ = main_grads_begin_ + s.num_ranks * s.max_mains * num_grad_tiles();
+  sums_begin_ = main_grads_begin_ + s.num_ranks * s.max_local_experts * num_grad_tiles();
   sums_per_slot_ = static_cast<int32_t>(s.layout.sums_bytes / (2 * s.tile_bytes));
   num_cells_ = sums_begin_ + s.num_ranks * s.slots_per_rank * sums_per_slot_;
   flag_at_.assign(s.layout.slots_base / 8, -1);
@@ -32,14 +32,14 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
     number(s.layout.abort(r));
     number(s.layout.gathered(r));
     for (int32_t i = 0; i < s.slots_per_rank; ++i) number(s.layout.done(i, r));
-    for (int32_t i = -s.slots_per_rank; i < s.max_mains; ++i) number(s.layout.pulled(i, r));
+    for (int32_t i = -s.slots_per_rank; i < s.max_local_experts; ++i) number(s.layout.pulled(i, r));
   }
   for (int32_t i = 0; i < s.slots_per_rank; ++i)
     for (int64_t g = 0; g < s.layout.max_groups; ++g) number(s.layout.ready(i, g));
   if (!s.grad_bytes.empty()) {
     for (int32_t i = 0; i < s.slots_per_rank; ++i)
       for (int32_t r = 0; r < s.num_ranks; ++r) number(s.layout.consumed(i, r));
-    for (int32_t i = 0; i < s.max_mains; ++i)
+    for (int32_t i = 0; i < s.max_local_experts; ++i)
       for (int64_t g = 0; g < s.layout.max_grad_groups; ++g) number(s.layout.summed(i, g));
   }
   const int32_t num_flags = s.num_ranks * flags_per_rank_;
@@ -252,7 +252,7 @@ int32_t World::locate(int32_t agent, const uint8_t* address, int64_t bytes) {
     return table_cell(rank, static_cast<int32_t>(table / shape.row_bytes));
   const bool slots = space == Space::kSymmetric;
   const auto& begin = slots ? shape.slot_offset : shape.region_offset;
-  const int32_t count = slots ? shape.slots_per_rank : shape.max_mains;
+  const int32_t count = slots ? shape.slots_per_rank : shape.max_local_experts;
   for (size_t i = 0; i < shape.segment_bytes.size(); ++i) {
     const int64_t inside = offset - begin[i];
     if (inside < 0 || inside >= count * shape.segment_bytes[i]) continue;
@@ -272,17 +272,17 @@ const char* World::describe(int32_t cell) {
     std::snprintf(text, sizeof text, "tile %d of %s %d of rank %d", (cell - begin) % tiles, what,
                   row % per_rank, row / per_rank);
   };
-  const int32_t slots = shape.slots_per_rank, mains = shape.max_mains;
-  if (cell < mains_begin_)
+  const int32_t slots = shape.slots_per_rank, num_local = shape.max_local_experts;
+  if (cell < main_weights_begin_)
     name("slot", 0, slots, num_tiles());
   else if (cell < tables_begin_)
-    name("main", mains_begin_, mains, num_tiles());
+    name("main", main_weights_begin_, num_local, num_tiles());
   else if (cell < slot_grads_begin_)
     std::snprintf(text, sizeof text, "load row %d", cell - tables_begin_);
   else if (cell < main_grads_begin_)
     name("the gradient in slot", slot_grads_begin_, slots, num_grad_tiles());
   else if (cell < sums_begin_)
-    name("main gradient", main_grads_begin_, mains, num_grad_tiles());
+    name("main gradient", main_grads_begin_, num_local, num_grad_tiles());
   else
     name("the sums of slot", sums_begin_, slots, sums_per_slot_);
   return text;
@@ -291,7 +291,8 @@ const char* World::describe(int32_t cell) {
 // Whether a cell is its caller's again after a failure. A rank that still loads it has to find
 // out, and must not use what it got: that is judged by the bytes.
 bool World::was_freed(int32_t cell) const {
-  if (is_main(cell)) return freed[(cell - mains_begin_) / num_tiles() / shape.max_mains] != 0;
+  if (is_main(cell))
+    return freed[(cell - main_weights_begin_) / num_tiles() / shape.max_local_experts] != 0;
   if (cell < slot_grads_begin_ || cell >= main_grads_begin_) return false;
   return freed[(cell - slot_grads_begin_) / num_grad_tiles() / shape.slots_per_rank] != 0;
 }

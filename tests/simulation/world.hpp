@@ -78,11 +78,11 @@ inline uint8_t* base_of(Space space, int32_t rank) {
 }
 
 struct Shape {
-  int32_t num_ranks, num_experts, slots_per_rank, max_mains;
+  int32_t num_ranks, num_experts, slots_per_rank, max_local_experts;
   int32_t agents_per_rank;  // workers, and last the rank's own thread
   int64_t tile_bytes;
   std::vector<int64_t> segment_bytes, slot_offset, region_offset;
-  // Of gradients: in slots, and of mains. None: slots hold no gradients.
+  // Types of slot gradients and of main gradients. Empty: slots hold no gradients.
   std::vector<int64_t> grad_bytes, grad_offset, main_grad_offset;
   std::vector<uec::GradType> grad_type, main_grad_type;
   uec::SymmetricLayout layout;
@@ -119,7 +119,7 @@ class World {
     return (rank * shape.slots_per_rank + slot) * num_tiles() + tile;
   }
   int32_t main_cell(int32_t rank, int32_t main, int32_t tile) const {
-    return mains_begin_ + (rank * shape.max_mains + main) * num_tiles() + tile;
+    return main_weights_begin_ + (rank * shape.max_local_experts + main) * num_tiles() + tile;
   }
   int32_t table_cell(int32_t rank, int32_t writer) const {
     return tables_begin_ + rank * shape.num_ranks + writer;
@@ -132,7 +132,7 @@ class World {
     return slot_grads_begin_ + (rank * shape.slots_per_rank + slot) * num_grad_tiles() + tile;
   }
   int32_t main_grad_cell(int32_t rank, int32_t main, int32_t tile) const {
-    return main_grads_begin_ + (rank * shape.max_mains + main) * num_grad_tiles() + tile;
+    return main_grads_begin_ + (rank * shape.max_local_experts + main) * num_grad_tiles() + tile;
   }
 
   // ---- what an agent does
@@ -241,7 +241,7 @@ class World {
                           const uec::GradType* type);
   int32_t stray(const Place& at, int64_t bytes);
   const char* describe(int32_t cell);
-  bool is_main(int32_t cell) const { return cell >= mains_begin_ && cell < tables_begin_; }
+  bool is_main(int32_t cell) const { return cell >= main_weights_begin_ && cell < tables_begin_; }
   bool was_freed(int32_t cell) const;
   int32_t grad_segment(int32_t tile) const;
   int32_t begin_load(int32_t agent);  // returns its number
@@ -261,7 +261,7 @@ class World {
   uint64_t hash_ticks(uint64_t h, const Tick* ticks) const;
 
   int32_t num_agents_, ticks_, flags_per_rank_, max_operations_, max_published_, message_bytes_;
-  int32_t mains_begin_, tables_begin_, rows_begin_;
+  int32_t main_weights_begin_, tables_begin_, rows_begin_;
   int32_t slot_grads_begin_, main_grads_begin_, sums_begin_, num_cells_;
   int32_t sums_per_slot_;                 // cells
   std::vector<int32_t> tile_begin_;       // [segments + 1]
@@ -302,7 +302,7 @@ class World {
 // The core's policies over a world.
 class SimMemory {
  public:
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   SimMemory(World& world, int32_t agent) : world_(world), agent_(agent) {}
 
@@ -336,11 +336,11 @@ class SimMover : public uec::DeliveryPolicy, public uec::LocalRing<4> {
     world_.store(agent_, k % kStages, destination, bytes);
   }
   bool reusable(uint32_t k) { return world_.reusable(agent_, k % kStages); }
-  uint32_t commit(uint32_t) { return world_.stores_issued(agent_); }
+  uint32_t commit_and_wait_source(uint32_t) { return world_.stores_issued(agent_); }
 
   template <class F>
-  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (!idle && !eager_) return false;  // as a mover that only looks when it has to
+  bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
+    if (!may_block && !eager_) return false;  // as a mover that only looks when it has to
     if (!world_.delivered(agent_, ticket)) return false;
     world_.know_delivered(agent_, ticket);
     then(delivered());

@@ -40,13 +40,13 @@ struct PlanCase {
     return {num_ranks, num_experts, slots_per_rank, home.data(), domain.data(), allow_cross_domain};
   }
 
-  std::vector<int32_t> num_mains() const {
+  std::vector<int32_t> num_local_experts() const {
     std::vector<int32_t> count(num_ranks, 0);
     for (const int32_t r : home) ++count[r];
     return count;
   }
 
-  std::vector<int32_t> main_idx() const {
+  std::vector<int32_t> local_idx() const {
     std::vector<int32_t> count(num_ranks, 0), idx(num_experts);
     for (int32_t e = 0; e < num_experts; ++e) idx[e] = count[home[e]]++;
     return idx;
@@ -117,7 +117,8 @@ inline void draw_plan(PlanCase& c, Random& random) {
                  c.slot_expert.begin() + (r + 1) * c.slots_per_rank, random);
 }
 
-// A group of any shape with a random plan. Home maps may be uneven, and leave ranks without mains.
+// A group of any shape with a random plan. Home maps may be uneven, and leave ranks without local
+// experts.
 inline PlanCase draw_case(Random& random, int32_t max_ranks) {
   const int32_t num_ranks = draw(random, 1, max_ranks);
   PlanCase c = make_group(num_ranks, draw(random, 1, 4 * num_ranks), draw(random, 0, 4));
@@ -196,9 +197,9 @@ struct ScheduleArrays {
     schedule.egress = egress.data();
     schedule.source = source.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
-    shape = uec::collect_entries(uec::Alone{}, c.topology(), c.slot_expert.data(),
+    shape = uec::collect_entries(uec::SingleThread{}, c.topology(), c.slot_expert.data(),
                                  uec::SlotsToFill{c.residents()}, scratch, schedule);
-    uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
+    uec::assign_hubs(uec::SingleThread{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }
   ScheduleArrays(const ScheduleArrays&) = delete;

@@ -13,14 +13,14 @@
 
 struct PrepareCase {
   PlanCase plan;
-  std::vector<int32_t> slot_quota, home_quota, segments, main_idx;
+  std::vector<int32_t> slot_quota, home_quota, segments, local_idx;
   std::vector<int64_t> segment_bytes;
   uec::CostModel cost;
   int32_t rank, mode, region;
 
   PrepareCase(PlanCase drawn, Random& random)
       : plan(std::move(drawn)),
-        main_idx(plan.main_idx()),
+        local_idx(plan.local_idx()),
         rank(draw(random, 0, plan.num_ranks - 1)) {
     const std::vector<std::vector<int64_t>> payloads{
         {100}, {3 << 20, 1}, {5, 200'000, (64 << 10) + 1}};
@@ -44,13 +44,13 @@ struct PrepareCase {
   }
 
   uec::GroupTables tables() const {
-    return {plan.topology(), rank, segment_bytes.data(), main_idx.data(), 32 << 10, cost, {}};
+    return {plan.topology(), rank, segment_bytes.data(), local_idx.data(), 32 << 10, cost, {}};
   }
   uec::Capacity capacity() const {
     return {plan.num_ranks,
             plan.num_experts,
             plan.slots_per_rank,
-            plan.num_mains()[rank],
+            plan.num_local_experts()[rank],
             static_cast<int32_t>(segment_bytes.size()),
             0,
             1,
@@ -112,7 +112,7 @@ PrepareAnswer prepare_call(Team team, const PrepareCase& c, Given& given) {
   if (answer.check.fault != uec::PlanFault::kNone) return answer;
   const uec::ReplicateArgs args{.slot_expert = c.plan.slot_expert.data(),
                                 .plan_digest = answer.quotas,
-                                .mains = nullptr,
+                                .main_ptrs = nullptr,
                                 .segments = c.segments.data(),
                                 .num_segments = static_cast<int32_t>(c.segments.size()),
                                 .mode = c.mode,
@@ -128,7 +128,7 @@ PrepareAnswer prepare_call(Team team, const PrepareCase& c, Given& given) {
                      s);
   answer.schedule = sight_of(s, given.shape, c.plan.num_ranks);
   team.sync();
-  uec::build_worklist(team, tables.topology, s, tables.main_idx, tables.rank, given.call.work);
+  uec::build_worklist(team, tables.topology, s, tables.local_idx, tables.rank, given.call.work);
   answer.worklist = sight_of(given.call.work, c.plan.num_ranks);
   return answer;
 }
@@ -184,14 +184,14 @@ void check_prepared(int32_t num_cases, int32_t max_ranks, const Run& run) {
     PrepareCase c(draw_case(random, seed % 8 == 0 ? max_ranks : 12), random);
     if (seed % 3 == 0) c.spoil(random);
     Given expected(c.capacity());
-    const PrepareAnswer answer = prepare_call(uec::Alone{}, c, expected);
+    const PrepareAnswer answer = prepare_call(uec::SingleThread{}, c, expected);
     seen.add(c, answer, expected);
     run([&](const auto& prepare) {
       Given given(c.capacity());
       if (seed < num_cases / 2) {  // storage that another call has used
         PrepareCase other = c;
         other.mode = static_cast<int32_t>(uec::Mode::kPush);
-        prepare_call(uec::Alone{}, other, given);
+        prepare_call(uec::SingleThread{}, other, given);
       }
       for (const PrepareAnswer& own : prepare(c, given)) CHECK(own == answer);
       if (answer.check.fault == uec::PlanFault::kNone) check_equal(c, given, expected);

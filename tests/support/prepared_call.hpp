@@ -78,7 +78,7 @@ struct Given {
     call_block.add(arrays.segment, segments);
     call_block.add(arrays.bytes, segments);
     call_block.add(arrays.first_tile, segments + 1);
-    call_block.add(arrays.mains, segments * c.num_mains);
+    call_block.add(arrays.main_ptrs, segments * c.num_local_experts);
     call_block.add(arrays.main_type, c.num_grad_segments);
     const uec::Schedule& s = schedule.schedule;
     schedule_block.add(s.expert, experts);
@@ -91,7 +91,7 @@ struct Given {
     schedule_block.add(schedule.scratch.exports, c.num_ranks);
     schedule_block.add(schedule.scratch.order, experts);
     schedule_block.add(schedule.scratch.extra, replicas + experts);
-    arrays.lend_to(&call);
+    arrays.bind_arrays(&call);
   }
 
   uec::CallArrays arrays;
@@ -169,7 +169,7 @@ inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t 
     CHECK_EQ(left.group_tiles, right.group_tiles);
     CHECK_EQ(left.idx, right.idx);
     CHECK_EQ(left.home, right.home);
-    CHECK_EQ(left.main_idx, right.main_idx);
+    CHECK_EQ(left.local_idx, right.local_idx);
     CHECK_EQ(left.of_hub, right.of_hub);
     CHECK_EQ(left.first, right.first);
     CHECK_EQ(left.count, right.count);

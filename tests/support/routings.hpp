@@ -35,12 +35,12 @@ inline RoutingCase draw_group(Random& random, int32_t num_ranks, int32_t num_exp
   c.group = make_group(num_ranks, num_experts, slots_per_rank);
   if (draw(random, 0, 1) == 0)
     for (int32_t& home : c.group.home) home = draw(random, 0, num_ranks - 1);
-  const std::vector<int32_t> mains = c.group.num_mains();
-  const std::vector<int32_t> main_idx = c.group.main_idx();
-  c.per_rank = *std::max_element(mains.begin(), mains.end()) + slots_per_rank;
+  const std::vector<int32_t> num_local = c.group.num_local_experts();
+  const std::vector<int32_t> local_idx = c.group.local_idx();
+  c.per_rank = *std::max_element(num_local.begin(), num_local.end()) + slots_per_rank;
   for (int32_t e = 0; e < num_experts; ++e)
-    c.main_id.push_back(c.group.home[e] * c.per_rank + main_idx[e]);
-  for (int32_t r = 0; r < num_ranks; ++r) c.slot_id.push_back(r * c.per_rank + mains[r]);
+    c.main_id.push_back(c.group.home[e] * c.per_rank + local_idx[e]);
+  for (int32_t r = 0; r < num_ranks; ++r) c.slot_id.push_back(r * c.per_rank + num_local[r]);
   c.source = draw(random, 0, num_ranks - 1);
   return c;
 }

@@ -34,7 +34,7 @@ struct Sums {
 
 inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Worklist& w,
                      Sums& sums) {
-  const std::vector<int32_t> main_idx = c.main_idx();
+  const std::vector<int32_t> local_idx = c.local_idx();
   const auto slot_expert = [&c](int32_t r, int32_t i) {
     return c.slot_expert[r * c.slots_per_rank + i];
   };
@@ -58,7 +58,7 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
       auto& awaited = sums.awaited[{rank, slot}];
       for (int32_t g = piece.begin; g < piece.end; ++g) ++awaited[g];
     } else {
-      CHECK_EQ(piece.source_idx, uec::source_idx(held, main_idx[task.expert]));
+      CHECK_EQ(piece.source_idx, uec::source_idx(held, local_idx[task.expert]));
     }
     if (piece.source == Source::kRemote) {
       CHECK(mode == Mode::kPull && rank != source);
@@ -97,7 +97,7 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     CHECK(sums.expected.insert({e.kind, rank, e.idx, e.peer}).second);
     if (e.kind == Expected::kDone) CHECK_EQ(slot_expert(rank, e.idx), e.expert);
     if (e.kind == Expected::kPulled)
-      CHECK_EQ(uec::source_idx(sums.held.at({e.expert, rank}), main_idx[e.expert]), e.idx);
+      CHECK_EQ(uec::source_idx(sums.held.at({e.expert, rank}), local_idx[e.expert]), e.idx);
   }
   for (int32_t r = 0; r < c.num_ranks; ++r) CHECK_EQ(w.involved[r], sums.involved[r]);
 }

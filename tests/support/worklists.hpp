@@ -11,8 +11,8 @@
 // A worklist with arrays of exactly the capacities that worklist.hpp states.
 struct WorklistArrays {
   WorklistArrays(const PlanCase& c, const uec::Schedule& s, int32_t rank)
-      : tasks(max_tasks(c, c.num_mains()[rank] + c.slots_per_rank)),
-        pieces(c.num_mains()[rank] + c.num_replicas() + c.slots_per_rank),
+      : tasks(max_tasks(c, c.num_local_experts()[rank] + c.slots_per_rank)),
+        pieces(c.num_local_experts()[rank] + c.num_replicas() + c.slots_per_rank),
         destinations(c.num_replicas() + c.slots_per_rank * c.num_ranks),
         expected(destinations.size()),
         opens(c.num_ranks),
@@ -25,8 +25,8 @@ struct WorklistArrays {
     list.opens = opens.data();
     list.involved = involved.data();
     list.needs = needs.data();
-    const std::vector<int32_t> main_idx = c.main_idx();
-    uec::build_worklist(uec::Alone{}, c.topology(), s, main_idx.data(), rank, list);
+    const std::vector<int32_t> local_idx = c.local_idx();
+    uec::build_worklist(uec::SingleThread{}, c.topology(), s, local_idx.data(), rank, list);
     CHECK(list.num_tasks <= static_cast<int32_t>(tasks.size()));
     CHECK(list.num_pieces <= static_cast<int32_t>(pieces.size()));
     CHECK(list.num_destinations <= static_cast<int32_t>(destinations.size()));

@@ -60,7 +60,7 @@ def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, i
     layout, base = group.session.layout, group.session.memory[1].bases[home]
     offsets = zip(layout.region_offset, group.segments.items(), strict=True)
     for offset, (name, segment) in offsets:
-        yield name, base + offset + layout.main_idx[expert] * segment.nbytes, segment.nbytes
+        yield name, base + offset + layout.local_idx[expert] * segment.nbytes, segment.nbytes
 
 
 def slot_grad_address(group: Group, rank: int, slot: int, segment: int, num_bytes: int) -> int:

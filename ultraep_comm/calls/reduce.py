@@ -79,7 +79,7 @@ def reduce_expert_grads(
         reduction = _core.TransferCall(
             operation=_REDUCE,
             plan=call.view,
-            mains=bound.addresses.buffer_info()[0],
+            main_ptrs=bound.addresses.buffer_info()[0],
             num_segments=len(bound.types),
             mode=find_mode(mode, REDUCE_MODES, session.rank),
             background=async_op,

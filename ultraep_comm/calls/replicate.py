@@ -90,7 +90,7 @@ def replicate_experts(
         bound = session.weights.bind(weights)
         session.weights.require(bound, indices)
         if mode == "pull" and bound.region < 0:
-            counts = session.layout.num_mains
+            counts = session.layout.num_local_experts
             uneven = (
                 f"; those of empty_instances() are not where ranks' numbers of experts differ, here"
                 f" {counts}"
@@ -104,7 +104,7 @@ def replicate_experts(
         transfer = _core.TransferCall(
             operation=_REPLICATE,
             plan=call.view,
-            mains=bound.addresses.buffer_info()[0],
+            main_ptrs=bound.addresses.buffer_info()[0],
             num_segments=len(indices),
             mode=find_mode(mode, MODES, session.rank),
             background=async_op,

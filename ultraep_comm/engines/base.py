@@ -126,7 +126,7 @@ class Engine(Protocol):
     def version(self, bank: int) -> int:
         """Return the version of the weights of a bank's residents."""
 
-    def moves(self) -> NDArray[np.bool_] | None:
+    def slots_to_fill(self) -> NDArray[np.bool_] | None:
         """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
 
         None: not known, as the device finds out.

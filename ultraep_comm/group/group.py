@@ -222,7 +222,9 @@ class Group(Shared):
                 raise
             session.fabric.begin(None)
             region, begins = self._instances.take(index)
-        is_even = len(set(session.layout.num_mains)) == 1  # else mains begin at different places
+        is_even = (
+            len(set(session.layout.num_local_experts)) == 1
+        )  # else mains begin at different places
         if is_even and region.bases and session.fabric.can_pull:
             session.add_mains(region, begins)
         with torch.inference_mode(False):

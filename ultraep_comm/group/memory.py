@@ -49,7 +49,7 @@ def memory_of(
     weights = banks * sum(s.nbytes for s in segments.values())
     gradients = grad_banks * sum(s.nbytes for s in grads.values())
     slots, slot_grads = slots_per_rank * weights, slots_per_rank * gradients
-    mains = layout.max_mains * (weights + gradients) if layout.instance_align else 0
+    mains = layout.max_local_experts * (weights + gradients) if layout.instance_align else 0
     total = layout.total_bytes + (layout.check_bytes if check else 0)
     other = total - slots - slot_grads - mains
     return GroupMemory(slots=slots, slot_grads=slot_grads, mains=mains, other=other)

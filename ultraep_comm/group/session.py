@@ -76,7 +76,7 @@ class Session(Shared):
         self.banks = parts.banks
         self.grad_banks = parts.grad_banks
         self.device = parts.memory[0].local.device
-        self.num_mains = parts.layout.num_mains[parts.rank]
+        self.num_mains = parts.layout.num_local_experts[parts.rank]
         local_experts: dict[str, Any] = {
             "rank": self.rank,
             "num_local_experts": self.num_mains,
@@ -283,7 +283,7 @@ class Session(Shared):
             capacity=capacity,
             loads=loads,
             finished_at=self.engine.finished_at,
-            moves=self.engine.moves,
+            moves=self.engine.slots_to_fill,
             on_stop=stop,
             failed_epoch=self.engine.failed_epoch,
             run=self.run,
@@ -392,7 +392,7 @@ def _end_process() -> None:
         for session in sessions:
             session.end_with_process()
     finally:
-        _core.come_to_rest(5.0)
+        _core.drain_threads_at_exit(5.0)
         for session in sessions:
             session.drop_engine()
 

@@ -6,14 +6,14 @@
 #if defined(__CUDACC__)
 #define UEC_HD __host__ __device__
 // Never inlined on a device: its code exists once, and its registers do not add to its caller's.
-#define UEC_STEP __host__ __device__ __noinline__
+#define UEC_HD_NOINLINE __host__ __device__ __noinline__
 // Before a loop that runs once or twice on a device: unrolled, it would only be more code to fetch.
 #define UEC_ROLLED _Pragma("unroll 1")
 #define UEC_UNROLLED _Pragma("unroll")
 #define UEC_UNROLLED_BY_4 _Pragma("unroll 4")  // whose loads then arrive together
 #else
 #define UEC_HD
-#define UEC_STEP
+#define UEC_HD_NOINLINE
 #define UEC_ROLLED
 #define UEC_UNROLLED
 #define UEC_UNROLLED_BY_4

@@ -17,7 +17,8 @@ UEC_HD inline uint64_t mix(uint64_t state, uint64_t word) {
 // Each pair of values is mixed with its position on its own, so the sum does not depend on the
 // order of addition. A change of a single pair always changes the digest.
 template <class Team>
-UEC_STEP uint64_t digest_ints(Team team, uint64_t state, const int32_t* values, int64_t count) {
+UEC_HD_NOINLINE uint64_t digest_ints(Team team, uint64_t state, const int32_t* values,
+                                     int64_t count) {
   constexpr uint64_t kPlace = 0xA24BAED4963EE407ull;  // odd: no two places are equal
   state = mix(state, static_cast<uint64_t>(count));
   uint64_t sum = 0;

@@ -6,32 +6,31 @@
 // inside a loop over `index(), index() + size(), ...`.
 //
 // A Team provides
-//   int32_t index(), size()          this member, and how many there are
-//   bool leader()                    true for exactly one member
-//   void sync()                      what any member did before it happens before what all do after
-//   T share(T value)                 the leader's value, for all
-//   T from(int32_t index, T value)   that member's value, for all
-//   uint32_t lowest(uint32_t value)  the smallest of the members' values, for all
-//   uint32_t least(uint32_t value)   the same, and orders nothing
-//   T sum_before(T value)            the sum of the values of the members with a lower index; an
-//                                    integer
-//   T sum(T value)                   the sum of the members' values, for all; uint32_t or uint64_t
-//   Counted count(bool value)        how many members it is true of
-//   int32_t equal_before(uint32_t value)  how many members with a lower index have this value
-// and from sync() on, all but one of them order memory as sync() does. Several members may do these
-// concurrently, and they order nothing:
-//   T add(T* at, T value)            adds, and returns the previous value. int32_t or int64_t
-//   void lower(uint32_t* at, uint32_t value)  stores it if it is less than what is there
-//   void set(uint8_t* at)            stores 1
+//   int32_t index(), size()        this member, and how many there are
+//   bool leader()                  true for exactly one member
+//   void sync()                    orders what any member did before it ahead of what all do after
+//   T broadcast(T value)           the leader's value, for all
+//   T read_from(int32_t i, T value)     member i's value, for all
+//   uint32_t min_sync(uint32_t value)   the smallest of the members' values, for all
+//   uint32_t min_unordered(uint32_t value)  the same, and orders nothing
+//   T exclusive_sum(T value)       the sum of the values of the members with a lower index
+//   T sum(T value)                 the sum of all members' values, for all; uint32_t or uint64_t
+//   MemberCount count(bool value)  how many members it is true of
+//   int32_t equal_before(uint32_t value)    how many members with a lower index have this value
+// All from sync() on, except min_unordered(), order memory as sync() does. Several members may call
+// these concurrently; they order nothing:
+//   T atomic_add(T* at, T value)   adds, and returns the previous value. int32_t or int64_t
+//   void atomic_min(uint32_t* at, uint32_t value)  stores it if it is less than what is there
+//   void set(uint8_t* at)          stores 1
 //
-// A crew is a set of teams that work on different questions in parallel: the warps of a block; on
+// A TeamSet is several teams that work on different questions in parallel: the warps of a block; on
 // the host, one thread.
 //
 // All threads of all teams take the same path through a search, with the same values; only the
 // question that each team works on between two exchanges differs. An exchange gives all threads all
 // answers.
 //
-// A Crew provides
+// A TeamSet provides
 //   Team                             the type of its teams
 //   Team team()                      this thread's team
 //   int32_t index(), size()          this team, and how many there are
@@ -47,53 +46,53 @@
 
 namespace uec {
 
-struct Counted {
+struct MemberCount {
   int32_t before;  // members with a lower index
   int32_t all;
 };
 
 // A team of one.
-struct Alone {
+struct SingleThread {
   UEC_HD static constexpr int32_t index() { return 0; }
   UEC_HD static constexpr int32_t size() { return 1; }
   UEC_HD static constexpr bool leader() { return true; }
   UEC_HD static void sync() {}
   template <class T>
-  UEC_HD static T share(T value) {
+  UEC_HD static T broadcast(T value) {
     return value;
   }
   template <class T>
-  UEC_HD static T from(int32_t, T value) {
+  UEC_HD static T read_from(int32_t, T value) {
     return value;
   }
-  UEC_HD static uint32_t lowest(uint32_t value) { return value; }
-  UEC_HD static uint32_t least(uint32_t value) { return value; }
+  UEC_HD static uint32_t min_sync(uint32_t value) { return value; }
+  UEC_HD static uint32_t min_unordered(uint32_t value) { return value; }
   template <class T>
-  UEC_HD static T sum_before(T) {
+  UEC_HD static T exclusive_sum(T) {
     return 0;
   }
   template <class T>
   UEC_HD static T sum(T value) {
     return value;
   }
-  UEC_HD static Counted count(bool value) { return {0, value}; }
+  UEC_HD static MemberCount count(bool value) { return {0, value}; }
   UEC_HD static int32_t equal_before(uint32_t) { return 0; }
   template <class T>
-  UEC_HD static T add(T* at, T value) {
+  UEC_HD static T atomic_add(T* at, T value) {
     const T before = *at;
     *at = before + value;
     return before;
   }
-  UEC_HD static void lower(uint32_t* at, uint32_t value) {
+  UEC_HD static void atomic_min(uint32_t* at, uint32_t value) {
     if (value < *at) *at = value;
   }
   UEC_HD static void set(uint8_t* at) { *at = 1; }
 };
 
-// A crew of one team of one.
-class AloneCrew {
+// A set of one team of one thread.
+class SingleTeam {
  public:
-  using Team = Alone;
+  using Team = SingleThread;
   UEC_HD static constexpr Team team() { return {}; }
   UEC_HD static constexpr int32_t index() { return 0; }
   UEC_HD static constexpr int32_t size() { return 1; }
@@ -110,7 +109,7 @@ class AloneCrew {
 // The largest of the members' values, for all.
 template <class Team>
 UEC_HD uint32_t highest(Team team, uint32_t value) {
-  return ~team.lowest(~value);
+  return ~team.min_sync(~value);
 }
 template <class Team>
 UEC_HD uint64_t highest(Team team, uint64_t value) {
@@ -121,11 +120,11 @@ UEC_HD uint64_t highest(Team team, uint64_t value) {
 
 // The first of begin .. end - 1 that `is_it`, or `end`.
 template <class Team, class Predicate>
-UEC_HD int32_t first_that(Team team, int32_t begin, int32_t end, const Predicate& is_it) {
+UEC_HD int32_t find_first(Team team, int32_t begin, int32_t end, const Predicate& is_it) {
   UEC_ROLLED
   for (int32_t first = begin; first < end; first += team.size()) {
     const int32_t i = first + team.index();
-    const auto found = static_cast<int32_t>(team.lowest(i < end && is_it(i) ? i : end));
+    const auto found = static_cast<int32_t>(team.min_sync(i < end && is_it(i) ? i : end));
     if (found < end) return found;
   }
   return end;
@@ -133,7 +132,7 @@ UEC_HD int32_t first_that(Team team, int32_t begin, int32_t end, const Predicate
 
 // Words that are compared one after the other.
 template <int32_t kCount>
-struct Words {
+struct SortKey {
   uint32_t word[kCount];
 };
 UEC_HD constexpr uint32_t high_word(int64_t value) {  // of numbers that may be negative
@@ -143,17 +142,17 @@ UEC_HD constexpr uint32_t low_word(int64_t value) { return static_cast<uint32_t>
 
 // Whether this member has the least of all members' words, which differ; `has_any`: it has some.
 template <class Team, int32_t kCount>
-UEC_HD bool is_first(Team team, bool has_any, const Words<kCount>& own) {
+UEC_HD bool holds_min(Team team, bool has_any, const SortKey<kCount>& own) {
   bool leads = has_any;
   UEC_UNROLLED
-  for (const uint32_t word : own.word) leads &= word == team.lowest(leads ? word : ~0u);
+  for (const uint32_t word : own.word) leads &= word == team.min_sync(leads ? word : ~0u);
   return leads;
 }
 
 // The first of low .. high - 1 that is enough, or `high`. Whatever follows one that is enough must
 // be enough too.
 template <class Team, class Enough>
-UEC_HD int32_t first_enough(Team team, int32_t low, int32_t high, const Enough& is_enough) {
+UEC_HD int32_t bisect_first(Team team, int32_t low, int32_t high, const Enough& is_enough) {
   while (high - low > 2 * team.size()) {
     const int32_t middle = low + (high - low) / 2;
     if (is_enough(middle))
@@ -163,7 +162,7 @@ UEC_HD int32_t first_enough(Team team, int32_t low, int32_t high, const Enough& 
   }
   int32_t i = low + team.index();
   while (i < high && !is_enough(i)) i += team.size();
-  return static_cast<int32_t>(team.lowest(i < high ? i : high));
+  return static_cast<int32_t>(team.min_sync(i < high ? i : high));
 }
 
 // A member's share of `count` items: a contiguous run, so that sums over earlier members are sums

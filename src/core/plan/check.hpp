@@ -50,7 +50,7 @@ UEC_HD PlanCheck check_plan(Team team, const Topology& t, const int32_t* slot_ex
       break;
     }
   }
-  first = team.lowest(first);
+  first = team.min_sync(first);
   PlanCheck check;
   if (first == ~uint32_t{0}) return check;
   const auto rank = static_cast<int32_t>(first / static_cast<uint32_t>(slots));

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/scratch.hpp"
 #include "core/plan/search.hpp"
 
@@ -30,8 +30,8 @@ struct PlannerScratch {
   int32_t* pool_begin;     // [G + 1] where a pool begins in `order`
   int32_t* order;          // [G] the ranks by pool, then descending load, then id
   int32_t* sorted;         // [G] while pools are made
-  int32_t* mains_begin;    // [G + 1]
-  int32_t* mains;          // [E] mains by home, a hot rank's by descending load
+  int32_t* local_begin;    // [G + 1]
+  int32_t* local_experts;  // [E] local experts by home, a hot rank's by descending load
   std::byte* teams;        // of TeamScratch
   int64_t bytes;
 
@@ -43,8 +43,8 @@ struct PlannerScratch {
     pool_begin = cutter.take<int32_t>(g + 1);
     order = cutter.take<int32_t>(g);
     sorted = cutter.take<int32_t>(g);
-    mains_begin = cutter.take<int32_t>(g + 1);
-    mains = cutter.take<int32_t>(topology.num_experts);
+    local_begin = cutter.take<int32_t>(g + 1);
+    local_experts = cutter.take<int32_t>(topology.num_experts);
     teams = cutter.take_bytes(num_teams * TeamScratch(topology, nullptr).bytes);
     bytes = cutter.used_bytes();
   }
@@ -77,7 +77,7 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
 // ---------------------------------------------------------------------------------------------
 // Implementation
 
-// The order of ranks and of mains: by descending key, then ascending id.
+// The order of ranks and of local experts: by descending key, then ascending id.
 UEC_HD inline bool goes_before(const int64_t* key, int32_t a, int32_t b) {
   return key[a] > key[b] || (key[a] == key[b] && a < b);
 }
@@ -87,8 +87,8 @@ namespace detail {
 inline constexpr int32_t kIdBits = 24;  // of a rank, in a word with its load
 static_assert(kMaxTotalLoad >> (64 - kIdBits) == 0);
 
-// Shell sort: no recursion, no extra memory, and on the few mains of one rank it is plain insertion
-// sort.
+// Shell sort: no recursion, no extra memory, and on the few local experts of one rank it is plain
+// insertion sort.
 template <class T, class Before>
 UEC_HD void sort(T* values, int32_t count, const Before& before) {
   int32_t gap = 1;
@@ -167,20 +167,20 @@ UEC_HD inline SortedLoad sort_load(const Topology& topology, const int64_t* load
   sorted.ranks = s.order;
   sorted.tokens_before = s.tokens_before;
   sorted.load = load;
-  sorted.mains_begin = s.mains_begin;
-  sorted.mains = s.mains;
+  sorted.local_begin = s.local_begin;
+  sorted.local_experts = s.local_experts;
   return sorted;
 }
 
-// Sorts the mains of ranks above the threshold, as probes of it and of any higher one need.
-UEC_HD inline void sort_mains(const Topology& topology, int64_t threshold, const PlannerScratch& s,
-                              SortedLoad* sorted) {
-  const int32_t max_mains = group_mains(topology, s.mains_begin, s.mains);
-  sorted->last_cap = max32(max_mains, topology.slots_per_rank);
+// Sorts the local experts of ranks above the threshold, as probes of it and of any higher one need.
+UEC_HD inline void sort_local_experts(const Topology& topology, int64_t threshold,
+                                      const PlannerScratch& s, SortedLoad* sorted) {
+  const int32_t max_local_experts = group_local_experts(topology, s.local_begin, s.local_experts);
+  sorted->last_cap = max32(max_local_experts, topology.slots_per_rank);
   for (int32_t r = 0, end = topology.num_ranks; r < end; ++r) {
     if (s.rank_load[r] <= threshold) continue;
-    const int32_t begin = s.mains_begin[r];
-    sort(s.mains + begin, s.mains_begin[r + 1] - begin,
+    const int32_t begin = s.local_begin[r];
+    sort(s.local_experts + begin, s.local_begin[r + 1] - begin,
          [&](int32_t a, int32_t b) { return goes_before(sorted->load, a, b); });
   }
 }
@@ -200,11 +200,11 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
   if (slots == 0) return;
   SortedLoad sorted = detail::sort_load(topology, load, scratch);
   if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, scratch);
-  const Goal goal = find_goal(Alone{}, sorted, objective);
+  const Goal goal = find_goal(SingleThread{}, sorted, objective);
   if (goal.is_met) return;
-  detail::sort_mains(topology, goal.mean, scratch, &sorted);
-  AloneCrew crew;
-  search_plan(crew, sorted, objective, goal, slots, scratch.team(topology, 0),
+  detail::sort_local_experts(topology, goal.mean, scratch, &sorted);
+  SingleTeam teams;
+  search_plan(teams, sorted, objective, goal, slots, scratch.team(topology, 0),
               {slot_expert, slot_quota, home_quota});
 }
 

@@ -1,6 +1,6 @@
 // The planner's search in one pool: which probes to ask, and which of their plans is the best.
 //
-// It tells every team of a crew (team.hpp) what to ask, and derives the next questions from the
+// It gives every team of a TeamSet (team.hpp) a question, and derives the next questions from the
 // answers. (Inverted like this, a kernel has one copy of the probe, which is most of its code.) Any
 // number of teams leads to the same plan: answers to speculative questions that turn out not to be
 // needed are never used.
@@ -20,22 +20,22 @@ UEC_HD constexpr int32_t next_cap(int32_t cap, int32_t slots) {
   return cap < slots ? cap + 1 : 2 * cap;
 }
 
-template <class Crew>
+template <class TeamSet>
 class PoolSearch {
  public:
   struct Found {
     int32_t num_replicas, variant;  // -1: none
   };
 
-  UEC_HD PoolSearch(const Crew& crew, const SortedLoad& sorted, const Goal& goal, int32_t p,
+  UEC_HD PoolSearch(const TeamSet& teams, const SortedLoad& sorted, const Goal& goal, int32_t p,
                     int32_t slots)
-      : crew_(crew),
+      : teams_(teams),
         sorted_(sorted),
         goal_(goal),
         p_(p),
         slots_(slots),
         last_cap_(sorted.last_cap) {
-    forget();
+    clear_found();
   }
 
   UEC_HD Pool pool() const { return sorted_.pool(p_); }
@@ -47,9 +47,9 @@ class PoolSearch {
   UEC_HD void begin_by_target() {
     improves_ = true;
     aim_ = Aim::kOpening;
-    high_ = wanted();
+    high_ = goal_threshold();
     if (goal_.is_exact) stage_ = Stage::kOneImport;
-    cap_ = least_cap(high_);
+    cap_ = min_cap(high_);
   }
   // The fewest replicas for this threshold and cap.
   UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
@@ -62,7 +62,7 @@ class PoolSearch {
 
   // This team's question. A team without one gets a variant from kNumVariants up.
   UEC_HD Question question() const {
-    const int32_t i = crew_.index();
+    const int32_t i = teams_.index();
     switch (aim_) {
       case Aim::kOpening:
         return make(high_, cap_, first_ + i < kNumOrders ? first_ + i : kNumVariants,
@@ -94,35 +94,36 @@ class PoolSearch {
   UEC_HD Found found() const { return found_; }
 
   // The lowest cap below which some rank could not shed its excess.
-  UEC_HD int32_t least_cap(int64_t threshold) const {
-    const auto team = crew_.team();
+  UEC_HD int32_t min_cap(int64_t threshold) const {
+    const auto team = teams_.team();
     const Pool pool = this->pool();
     int32_t cap = 1;
     for (int32_t i = team.index(); i < pool.num_ranks; i += team.size()) {
       int64_t excess = pool.rank_load(i) - threshold;
       if (excess <= 0) break;
-      const int32_t* const mains = pool.mains + pool.mains_begin[pool.ranks[i]];
+      const int32_t* const local_experts = pool.local_experts + pool.local_begin[pool.ranks[i]];
       int32_t n = 0;
-      for (; excess > 0; ++n) excess -= pool.load[mains[n]];
+      for (; excess > 0; ++n) excess -= pool.load[local_experts[n]];
       cap = max32(cap, n);
     }
-    return static_cast<int32_t>(~team.lowest(~static_cast<uint32_t>(cap)));
+    return static_cast<int32_t>(~team.min_sync(~static_cast<uint32_t>(cap)));
   }
 
  private:
   enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
   // Of kThreshold; the last one of the others, for exact plans.
-  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect, kOneImport };
+  enum class Stage : int32_t { kGoal, kMean, kGallop, kBisect, kOneImport };
 
   static constexpr int32_t kAnyNumber = 0x7FFFFFFF;
 
-  UEC_HD int64_t wanted() const { return goal_.threshold; }
-  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant, int32_t most) const {
+  UEC_HD int64_t goal_threshold() const { return goal_.threshold; }
+  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant,
+                       int32_t max_replicas) const {
     const int32_t imports = min32(cap, stage_ == Stage::kOneImport ? 1 : slots_);
-    return {threshold, imports, cap, variant, most};
+    return {threshold, imports, cap, variant, max_replicas};
   }
   // Field by field: a device would load a constant struct from memory.
-  UEC_HD void forget() {
+  UEC_HD void clear_found() {
     found_.num_replicas = -1;
     found_.variant = -1;
   }
@@ -135,20 +136,20 @@ class PoolSearch {
   // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
   // low end, where the answer nearly always is, then bisects. (More room does not always help a
   // greedy algorithm: the nearest success is a better guide than the middle, and the mean may be
-  // within reach even where `wanted` is not.)
+  // within reach even where goal_threshold() is not.)
 
-  UEC_HD int64_t unit() const { return max64(wanted() / 4096, 1); }
+  UEC_HD int64_t unit() const { return max64(goal_threshold() / 4096, 1); }
   UEC_HD void begin_thresholds() {
     aim_ = Aim::kThreshold;
-    stage_ = Stage::kWanted;
+    stage_ = Stage::kGoal;
     step_ = unit();
-    high_ = wanted();
-    ask(wanted(), last_cap_);
+    high_ = goal_threshold();
+    ask(goal_threshold(), last_cap_);
   }
   UEC_HD void take_threshold(const int32_t* counts) {
     bool is_reached = false;
-    for (int32_t t = 0; t < crew_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
-    first_ += crew_.size();
+    for (int32_t t = 0; t < teams_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
+    first_ += teams_.size();
     if (!is_reached && first_ < kNumVariants) return;
     if (stage_ == Stage::kBisect) {
       (is_reached ? high_ : low_) = asked_;
@@ -157,8 +158,8 @@ class PoolSearch {
       bisect();
     } else if (is_reached) {
       high_ = asked_;
-      begin_cap(least_cap(high_));
-    } else if (stage_ == Stage::kWanted && goal_.mean < wanted()) {
+      begin_cap(min_cap(high_));
+    } else if (stage_ == Stage::kGoal && goal_.mean < goal_threshold()) {
       stage_ = Stage::kMean;
       ask(goal_.mean, last_cap_);
     } else {
@@ -181,23 +182,23 @@ class PoolSearch {
     if (high_ - low_ > unit())
       ask(low_ + (high_ - low_) / 2, last_cap_);
     else
-      begin_cap(least_cap(high_));
+      begin_cap(min_cap(high_));
   }
 
   // ---- the fewest replicas: of the first style that finds any, since later ones send more
 
   UEC_HD void begin_cap(int32_t cap) {
     aim_ = Aim::kCap;
-    forget();
+    clear_found();
     if (goal_.is_exact) stage_ = Stage::kOneImport;
     ask(high_, cap);
   }
-  // The first style at the least cap, for `wanted`, suffices for nearly every load: the opening.
-  // Where it fails the search starts over.
+  // The first style at the least cap, for goal_threshold(), suffices for nearly every load: the
+  // opening. Where it fails the search starts over.
   UEC_HD int32_t take_cap(const int32_t* counts) {
     const int32_t end = aim_ == Aim::kOpening ? kNumOrders : kNumVariants;
     int32_t best = -1, v = first_;
-    for (; v < first_ + crew_.size() && v < end; ++v) {
+    for (; v < first_ + teams_.size() && v < end; ++v) {
       if (v % kNumOrders == 0 && found_.variant >= 0) break;
       if (prefer_fewer(counts[v - first_], v)) best = v - first_;
     }
@@ -218,7 +219,7 @@ class PoolSearch {
   // Asks the same again with more imports, unless that was asked already.
   UEC_HD bool allow_imports() {
     if (stage_ != Stage::kOneImport || slots_ == 1) return false;
-    stage_ = Stage::kWanted;
+    stage_ = Stage::kGoal;
     first_ = 0;
     return true;
   }
@@ -257,7 +258,7 @@ class PoolSearch {
   }
   UEC_HD int32_t take_improvement(const int32_t* counts) {
     int32_t best = -1;
-    for (int32_t n = 1; n <= min32(crew_.size(), kMaxNodes) && aim_ != Aim::kDone;) {
+    for (int32_t n = 1; n <= min32(teams_.size(), kMaxNodes) && aim_ != Aim::kDone;) {
       const int64_t middle = low_ + (high_ - low_) / 2;
       const int32_t count = counts[n - 1];
       const bool succeeds = count >= 0 && count <= found_.num_replicas;
@@ -272,13 +273,13 @@ class PoolSearch {
     return best;
   }
 
-  const Crew& crew_;
+  const TeamSet& teams_;
   const SortedLoad& sorted_;
   const Goal& goal_;
   const int32_t p_;
   const int32_t slots_, last_cap_;
   Aim aim_ = Aim::kDone;
-  Stage stage_ = Stage::kWanted;
+  Stage stage_ = Stage::kGoal;
   bool improves_ = false;
   int32_t cap_ = 0, first_ = 0, steps_ = 0;  // first_: variant of this round
   int64_t step_ = 0, low_ = 0, high_ = 0, asked_ = 0;

@@ -9,14 +9,14 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/scratch.hpp"
 #include "core/base/team.hpp"
 
 namespace uec {
 
 // Who holds what, and every instance's quota. One block of memory, so that it is copied as a whole.
-struct Holding {
+struct Assignment {
   int64_t* tokens;       // [G] quotas on a rank
   int32_t* home_quota;   // [E]
   int32_t* first_slot;   // [E] that holds the expert, or -1
@@ -27,7 +27,7 @@ struct Holding {
   int32_t* order;        // [num_order()] rises from slot to next_slot
   int64_t bytes;
 
-  UEC_HD Holding(const Topology& topology, std::byte* memory) {
+  UEC_HD Assignment(const Topology& topology, std::byte* memory) {
     const int64_t num_slots = int64_t{topology.num_ranks} * topology.slots_per_rank;
     ScratchCutter cutter(memory);
     tokens = cutter.take<int64_t>(topology.num_ranks);
@@ -48,7 +48,7 @@ struct Holding {
 
   // By a team, like what follows unless it says otherwise.
   template <class Team>
-  UEC_HD void copy(Team team, const Holding& from) const {
+  UEC_HD void copy(Team team, const Assignment& from) const {
     team.sync();  // all have looked at what was there
     copy_words(team, from);
     team.sync();
@@ -72,11 +72,11 @@ struct Holding {
   }
 
  private:
-  UEC_HD void copy_words(Alone, const Holding& from) const {
+  UEC_HD void copy_words(SingleThread, const Assignment& from) const {
     __builtin_memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
   }
   template <class Team>
-  UEC_HD void copy_words(Team team, const Holding& from) const {
+  UEC_HD void copy_words(Team team, const Assignment& from) const {
     const auto count = static_cast<int32_t>(bytes / 8);
     UEC_UNROLLED_BY_4
     for (int32_t i = team.index(); i < count; i += team.size()) tokens[i] = from.tokens[i];
@@ -121,11 +121,11 @@ struct FlowScratch {
   }
 };
 
-// The mains by home, then id.
-struct Mains {
+// The local experts by home, then id.
+struct LocalExperts {
   const int32_t* begin;  // [G + 1]
   const int32_t* ids;    // [E]
-  int64_t most;          // of a rank
+  int64_t max_count;     // of a rank
 };
 
 // The flow under a threshold: no rank is to have more tokens. All members of a team call its
@@ -133,12 +133,13 @@ struct Mains {
 template <class Team>
 class Flow {
  public:
-  UEC_HD Flow(const Topology& topology, const Mains& mains, const FlowScratch& scratch)
+  UEC_HD Flow(const Topology& topology, const LocalExperts& local_experts,
+              const FlowScratch& scratch)
       : t_(topology),
-        mains_(mains),
+        local_experts_(local_experts),
         s_(scratch),
-        width_bits_(num_bits(mains.most + slots())),
-        instances_(team_, static_cast<int32_t>(mains.most) + slots()) {
+        width_bits_(num_bits(local_experts.max_count + slots())),
+        instances_(team_, static_cast<int32_t>(local_experts.max_count) + slots()) {
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.spread[e] = 0;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       s_.seen[r] = 0;
@@ -150,9 +151,13 @@ class Flow {
   UEC_HD int32_t rank_of(int32_t slot) const { return s_.rank_of[slot]; }
   UEC_HD void set_threshold(int64_t threshold) { threshold_ = threshold; }
   UEC_HD int64_t threshold() const { return threshold_; }
-  UEC_HD int64_t room(const Holding& h, int32_t rank) const { return threshold_ - h.tokens[rank]; }
-  UEC_HD int64_t excess(const Holding& h, int32_t rank) const { return max64(-room(h, rank), 0); }
-  UEC_HD int64_t excess(const Holding& h) const {
+  UEC_HD int64_t room(const Assignment& h, int32_t rank) const {
+    return threshold_ - h.tokens[rank];
+  }
+  UEC_HD int64_t excess(const Assignment& h, int32_t rank) const {
+    return max64(-room(h, rank), 0);
+  }
+  UEC_HD int64_t excess(const Assignment& h) const {
     int64_t sum = 0;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) sum += excess(h, r);
     return static_cast<int64_t>(team_.sum(static_cast<uint64_t>(sum)));
@@ -160,9 +165,9 @@ class Flow {
 
   // Hands the excess of a rank on, as far as it goes. Where not all of it does, its reach is what
   // the last search has seen: ranks without room, which hold all that they could hand on.
-  UEC_HD bool relieve(const Holding& h, int32_t rank) { return relieve(h, rank, false); }
+  UEC_HD bool relieve(const Assignment& h, int32_t rank) { return relieve(h, rank, false); }
   // All ranks. A rank of which some excess stays, and all in its reach, are not searched again.
-  UEC_HD void relieve_all(const Holding& h) {
+  UEC_HD void relieve_all(const Assignment& h) {
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) s_.is_stuck[r] = 0;
     team_.sync();
     for (int32_t r = 0; r < t_.num_ranks; ++r) {
@@ -170,11 +175,11 @@ class Flow {
       for (int32_t i = team_.index(); i < count_; i += team_.size()) s_.is_stuck[s_.queue[i]] = 1;
       team_.sync();
     }
-    forget();  // the reach of such a search lacks ranks that were stuck before
+    reset_reach();  // the reach of such a search lacks ranks that were stuck before
   }
 
   // To be called when holders or quotas have changed in another way.
-  UEC_HD void forget() { stuck_ = -1; }
+  UEC_HD void reset_reach() { stuck_ = -1; }
 
   // The reach of the last rank that could not be relieved: in the order of the search.
   UEC_HD int32_t count() const { return count_; }
@@ -182,7 +187,7 @@ class Flow {
   UEC_HD bool is_reached(int32_t rank) const { return s_.seen[rank] == search_; }
   // Tokens that may leave from there for the good of the ranks that have too many.
   UEC_HD int64_t supply(int32_t rank) const { return s_.reach[rank]; }
-  UEC_HD void measure_supply(const Holding& h) const {
+  UEC_HD void measure_supply(const Assignment& h) const {
     if (team_.leader()) s_.reach[s_.queue[0]] = excess(h, s_.queue[0]);
     team_.sync();
     for (int32_t l = 0; l < num_levels_; ++l) {
@@ -198,11 +203,11 @@ class Flow {
   static constexpr uint32_t kUnclaimed = ~uint32_t{0};
 
   UEC_HD int32_t slots() const { return t_.slots_per_rank; }
-  UEC_HD static int32_t& quota(const Holding& h, int32_t instance) {
+  UEC_HD static int32_t& quota(const Assignment& h, int32_t instance) {
     return instance < 0 ? h.home_quota[~instance] : h.slot_quota[instance];
   }
 
-  UEC_HD bool relieve(const Holding& h, int32_t rank, bool skip_stuck) {
+  UEC_HD bool relieve(const Assignment& h, int32_t rank, bool skip_stuck) {
     while (excess(h, rank) > 0) {
       if (rank == stuck_) return false;
       stuck_ = search(team_, h, rank, skip_stuck) ? -1 : rank;
@@ -212,7 +217,7 @@ class Flow {
   // By one member, along the way that the search has found. Returns whether the search can go on as
   // if it had begun anew: it would come the same way, since all holders of an expert whose tokens
   // have moved have been reached already, and no instance there has run out of tokens.
-  UEC_HD bool hand_on(const Holding& h, int32_t rank, int32_t end) const {
+  UEC_HD bool hand_on(const Assignment& h, int32_t rank, int32_t end) const {
     int64_t tokens = min64(excess(h, rank), room(h, end));
     for (int32_t r = end; r != rank; r = s_.before[r])
       tokens = min64(tokens, quota(h, s_.given[r]));
@@ -230,7 +235,7 @@ class Flow {
 
   // Breadth first, from a rank with excess, which goes to ranks with room as they are reached.
   // Returns false if there are no more of them.
-  UEC_HD bool search(Alone, const Holding& h, int32_t start, bool skip_stuck) {
+  UEC_HD bool search(SingleThread, const Assignment& h, int32_t start, bool skip_stuck) {
     const int32_t slots = t_.slots_per_rank;
     // Copies of members, which stores to arrays might change for all that a compiler knows.
     const int32_t mark = ++search_;
@@ -250,8 +255,8 @@ class Flow {
     };
     for (int32_t i = 0; i < count; ++i) {
       from = s_.queue[i];
-      for (int32_t m = mains_.begin[from]; m < mains_.begin[from + 1]; ++m) {
-        const int32_t e = mains_.ids[m];
+      for (int32_t m = local_experts_.begin[from]; m < local_experts_.begin[from + 1]; ++m) {
+        const int32_t e = local_experts_.ids[m];
         if (h.first_slot[e] < 0 || h.home_quota[e] == 0 || s_.spread[e] == mark) continue;
         s_.spread[e] = mark;
         for (int32_t to = h.first_slot[e]; to >= 0; to = h.next_slot[to])
@@ -278,7 +283,7 @@ class Flow {
   // instances, and each expert's holders take the first offer. All is in the order in which one
   // member comes: by place in the queue, then instance, then home and list of holders.
   template <class Members>
-  UEC_STEP bool search(Members team, const Holding& h, int32_t start, bool skip_stuck) {
+  UEC_HD_NOINLINE bool search(Members team, const Assignment& h, int32_t start, bool skip_stuck) {
     const int32_t mark = ++search_;
     for (int32_t r = team.index(); r < t_.num_ranks; r += team.size()) s_.claim[r] = kUnclaimed;
     for (int32_t e = team.index(); e < t_.num_experts; e += team.size()) s_.offer[e] = kUnclaimed;
@@ -296,7 +301,7 @@ class Flow {
         int32_t place = end;
         UEC_UNROLLED_BY_4
         for (int32_t j = 0; j < num_fresh; ++j) place += s_.fresh[j] < s_.fresh[i];
-        queue_up(h, s_.arrived[i], static_cast<uint32_t>(s_.fresh[i] >> 32), place);
+        enqueue(h, s_.arrived[i], static_cast<uint32_t>(s_.fresh[i] >> 32), place);
       }
       if (team.leader()) {
         s_.level[num_levels_] = end;
@@ -306,26 +311,27 @@ class Flow {
       begin = end;
       end += num_fresh;
       const auto has_room = [&](int32_t i) { return h.tokens[s_.queue[i]] < threshold_; };
-      for (int32_t i = begin - 1; (i = first_that(team, i + 1, end, has_room)) < end;) {
-        bool goes_on = false;
-        if (team.leader()) goes_on = hand_on(h, start, s_.queue[i]);
-        if (!team.share(goes_on)) return true;
+      for (int32_t i = begin - 1; (i = find_first(team, i + 1, end, has_room)) < end;) {
+        bool continues = false;
+        if (team.leader()) continues = hand_on(h, start, s_.queue[i]);
+        if (!team.broadcast(continues)) return true;
       }
     }
     count_ = end;
     return false;
   }
 
-  // An instance of a rank: its mains, then its slots.
+  // An instance of a rank: its local experts, then its slots.
   struct Giver {
     int32_t instance;  // as FlowScratch::given
     int32_t expert;    // -1: there is no such instance
   };
-  UEC_HD Giver giver(const Holding& h, int32_t rank, int32_t index) const {
-    const int32_t begin = mains_.begin[rank], count = mains_.begin[rank + 1] - begin;
+  UEC_HD Giver giver(const Assignment& h, int32_t rank, int32_t index) const {
+    const int32_t begin = local_experts_.begin[rank],
+                  count = local_experts_.begin[rank + 1] - begin;
     Giver found{0, -1};
     if (index < count) {
-      found.expert = mains_.ids[begin + index];
+      found.expert = local_experts_.ids[begin + index];
       found.instance = ~found.expert;
     } else if (index < count + slots()) {
       found.instance = rank * slots() + index - count;
@@ -335,18 +341,18 @@ class Flow {
   }
 
   // Of a level: places begin .. end - 1 in the queue.
-  UEC_HD void make_offers(const Holding& h, int32_t begin, int32_t end) const {
+  UEC_HD void make_offers(const Assignment& h, int32_t begin, int32_t end) const {
     for (Cells at = instances_; begin + at.row < end; at.next()) {
       const int32_t place = begin + at.row;
       const Giver from = giver(h, s_.queue[place], at.column);
       if (from.expert < 0 || quota(h, from.instance) == 0) continue;
       const uint32_t offer = static_cast<uint32_t>(place) << width_bits_ | at.column;
-      team_.lower(s_.offer + from.expert, offer);
-      if (from.instance >= 0) team_.lower(s_.claim + t_.home[from.expert], offer);
+      team_.atomic_min(s_.offer + from.expert, offer);
+      if (from.instance >= 0) team_.atomic_min(s_.claim + t_.home[from.expert], offer);
     }
   }
   // Returns how many ranks that were not reached before are now.
-  UEC_HD int32_t take_offers(const Holding& h, bool skip_stuck) const {
+  UEC_HD int32_t take_offers(const Assignment& h, bool skip_stuck) const {
     int32_t num_fresh = 0;
     for (int32_t first = 0; first < t_.num_ranks; first += team_.size()) {
       const int32_t r = first + team_.index();
@@ -363,7 +369,7 @@ class Flow {
         if (taken >= 0) order = static_cast<uint32_t>(h.order[taken]) ^ 1u << 31;
         s_.taken[r] = taken;
       }
-      const Counted fresh = team_.count(claim != kUnclaimed);
+      const MemberCount fresh = team_.count(claim != kUnclaimed);
       if (claim != kUnclaimed) {
         s_.arrived[num_fresh + fresh.before] = r;
         s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | order;
@@ -374,7 +380,7 @@ class Flow {
     return num_fresh;
   }
   // By one member.
-  UEC_HD void queue_up(const Holding& h, int32_t rank, uint32_t claim, int32_t place) const {
+  UEC_HD void enqueue(const Assignment& h, int32_t rank, uint32_t claim, int32_t place) const {
     const int32_t before = s_.queue[claim >> width_bits_];
     const Giver from = giver(h, before, static_cast<int32_t>(claim & ((1u << width_bits_) - 1)));
     s_.queue[place] = rank;
@@ -386,7 +392,7 @@ class Flow {
 
   const Team team_{};
   const Topology& t_;
-  const Mains mains_;
+  const LocalExperts local_experts_;
   const FlowScratch s_;
   // Of an instance's index in an offer; a place in the queue has the others. Groups that these 32
   // do not suffice for are too large for a block's shared memory.

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/team.hpp"
 #include "core/plan/planner.hpp"
 #include "core/plan/resident_search.hpp"
@@ -64,22 +64,23 @@ UEC_HD inline void plan_with_residents(const Topology& topology, const int64_t* 
   }
   const SortedLoad sorted = detail::sort_load(topology, load, planner);
   if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, planner);
-  const int64_t threshold = find_goal(Alone{}, sorted, objective).threshold;
-  const int32_t max_mains = group_mains(topology, planner.mains_begin, planner.mains);
+  const int64_t threshold = find_goal(SingleThread{}, sorted, objective).threshold;
+  const int32_t max_local_experts =
+      group_local_experts(topology, planner.local_begin, planner.local_experts);
   const ResidentTask task{load,
                           planner.rank_load,
                           residents,
-                          {planner.mains_begin, planner.mains, max_mains},
+                          {planner.local_begin, planner.local_experts, max_local_experts},
                           threshold};
   const ResidentScratch own(topology, scratch + planner_scratch_bytes(topology));
-  ResidentSearch<Alone> search(topology, task, own, true);
+  ResidentSearch<SingleThread> search(topology, task, own, true);
   if (!search.run(false)) {
     plan_replicas(topology, load, objective, planner, own.planned_expert, own.planned_quota,
                   home_quota);
-    group_mains(topology, planner.mains_begin, planner.mains);
+    group_local_experts(topology, planner.local_begin, planner.local_experts);
     search.run(true);
   }
-  const Holding& best = own.best;
+  const Assignment& best = own.best;
   for (int32_t i = 0; i < num_slots; ++i) {
     slot_expert[i] = best.slot_expert[i];
     slot_quota[i] = best.slot_quota[i];

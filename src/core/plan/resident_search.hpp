@@ -13,7 +13,7 @@
 
 namespace uec {
 
-// An expert of which more ranks should have a replica.
+// An expert that more ranks should replicate.
 struct ResidentSource {
   int64_t supply;  // tokens that would go there if there were room, for the good of hot ranks
   int64_t need;    // by its load; each replica that it has already quarters it
@@ -23,7 +23,7 @@ struct ResidentSource {
     if (supply != other.supply) return supply > other.supply;
     return need != other.need ? need > other.need : expert < other.expert;
   }
-  UEC_HD Words<5> order() const {  // the same
+  UEC_HD SortKey<5> order() const {  // the same
     return {{~high_word(supply), ~low_word(supply), ~high_word(need), ~low_word(need),
              static_cast<uint32_t>(expert)}};
   }
@@ -40,18 +40,18 @@ struct ResidentMove {
     if (price != other.price) return price < other.price;
     return expert != other.expert ? expert < other.expert : slot < other.slot;
   }
-  UEC_HD Words<6> order() const {  // the same
+  UEC_HD SortKey<6> order() const {  // the same
     return {{high_word(left), low_word(left), high_word(price), low_word(price),
              static_cast<uint32_t>(expert), static_cast<uint32_t>(slot)}};
   }
 };
 
-// What a plan is judged by; less is better, the first that differs decides.
-struct ResidentVerdict {
+// A plan's score; less is better, and the first field that differs decides.
+struct ResidentScore {
   int64_t fullest;
   int32_t transfer, moves, instances;
 
-  UEC_HD bool is_better_than(const ResidentVerdict& other) const {
+  UEC_HD bool is_better_than(const ResidentScore& other) const {
     if (fullest != other.fullest) return fullest < other.fullest;
     if (transfer != other.transfer) return transfer < other.transfer;
     if (moves != other.moves) return moves < other.moves;
@@ -64,19 +64,19 @@ struct ResidentScratch {
   static constexpr int32_t kMaxTrials = 5, kMaxSources = 8;
 
   FlowScratch flow;
-  Holding now, before, best;  // the current one, one to go back to, and of the best plan
-  ResidentVerdict* verdict;   // [1] of the best
-  ResidentSource* sources;    // [members + 1][kMaxSources] each member's, then the first of all
-  ResidentMove* moves;        // [members + 1][kMaxTrials] likewise
-  int64_t* supply;            // [E] of replicas in one reach
-  int64_t* group_room;        // [G] room on the ranks of a group
-  uint32_t* group;            // [G] a rank of the group to which a rank belongs
-  int32_t* hot;               // [G] ranks in one reach that have too many tokens
-  int32_t* imports;           // [G] moves to a rank
-  int32_t* exports;           // [G] experts at home on a rank that move
-  int32_t* is_exported;       // [E]
-  int32_t* planned_expert;    // [G * S] of a plan from empty slots
-  int32_t* planned_quota;     // [G * S]
+  Assignment now, before, best;  // the current one, one to go back to, and of the best plan
+  ResidentScore* score;          // [1] of the best
+  ResidentSource* sources;       // [members + 1][kMaxSources] each member's, then the first of all
+  ResidentMove* moves;           // [members + 1][kMaxTrials] likewise
+  int64_t* supply;               // [E] of replicas in one reach
+  int64_t* group_room;           // [G] room on the ranks of a group
+  uint32_t* group;               // [G] a rank of the group to which a rank belongs
+  int32_t* hot;                  // [G] ranks in one reach that have too many tokens
+  int32_t* imports;              // [G] moves to a rank
+  int32_t* exports;              // [G] experts at home on a rank that move
+  int32_t* is_exported;          // [E]
+  int32_t* planned_expert;       // [G * S] of a plan from empty slots
+  int32_t* planned_quota;        // [G * S]
   int64_t bytes;
 
   UEC_HD ResidentScratch(const Topology& topology, std::byte* memory, int32_t num_members = 1)
@@ -85,10 +85,10 @@ struct ResidentScratch {
  private:
   UEC_HD ResidentScratch(const Topology& t, ScratchCutter cutter, int32_t num_members)
       : flow(t, cutter.take_bytes(FlowScratch(t, nullptr).bytes)),
-        now(t, cutter.take_bytes(Holding(t, nullptr).bytes)),
-        before(t, cutter.take_bytes(Holding(t, nullptr).bytes)),
-        best(t, cutter.take_bytes(Holding(t, nullptr).bytes)),
-        verdict(cutter.take<ResidentVerdict>(1)),
+        now(t, cutter.take_bytes(Assignment(t, nullptr).bytes)),
+        before(t, cutter.take_bytes(Assignment(t, nullptr).bytes)),
+        best(t, cutter.take_bytes(Assignment(t, nullptr).bytes)),
+        score(cutter.take<ResidentScore>(1)),
         sources(cutter.take<ResidentSource>((num_members + 1) * kMaxSources)),
         moves(cutter.take<ResidentMove>((num_members + 1) * kMaxTrials)),
         supply(cutter.take<int64_t>(t.num_experts)),
@@ -103,26 +103,26 @@ struct ResidentScratch {
         bytes(round_up(cutter.used_bytes(), 8)) {}
 };
 
-// What a plan on top of residents is made for.
+// The input of a plan on top of residents.
 struct ResidentTask {
   const int64_t* load;       // [E]
   const int64_t* rank_load;  // [G] without replicas; padded, if the plan is to be exact
   const int32_t* residents;  // [G, S]
-  Mains mains;
+  LocalExperts local_experts;
   int64_t threshold;  // tokens of a rank that are few enough
 };
 
 namespace detail {
 
-// The member's sorted list of the first `most` of what it is given.
+// A member's sorted list of the first `capacity` values that it is given.
 template <class T>
-struct FirstFew {
+struct TopK {
   T* list;
-  int32_t most;
+  int32_t capacity;
   int32_t count = 0;
 
   UEC_HD void insert(const T& value) {
-    if (count == most) {
+    if (count == capacity) {
       if (!value.goes_before(list[count - 1])) return;
       --count;
     }
@@ -132,14 +132,14 @@ struct FirstFew {
   }
 };
 
-// The first of all members' lists, for all. Returns how many there are.
+// Merges all members' lists, for all members. Returns how many values there are.
 template <class Team, class T>
-UEC_HD int32_t merge(Team team, const FirstFew<T>& own, T* merged) {
+UEC_HD int32_t merge(Team team, const TopK<T>& own, T* merged) {
   int32_t count = 0, used = 0;
-  for (; count < own.most; ++count) {
+  for (; count < own.capacity; ++count) {
     const bool has_any = used < own.count;
-    if (team.lowest(has_any ? 0 : 1) != 0) break;
-    if (is_first(team, has_any, (has_any ? own.list[used] : T{}).order()))
+    if (team.min_sync(has_any ? 0 : 1) != 0) break;
+    if (holds_min(team, has_any, (has_any ? own.list[used] : T{}).order()))
       merged[count] = own.list[used++];
   }
   team.sync();
@@ -158,9 +158,9 @@ class ResidentSearch {
       : t_(topology),
         task_(task),
         s_(scratch),
-        flow_(topology, task.mains, scratch.flow),
-        mains_(team_, static_cast<int32_t>(task.mains.most)) {
-    if (is_first && team_.leader()) *s_.verdict = {INT64_MAX, 0, 0, 0};
+        flow_(topology, task.local_experts, scratch.flow),
+        local_cells_(team_, static_cast<int32_t>(task.local_experts.max_count)) {
+    if (is_first && team_.leader()) *s_.score = {INT64_MAX, 0, 0, 0};
     team_.sync();
   }
 
@@ -171,16 +171,16 @@ class ResidentSearch {
     int64_t threshold = task_.threshold;
     if (is_planned) {
       flow_.set_threshold(threshold);
-      hold_residents();
-      if (team_.leader()) lay_over();
+      reset_to_residents();
+      if (team_.leader()) overlay_empty_plan();
       team_.sync();
       keep_better();
-      const int64_t fullest = s_.verdict->fullest;
+      const int64_t fullest = s_.score->fullest;
       team_.sync();  // all have looked
       if (fullest <= threshold) return true;
       threshold = fullest;
     }
-    return repair(threshold) && s_.verdict->transfer <= 1;
+    return repair(threshold) && s_.score->transfer <= 1;
   }
 
  private:
@@ -191,12 +191,12 @@ class ResidentSearch {
   UEC_HD bool has_moved(int32_t slot) const {
     return s_.now.slot_expert[slot] != task_.residents[slot];
   }
-  // Of what a slot holds: its expert's load, halved by each other replica; -1 if it is empty.
-  UEC_HD int64_t worth(int32_t slot) const {
+  // What it costs to evict a slot's expert: its load, halved for each other replica; -1: empty.
+  UEC_HD int64_t eviction_cost(int32_t slot) const {
     const int32_t e = s_.now.slot_expert[slot];
     return e < 0 ? -1 : task_.load[e] >> min32(s_.now.replicas[e] - 1, 32);
   }
-  // Of the rank whose first slot that is; the slot after its last if it has none.
+  // The slot of `expert` on the rank whose first slot is `begin`; its last slot + 1 if it has none.
   UEC_HD int32_t slot_of(int32_t expert, int32_t begin) const {
     int32_t i = begin;
     while (i < begin + t_.slots_per_rank && s_.now.slot_expert[i] != expert) ++i;
@@ -207,10 +207,11 @@ class ResidentSearch {
   // transfer that has one.
   UEC_HD bool repair(int64_t threshold) {
     flow_.set_threshold(threshold);
-    const int32_t last_cap = max32(static_cast<int32_t>(task_.mains.most), t_.slots_per_rank);
+    const int32_t last_cap =
+        max32(static_cast<int32_t>(task_.local_experts.max_count), t_.slots_per_rank);
     for (int32_t cap = 1; cap < 2 * last_cap; cap = detail::next_cap(cap, t_.slots_per_rank)) {
       for (int32_t retry = 0; retry < 2; ++retry) {
-        hold_residents();
+        reset_to_residents();
         if (!move_all(cap, retry == 1)) continue;
         undo_needless();
         empty_slots();
@@ -221,8 +222,8 @@ class ResidentSearch {
     return false;
   }
 
-  UEC_HD void hold_residents() {
-    flow_.forget();
+  UEC_HD void reset_to_residents() {
+    flow_.reset_reach();
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       s_.now.tokens[r] = task_.rank_load[r];
       s_.imports[r] = s_.exports[r] = 0;
@@ -263,20 +264,20 @@ class ResidentSearch {
   }
   // Returns the home of what was there, or -1 if there was nothing.
   UEC_HD int32_t replace(int32_t slot, int32_t expert) {
-    flow_.forget();
+    flow_.reset_reach();
     const int32_t old = s_.now.slot_expert[slot];
     team_.sync();  // all have looked
     if (team_.leader()) put(slot, expert);
     team_.sync();
     return old < 0 ? -1 : t_.home[old];
   }
-  UEC_HD void go_back() {
-    flow_.forget();
+  UEC_HD void restore() {
+    flow_.reset_reach();
     s_.now.copy(team_, s_.before);
   }
 
-  // By one member: the plan from empty slots.
-  UEC_HD void lay_over() const {
+  // By one member: lays the plan made from empty slots over the residents.
+  UEC_HD void overlay_empty_plan() const {
     for (int32_t r = 0; r < t_.num_ranks; ++r) {
       const int32_t begin = r * t_.slots_per_rank, end = begin + t_.slots_per_rank;
       for (int32_t i = begin; i < end && s_.planned_expert[i] >= 0; ++i) {
@@ -287,14 +288,15 @@ class ResidentSearch {
         if (slot_of(s_.planned_expert[i], begin) < end) continue;
         int32_t at = -1;
         for (int32_t to = begin; to < end; ++to)
-          if (s_.now.slot_quota[to] == 0 && (at < 0 || worth(to) < worth(at))) at = to;
+          if (s_.now.slot_quota[to] == 0 && (at < 0 || eviction_cost(to) < eviction_cost(at)))
+            at = to;
         put(at, s_.planned_expert[i]);
         give(at, s_.planned_quota[i]);
       }
     }
   }
 
-  UEC_HD int32_t next_hot(bool fullest_first) const {
+  UEC_HD int32_t next_hot_rank(bool fullest_first) const {
     int64_t most = 0;
     int32_t hot = -1;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
@@ -305,9 +307,9 @@ class ResidentSearch {
       hot = r;
     }
     const int64_t order = fullest_first ? -most : most;
-    const Words<3> own{{high_word(order), low_word(order), static_cast<uint32_t>(hot)}};
+    const SortKey<3> own{{high_word(order), low_word(order), static_cast<uint32_t>(hot)}};
     return static_cast<int32_t>(
-        team_.lowest(is_first(team_, hot >= 0, own) ? static_cast<uint32_t>(hot) : ~0u));
+        team_.min_sync(holds_min(team_, hot >= 0, own) ? static_cast<uint32_t>(hot) : ~0u));
   }
 
   // Relieves one hot rank after the other. A retry begins at the other end, and looks at more
@@ -315,7 +317,7 @@ class ResidentSearch {
   UEC_HD bool move_all(int32_t cap, bool is_retry) {
     flow_.relieve_all(s_.now);
     for (;;) {
-      const int32_t hot = next_hot(is_retry);
+      const int32_t hot = next_hot_rank(is_retry);
       if (hot < 0) return true;
       if (flow_.relieve(s_.now, hot)) continue;
       find_sources(cap, is_retry ? kMaxSources : 1);
@@ -335,7 +337,7 @@ class ResidentSearch {
     for (int32_t first = 0; first < flow_.count(); first += team_.size()) {
       const int32_t i = first + team_.index();
       const int64_t excess = i < flow_.count() ? flow_.excess(s_.now, flow_.reached(i)) : 0;
-      const Counted hot = team_.count(excess > 0);
+      const MemberCount hot = team_.count(excess > 0);
       if (excess > 0) s_.hot[num_hot_ + hot.before] = flow_.reached(i);
       num_hot_ += hot.all;
       own_excess += excess;
@@ -345,14 +347,14 @@ class ResidentSearch {
     team_.sync();
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
       if (s_.now.slot_quota[i] > 0 && flow_.is_reached(flow_.rank_of(i)))
-        team_.add(s_.supply + s_.now.slot_expert[i],
-                  min64(flow_.supply(flow_.rank_of(i)), s_.now.slot_quota[i]));
+        team_.atomic_add(s_.supply + s_.now.slot_expert[i],
+                         min64(flow_.supply(flow_.rank_of(i)), s_.now.slot_quota[i]));
     team_.sync();
-    detail::FirstFew<ResidentSource> own{s_.sources + team_.index() * kMaxSources, most};
-    for (Cells at = mains_; at.row < flow_.count(); at.next()) {
-      const int32_t rank = flow_.reached(at.row), m = task_.mains.begin[rank] + at.column;
-      if (m >= task_.mains.begin[rank + 1]) continue;
-      const int32_t e = task_.mains.ids[m];
+    detail::TopK<ResidentSource> own{s_.sources + team_.index() * kMaxSources, most};
+    for (Cells at = local_cells_; at.row < flow_.count(); at.next()) {
+      const int32_t rank = flow_.reached(at.row), m = task_.local_experts.begin[rank] + at.column;
+      if (m >= task_.local_experts.begin[rank + 1]) continue;
+      const int32_t e = task_.local_experts.ids[m];
       if (s_.exports[rank] >= cap && s_.is_exported[e] == 0) continue;
       const int64_t supply = s_.supply[e] + min64(flow_.supply(rank), s_.now.home_quota[e]);
       if (supply == 0) continue;
@@ -373,7 +375,7 @@ class ResidentSearch {
     team_.sync();
     join_groups(team_);
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      team_.add(s_.group_room + s_.group[r], max64(flow_.room(s_.now, r), 0));
+      team_.atomic_add(s_.group_room + s_.group[r], max64(flow_.room(s_.now, r), 0));
     team_.sync();
   }
   // Another rank that holds the expert of a slot with tokens, and has tokens of it, too.
@@ -384,7 +386,7 @@ class ResidentSearch {
     while (s_.now.slot_quota[at] == 0) at = s_.now.next_slot[at];
     return flow_.rank_of(at);
   }
-  UEC_HD void join_groups(Alone) const {
+  UEC_HD void join_groups(SingleThread) const {
     for (int32_t i = 0; i < num_slots(); ++i) {
       if (s_.now.slot_quota[i] == 0) continue;
       const uint32_t a = group_of(flow_.rank_of(i)), b = group_of(partner(i));
@@ -414,12 +416,12 @@ class ResidentSearch {
         }
         team.sync();  // all have looked
         if (a != b) {
-          team.lower(s_.group + (a < b ? other : rank), min_u32(a, b));
+          team.atomic_min(s_.group + (a < b ? other : rank), min_u32(a, b));
           changes = true;
         }
         team.sync();
       }
-      changes = team.lowest(changes ? 0 : 1) == 0;
+      changes = team.min_sync(changes ? 0 : 1) == 0;
     }
   }
 
@@ -440,7 +442,7 @@ class ResidentSearch {
         most = gain;
         best = i;
       }
-      go_back();
+      restore();
     }
     if (best < 0) return false;
     make(moves()[best]);
@@ -466,7 +468,7 @@ class ResidentSearch {
   // The best come first in moves(). Returns how many there are.
   UEC_HD int32_t find_moves(int32_t cap, bool by_groups) const {
     const int32_t slots = t_.slots_per_rank;
-    detail::FirstFew<ResidentMove> own{s_.moves + team_.index() * kMaxTrials, kMaxTrials};
+    detail::TopK<ResidentMove> own{s_.moves + team_.index() * kMaxTrials, kMaxTrials};
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       const int64_t room_here = flow_.room(s_.now, r);
       const int64_t shared = by_groups ? s_.group_room[s_.group[r]] : room_here;
@@ -487,7 +489,7 @@ class ResidentSearch {
           const int64_t left = excess_ - gain + back;
           if (own.count == kMaxTrials && left > own.list[own.count - 1].left) continue;
           if (!t_.may_hold(e, r) || is_resident(e, begin)) continue;
-          own.insert({left, room - gain + 2 * (quota + worth(i)), e, i});
+          own.insert({left, room - gain + 2 * (quota + eviction_cost(i)), e, i});
         }
       }
     }
@@ -510,9 +512,9 @@ class ResidentSearch {
       return has_moved(slot) && int64_t{4} * s_.now.slot_quota[slot] <= room;
     };
     for (int32_t i = -1;
-         (i = first_that(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
+         (i = find_first(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
       s_.before.copy(team_, s_.now);
-      if (!flow_.relieve(s_.now, replace(i, task_.residents[i]))) go_back();
+      if (!flow_.relieve(s_.now, replace(i, task_.residents[i]))) restore();
     }
   }
   // Residents give their tokens back to homes that have room.
@@ -522,31 +524,31 @@ class ResidentSearch {
       return quota > 0 && !has_moved(slot) &&
              flow_.room(s_.now, t_.home[s_.now.slot_expert[slot]]) >= quota;
     };
-    for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
+    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
       if (team_.leader()) give(i, -s_.now.slot_quota[i]);
       team_.sync();
     }
   }
 
   UEC_HD void keep_better() {
-    const ResidentVerdict verdict = judge();
-    const bool is_better = verdict.is_better_than(*s_.verdict);
+    const ResidentScore score = score_plan();
+    const bool is_better = score.is_better_than(*s_.score);
     team_.sync();  // all have looked
     if (!is_better) return;
-    if (team_.leader()) *s_.verdict = verdict;
+    if (team_.leader()) *s_.score = score;
     s_.best.copy(team_, s_.now);
   }
-  UEC_HD ResidentVerdict judge() const {
+  UEC_HD ResidentScore score_plan() const {
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
       s_.imports[r] = s_.exports[r] = 0;
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.is_exported[e] = 0;
     uint32_t instances = 0;
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
       instances += s_.now.slot_quota[i] > 0;
-    ResidentVerdict verdict{0, 0, 0, static_cast<int32_t>(team_.sum(instances))};
+    ResidentScore score{0, 0, 0, static_cast<int32_t>(team_.sum(instances))};
     const auto moves = [&](int32_t slot) { return has_moved(slot); };
-    for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), moves)) < num_slots();) {
-      ++verdict.moves;
+    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), moves)) < num_slots();) {
+      ++score.moves;
       if (team_.leader()) record(i, s_.now.slot_expert[i]);
     }
     team_.sync();
@@ -556,9 +558,9 @@ class ResidentSearch {
       fullest = max64(fullest, s_.now.tokens[r]);
       transfer = max32(transfer, max32(s_.imports[r], s_.exports[r]));
     }
-    verdict.fullest = static_cast<int64_t>(highest(team_, static_cast<uint64_t>(fullest)));
-    verdict.transfer = static_cast<int32_t>(highest(team_, static_cast<uint32_t>(transfer)));
-    return verdict;
+    score.fullest = static_cast<int64_t>(highest(team_, static_cast<uint64_t>(fullest)));
+    score.transfer = static_cast<int32_t>(highest(team_, static_cast<uint32_t>(transfer)));
+    return score;
   }
 
   const Team team_{};
@@ -566,7 +568,7 @@ class ResidentSearch {
   const ResidentTask task_;
   const ResidentScratch s_;
   Flow<Team> flow_;
-  const Cells mains_;  // rank by rank
+  const Cells local_cells_;  // rank by rank
   // Of the hot rank's reach:
   int64_t excess_ = 0;
   int32_t num_hot_ = 0, num_sources_ = 0;

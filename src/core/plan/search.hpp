@@ -1,7 +1,7 @@
 // The planner's search: from a sorted load to replicas in their slots.
 //
-// A crew (team.hpp) runs several probes at a time; on the host they run one by one. The plan is the
-// same.
+// A TeamSet (team.hpp) runs several probes at a time; on the host they run one by one. The plan is
+// the same.
 #pragma once
 
 #include <cstdint>
@@ -45,16 +45,16 @@ struct Objective {
   bool operator==(const Objective&) const = default;
 };
 
-// All members of a team get the same answer. `mains` and `last_cap` are not read.
+// All members of a team get the same answer. `local_experts` and `last_cap` are not read.
 template <class Team>
 UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& objective);
 
 // A team's working memory. Aligned to 8 bytes; nothing in it needs to be initialised.
 struct TeamScratch {
-  CoolRank* cool;  // [G]
-  Replica* trial;  // [G * S]
-  Replica* best;   // [G * S] the plan that this team's probe has found, if it is kept
-  int32_t* have;   // [E]
+  CoolRank* cool;        // [G]
+  Replica* trial;        // [G * S]
+  Replica* best;         // [G * S] the plan that this team's probe has found, if it is kept
+  int32_t* tokens_left;  // [E]
   int64_t bytes;
 
   UEC_HD TeamScratch(const Topology& topology, std::byte* memory) {
@@ -63,7 +63,7 @@ struct TeamScratch {
     cool = cutter.take<CoolRank>(topology.num_ranks);
     trial = cutter.take<Replica>(num_slots);
     best = cutter.take<Replica>(num_slots);
-    have = cutter.take<int32_t>(topology.num_experts);
+    tokens_left = cutter.take<int32_t>(topology.num_experts);
     bytes = round_up(cutter.used_bytes(), 8);
   }
 };
@@ -76,14 +76,14 @@ struct PlanOut {
 };
 
 // Writes the replicas of the plan into slots that are empty (-1, and 0 tokens), and takes their
-// tokens from home_quota [E], which starts as the load. All threads of the crew call it, for a goal
+// tokens from home_quota [E], which starts as the load. All threads of the set call it, for a goal
 // that is not met yet; it does not order one thread's writes before another thread's reads.
 //
-// Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
-// takes at most 10 (2 n + 2 + 2 c) + 9 probes by target, and 10 (14 c + 1) by cost. By target it
-// nearly always takes nine, which a crew of seven or more asks in three rounds.
-template <class Crew>
-UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
+// Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M local experts on a rank,
+// a pool takes at most 10 (2 n + 2 + 2 c) + 9 probes by target, and 10 (14 c + 1) by cost. By
+// target it nearly always takes nine, which seven or more teams ask in three rounds.
+template <class TeamSet>
+UEC_HD void search_plan(TeamSet& teams, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
                         const PlanOut& out);
 
@@ -105,36 +105,36 @@ UEC_HD inline int64_t target_threshold(int64_t total, int32_t num_ranks, int64_t
 template <class Team>
 UEC_HD int64_t highest(Team team, int64_t value) {
   const auto high = static_cast<uint32_t>(value >> 32), low = static_cast<uint32_t>(value);
-  const uint32_t most = ~team.lowest(~high);
-  const uint32_t least_missing = team.lowest(high == most ? ~low : ~0u);
-  return static_cast<int64_t>(most) << 32 | ~least_missing;
+  const uint32_t max_high = ~team.min_sync(~high);
+  const uint32_t min_missing = team.min_sync(high == max_high ? ~low : ~0u);
+  return static_cast<int64_t>(max_high) << 32 | ~min_missing;
 }
 
 // The plan, kept by the team whose probe has found it.
-template <class Crew>
+template <class TeamSet>
 struct Keeper {
-  Crew& crew;
+  TeamSet& teams;
   TeamScratch scratch;
   int32_t slots;
   int32_t team = 0;
 
   UEC_HD void keep(int32_t finder) {
     team = finder;
-    if (crew.index() != finder) return;
+    if (teams.index() != finder) return;
     Replica* const kept = scratch.trial;
     scratch.trial = scratch.best;
     scratch.best = kept;
   }
   UEC_HD void place(const Pool& pool, int32_t num_replicas, const PlanOut& out) const {
-    if (crew.index() != team) return;
-    const auto members = crew.team();
+    if (teams.index() != team) return;
+    const auto members = teams.team();
     for (int32_t i = members.index(); i < num_replicas; i += members.size()) {
       const Replica replica = scratch.best[i];
-      const int32_t expert = pool.mains[replica.main];
+      const int32_t expert = pool.local_experts[replica.local_pos];
       const int32_t at = pool.ranks[replica.place] * slots + replica.slot;
       out.slot_expert[at] = expert;
       out.slot_quota[at] = replica.quota;
-      crew.subtract(out.home_quota + expert, replica.quota);
+      teams.subtract(out.home_quota + expert, replica.quota);
     }
   }
 };
@@ -146,7 +146,7 @@ struct CostSearch {
   const SortedLoad& sorted;
   int32_t slots;
   int32_t cap = 1, i = 0;
-  int64_t least;
+  int64_t min_cost;
   int32_t best_i = 0, best_cap = 0;  // 0: no replica at all
 
   UEC_HD CostSearch(const Objective& objective, const Goal& aim, const SortedLoad& load,
@@ -155,7 +155,7 @@ struct CostSearch {
         goal(aim),
         sorted(load),
         slots(num_slots),
-        least(objective.per_token * aim.fullest) {}
+        min_cost(objective.per_token * aim.fullest) {}
 
   UEC_HD int64_t threshold(int32_t at) const {
     return goal.mean + (at == 13 ? 0 : (goal.fullest - goal.mean) >> at);
@@ -165,8 +165,8 @@ struct CostSearch {
   UEC_HD int64_t fixed() const { return cost.per_token * threshold() + cost.per_transfer * cap; }
   // `sum`: the cost of the current one. Returns whether there is another.
   UEC_HD bool next(int64_t sum) {
-    if (sum < least) {
-      least = sum;
+    if (sum < min_cost) {
+      min_cost = sum;
       best_i = i;
       best_cap = cap;
     }
@@ -198,37 +198,37 @@ UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& obje
   return goal;
 }
 
-template <class Crew>
-UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
+template <class TeamSet>
+UEC_HD void search_plan(TeamSet& teams, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
                         const PlanOut& out) {
-  detail::Keeper<Crew> keeper{crew, scratch, slots_per_rank};
+  detail::Keeper<TeamSet> keeper{teams, scratch, slots_per_rank};
   detail::CostSearch costs(objective, goal, sorted, slots_per_rank);
   for (bool is_last = !objective.by_cost;;) {
     int64_t sum = costs.fixed();
-    for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.least); ++p) {
-      detail::PoolSearch<Crew> search(crew, sorted, goal, p, slots_per_rank);
+    for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.min_cost); ++p) {
+      detail::PoolSearch<TeamSet> search(teams, sorted, goal, p, slots_per_rank);
       if (!objective.by_cost)
         search.begin_by_target();
       else if (is_last)
         search.begin_by_cost(costs.threshold(costs.best_i), costs.best_cap);
-      else if (search.least_cap(costs.threshold()) <= costs.cap)
+      else if (search.min_cap(costs.threshold()) <= costs.cap)
         search.begin_by_cost(costs.threshold(), costs.cap);
       while (!search.is_done()) {
         const Question question = search.question();
-        const ProbeScratch memory{keeper.scratch.have, keeper.scratch.cool};
+        const ProbeScratch memory{keeper.scratch.tokens_left, keeper.scratch.cool};
         const int32_t count =
             question.variant < kNumVariants
-                ? fastest_probe(crew.team(), sorted, p, question, memory, keeper.scratch.trial)
+                ? fastest_probe(teams.team(), sorted, p, question, memory, keeper.scratch.trial)
                 : -1;
-        const int32_t best = search.take(crew.exchange(count));
+        const int32_t best = search.take(teams.exchange(count));
         if (best >= 0) keeper.keep(best);
       }
       const int32_t num_replicas = search.found().num_replicas;
       if (is_last)
         keeper.place(search.pool(), num_replicas, out);
       else
-        sum = num_replicas < 0 ? costs.least : sum + objective.per_replica * num_replicas;
+        sum = num_replicas < 0 ? costs.min_cost : sum + objective.per_replica * num_replicas;
     }
     if (is_last) return;
     if (costs.next(sum)) continue;

@@ -20,15 +20,15 @@ struct SortedLoad {
   const int32_t* ranks = nullptr;       // [G] by pool, then descending load, then id
   const int64_t* tokens_before = nullptr;  // [G + 1] tokens of `ranks`, running sums
   const int64_t* load = nullptr;           // [E]
-  const int32_t* mains_begin = nullptr;    // [G + 1]
-  const int32_t* mains = nullptr;          // [E] by home; of ranks above the mean by descending
+  const int32_t* local_begin = nullptr;    // [G + 1]
+  const int32_t* local_experts = nullptr;  // [E] by home; of ranks above the mean by descending
                                            // load, then id
 
   // For packed probes; null: there are none. As in Pool, for all pools.
   const int32_t* rank_tokens = nullptr;
-  const MainsRow* rows = nullptr;
-  const int32_t* main_tokens = nullptr;
-  int32_t max_mains = 0;
+  const LocalRow* rows = nullptr;
+  const int32_t* local_tokens = nullptr;
+  int32_t max_local_experts = 0;
 
   UEC_HD Pool pool(int32_t p) const {
     const int32_t begin = pool_begin[p];
@@ -37,14 +37,14 @@ struct SortedLoad {
     pool.num_ranks = pool_begin[p + 1] - begin;
     pool.tokens_before = tokens_before + begin;
     pool.load = load;
-    pool.mains_begin = mains_begin;
-    pool.mains = mains;
+    pool.local_begin = local_begin;
+    pool.local_experts = local_experts;
     pool.largest = largest;
     if (rank_tokens == nullptr) return pool;
     pool.rank_tokens = rank_tokens + begin;
     pool.rows = rows + begin;
-    pool.main_tokens = main_tokens;
-    pool.max_mains = max_mains;
+    pool.local_tokens = local_tokens;
+    pool.max_local_experts = max_local_experts;
     return pool;
   }
   UEC_HD int64_t pool_mean(int32_t p) const {

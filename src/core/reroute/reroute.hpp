@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/scratch.hpp"
 #include "core/reroute/shares.hpp"
 
@@ -61,18 +61,18 @@ struct TokenCursor {
 //
 // The instances of expert e are the entries begin[e] .. begin[e + 1] - 1, by ascending rank.
 struct RerouteScratch {
-  int64_t* expert_load;  // [E] tokens over all sources
-  int64_t* surplus;      // [E] tokens met beyond the load
-  TokenCursor* cursor;   // [E]
-  int32_t* begin;        // [E + 1]
-  int32_t* next;         // [E] entry to continue with when the cursor has nothing left
-  int32_t* mains_begin;  // [G + 1]
-  int32_t* mains;        // [E]
-  int32_t* physical_id;  // [E + G * S]
-  int32_t* rank;         // [E + G * S]
-  int32_t* quota;        // [E + G * S], then cumulative shares of experts with replicas
-  int32_t* share;        // [E + G * S] tokens from this source rank
-  Turn* turns;           // [G]
+  int64_t* expert_load;    // [E] tokens over all sources
+  int64_t* surplus;        // [E] tokens met beyond the load
+  TokenCursor* cursor;     // [E]
+  int32_t* begin;          // [E + 1]
+  int32_t* next;           // [E] entry to continue with when the cursor has nothing left
+  int32_t* local_begin;    // [G + 1]
+  int32_t* local_experts;  // [E]
+  int32_t* physical_id;    // [E + G * S]
+  int32_t* rank;           // [E + G * S]
+  int32_t* quota;          // [E + G * S], then cumulative shares of experts with replicas
+  int32_t* share;          // [E + G * S] tokens from this source rank
+  Turn* turns;             // [G]
   int64_t bytes;
 
   UEC_HD RerouteScratch(const Topology& topology, std::byte* memory) {
@@ -85,8 +85,8 @@ struct RerouteScratch {
     cursor = cutter.take<TokenCursor>(num_experts);
     begin = cutter.take<int32_t>(num_experts + 1);
     next = cutter.take<int32_t>(num_experts);
-    mains_begin = cutter.take<int32_t>(topology.num_ranks + 1);
-    mains = cutter.take<int32_t>(num_experts);
+    local_begin = cutter.take<int32_t>(topology.num_ranks + 1);
+    local_experts = cutter.take<int32_t>(num_experts);
     physical_id = cutter.take<int32_t>(num_instances);
     rank = cutter.take<int32_t>(num_instances);
     quota = cutter.take<int32_t>(num_instances);
@@ -142,7 +142,7 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
   const int32_t num_experts = topology.num_experts;
   const int32_t num_ranks = topology.num_ranks;
   const int32_t slots = topology.slots_per_rank;
-  const int32_t stride = group_mains(topology, s.mains_begin, s.mains) + slots;
+  const int32_t stride = group_local_experts(topology, s.local_begin, s.local_experts) + slots;
   for (int32_t e = 0; plan.home != nullptr && e < num_experts; ++e)
     if (plan.home[e] != topology.home[e])
       return {.fault = RerouteFault::kOtherHome, .expert = e, .value = plan.home[e]};
@@ -163,9 +163,9 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
   }
 
   for (int32_t r = 0; r < num_ranks; ++r) {
-    const int32_t num_mains = s.mains_begin[r + 1] - s.mains_begin[r];
-    for (int32_t i = 0; i < num_mains; ++i) {
-      const int32_t expert = s.mains[s.mains_begin[r] + i];
+    const int32_t num_local_experts = s.local_begin[r + 1] - s.local_begin[r];
+    for (int32_t i = 0; i < num_local_experts; ++i) {
+      const int32_t expert = s.local_experts[s.local_begin[r] + i];
       append_instance(s, expert, r, r * stride + i, plan.home_quota[expert]);
     }
     for (int32_t i = 0; i < slots; ++i) {
@@ -175,7 +175,8 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
       if (next > s.begin[expert] && s.rank[next - 1] == r) {
         return {.fault = RerouteFault::kBadSlot, .position = r * slots + i, .value = expert};
       }
-      append_instance(s, expert, r, r * stride + num_mains + i, plan.slot_quota[r * slots + i]);
+      append_instance(s, expert, r, r * stride + num_local_experts + i,
+                      plan.slot_quota[r * slots + i]);
     }
   }
   return {};
@@ -227,18 +228,18 @@ UEC_HD inline void share_instances(const Topology& topology, const QuotaPlan& pl
   const int64_t stride = topology.num_experts;
   for (int32_t r = 0; r < topology.num_ranks; ++r)
     s.turns[r].rest = static_cast<uint32_t>(load[r * stride]);
-  share_expert<4, 1>(Alone{}, load[source * stride], source, s.rank + begin, end - begin,
+  share_expert<4, 1>(SingleThread{}, load[source * stride], source, s.rank + begin, end - begin,
                      s.quota + begin, s.turns);
   for (int32_t i = begin; i < end; ++i) s.share[i] = s.quota[i] - (i > begin ? s.quota[i - 1] : 0);
 }
 
 // G * P: ids of instances are below it.
 UEC_HD inline int64_t num_instance_ids(const Topology& topology, const RerouteScratch& s) {
-  int32_t max_mains = 0;
+  int32_t max_local_experts = 0;
   for (int32_t r = 0; r < topology.num_ranks; ++r) {
-    max_mains = max32(max_mains, s.mains_begin[r + 1] - s.mains_begin[r]);
+    max_local_experts = max32(max_local_experts, s.local_begin[r + 1] - s.local_begin[r]);
   }
-  return static_cast<int64_t>(topology.num_ranks) * (max_mains + topology.slots_per_rank);
+  return static_cast<int64_t>(topology.num_ranks) * (max_local_experts + topology.slots_per_rank);
 }
 
 // Puts every cursor before its expert's first instance.

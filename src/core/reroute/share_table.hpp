@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/base/common.hpp"
-#include "core/base/mains.hpp"
+#include "core/base/local_experts.hpp"
 #include "core/base/team.hpp"
 #include "core/reroute/reroute.hpp"
 #include "core/reroute/shares.hpp"
@@ -207,8 +207,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   constexpr int32_t kBits = 21;  // three counts of slots in a word
   constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
   const uint64_t counts = (lower << kBits | replicas) << kBits | ahead;
-  const uint64_t before = team.sum_before(counts);
-  const uint64_t all = team.from(team.size() - 1, before + counts);
+  const uint64_t before = team.exclusive_sum(counts);
+  const uint64_t all = team.read_from(team.size() - 1, before + counts);
   const auto begin = expert + static_cast<int32_t>(all >> 2 * kBits);
   const auto num_instances = 1 + static_cast<int32_t>(all >> kBits & kMask);
   const auto main_at = static_cast<int32_t>(all & kMask);
@@ -250,7 +250,7 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   const auto total_quota = static_cast<int64_t>(team.sum(static_cast<uint64_t>(quotas)));
   if (total_load > kMaxLoad) keep_worst(&worst, FaultStage::kSums, int64_t{3} * expert);
   if (total_quota != total_load) keep_worst(&worst, FaultStage::kSums, int64_t{3} * expert + 2);
-  if (team.lowest(worst == 0 ? 1 : 0) == 0) return worst;
+  if (team.min_sync(worst == 0 ? 1 : 0) == 0) return worst;
 
   if (num_instances == 1) {
     if (team.leader()) table.entries[begin].upto = own_load;

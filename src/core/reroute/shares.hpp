@@ -76,8 +76,8 @@ UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, 
     turn.rest -= static_cast<uint32_t>(kept);
     sum += static_cast<uint32_t>(quota[i] -= kept);
   }
-  uint32_t upto = team.sum_before(sum);
-  const uint32_t remaining = team.from(team.size() - 1, upto + sum);
+  uint32_t upto = team.exclusive_sum(sum);
+  const uint32_t remaining = team.read_from(team.size() - 1, upto + sum);
   const uint32_t rest = turns[source].rest;
   const int32_t kept = load - static_cast<int32_t>(rest);
 
@@ -86,7 +86,7 @@ UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, 
     uint32_t given = 0;
     UEC_ROLLED
     for (int32_t r = sources.begin; r < sources.end; ++r) given += turns[r].rest;
-    uint32_t left = remaining - team.sum_before(given);
+    uint32_t left = remaining - team.exclusive_sum(given);
     UEC_ROLLED
     for (int32_t r = sources.begin; r < sources.end; ++r) {
       turns[r] = make_turn(turns[r].rest, left);

@@ -25,9 +25,9 @@ struct CostModel {
 //
 // Run by a team as the functions of schedule.hpp are.
 template <class Team>
-UEC_STEP int64_t modelled_time(Team team, const Topology& t, const TileMap& tiles,
-                               int32_t num_groups, const PlanShape& shape, const Schedule& s,
-                               const CostModel& cost) {
+UEC_HD_NOINLINE int64_t modelled_time(Team team, const Topology& t, const TileMap& tiles,
+                                      int32_t num_groups, const PlanShape& shape, const Schedule& s,
+                                      const CostModel& cost) {
   if (s.num_experts == 0) return 0;
   const Mode mode = s.mode;
   const int64_t kib = ceil_div(tiles.expert_bytes(), 1024);

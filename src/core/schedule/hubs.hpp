@@ -19,8 +19,8 @@ UEC_HD inline int32_t hub_rank(const Schedule& s, int32_t x, int32_t hub) {
 // Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
 // replicas; they come first.
 template <class Team>
-UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
-                              const Schedule& schedule) {
+UEC_HD_NOINLINE int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
+                                     const Schedule& schedule) {
   const Schedule s = schedule;
   const int32_t num_experts = s.num_experts, most = shape.max_fanout;
   int32_t* const place = s.boundary;  // [most] by descending fan-out; free until hubs are assigned
@@ -29,13 +29,13 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
   team.sync();
   UEC_ROLLED
   for (int32_t x = team.index(); x < num_experts; x += team.size())
-    team.add(&place[most - s.num_replicas(x)], 1);
+    team.atomic_add(&place[most - s.num_replicas(x)], 1);
   team.sync();
   const Run own = Run::of(team, most);
   uint32_t count = 0;
   UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) count += static_cast<uint32_t>(place[i]);
-  auto at = static_cast<int32_t>(team.sum_before(count));
+  auto at = static_cast<int32_t>(team.exclusive_sum(count));
   UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
     const int32_t n = place[i];
@@ -52,7 +52,7 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
     const int32_t to = place[i] + nth;
     team.sync();  // the next ones go behind these
     if (x < num_experts) {
-      team.add(&place[i], 1);
+      team.atomic_add(&place[i], 1);
       order[to] = x;
     }
   }
@@ -141,7 +141,7 @@ UEC_HD void fill_expert(Team team, const Filling& filling, bool first_time, cons
     Units others = first;
     if (begin > 0) others = hub <= last ? static_cast<Units>(egress[hub]) : kNoHub;
     const bool fits = others <= level;
-    const Counted counted = team.count(fits);
+    const MemberCount counted = team.count(fits);
     const int64_t unit = fits && counted.before < left;
     left -= counted.all;
     if (hub > last) continue;
@@ -165,8 +165,9 @@ UEC_HD inline bool is_wide(int32_t num_replicas) { return num_replicas >= kNarro
 
 // The levels of experts that share ranks, one after another. Returns how many levels there are.
 template <class Team>
-UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_shared, int32_t* last,
-                             const ScheduleScratch& arrays, const Schedule& schedule) {
+UEC_HD_NOINLINE int32_t find_levels(Team team, const Topology& topology, int32_t num_shared,
+                                    int32_t* last, const ScheduleScratch& arrays,
+                                    const Schedule& schedule) {
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
@@ -205,9 +206,9 @@ UEC_HD inline void find_ranks(const Schedule& s, int32_t x, int32_t skip, int32_
 // Whether any two experts with several replicas share a rank. Rarely, and only then their order
 // matters. Notes the wide ones, and that all others are of one level.
 template <class Team>
-UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
-                           const ScheduleScratch& arrays, const Schedule& schedule,
-                           int32_t* num_wide) {
+UEC_HD_NOINLINE bool find_meeting(Team team, const Topology& topology, int32_t* met,
+                                  const ScheduleScratch& arrays, const Schedule& schedule,
+                                  int32_t* num_wide) {
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
@@ -220,7 +221,7 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
   for (int32_t begin = 0; begin < s.num_experts; begin += team.size()) {
     const int32_t x = begin + team.index();
     const int32_t n = x < s.num_experts ? s.num_replicas(x) : 0;
-    const Counted counted = team.count(is_wide(n));
+    const MemberCount counted = team.count(is_wide(n));
     if (is_wide(n)) scratch.order[wide + counted.before] = x;
     wide += counted.all;
     if (n > 0) scratch.count[x] = n > 1 && !is_wide(n);
@@ -229,7 +230,7 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     find_ranks(s, x, 0, n, rank);
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
-      before[hub] = hub <= n ? team.add(&met[rank[hub]], 1) : 0;
+      before[hub] = hub <= n ? team.atomic_add(&met[rank[hub]], 1) : 0;
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub) meets |= before[hub] > 0;
   }
@@ -240,7 +241,7 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     const int32_t x = scratch.order[i], n = s.num_replicas(x);
     UEC_ROLLED
     for (int32_t hub = team.index(); hub <= n; hub += team.size())
-      meets |= team.add(&met[hub_rank(s, x, hub)], 1) > 0;
+      meets |= team.atomic_add(&met[hub_rank(s, x, hub)], 1) > 0;
   }
   return team.count(meets).all > 0;
 }
@@ -315,8 +316,8 @@ UEC_HD inline void fill_narrow(int32_t x, const int32_t* domain, bool first_time
 }
 
 template <class Team>
-UEC_STEP void fill_level(Team team, const int32_t* domain, int32_t level, bool first_time,
-                         const ScheduleScratch& scratch, const Schedule& s) {
+UEC_HD_NOINLINE void fill_level(Team team, const int32_t* domain, int32_t level, bool first_time,
+                                const ScheduleScratch& scratch, const Schedule& s) {
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size())
     if (scratch.count[x] == level && !is_wide(s.num_replicas(x)))
@@ -326,9 +327,9 @@ UEC_STEP void fill_level(Team team, const int32_t* domain, int32_t level, bool f
 
 // In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const int32_t* domain, int32_t num_wide,
-                                          bool first_time, const ScheduleScratch& arrays,
-                                          const Schedule& schedule) {
+[[gnu::noinline]] UEC_HD_NOINLINE void fill_wide(Team team, const int32_t* domain, int32_t num_wide,
+                                                 bool first_time, const ScheduleScratch& arrays,
+                                                 const Schedule& schedule) {
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
   UEC_ROLLED
@@ -356,8 +357,8 @@ inline constexpr int32_t kNearGroups = 1 << 28;
 // The hubs' ranges, from what each adds to its rank: up to the group nearest to
 // sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
 template <class Team>
-UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
-                             const ScheduleScratch& arrays, const Schedule& schedule) {
+UEC_HD_NOINLINE void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
+                                    const ScheduleScratch& arrays, const Schedule& schedule) {
   const ScheduleScratch scratch = arrays;
   Schedule s = schedule;
   const auto dividend = [&](auto sum, int32_t n) {
@@ -402,9 +403,9 @@ UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
     for (int32_t begin = 0; begin <= n; begin += team.size()) {
       const int32_t hub = begin + team.index();
       const uint64_t own = hub <= n ? static_cast<uint64_t>(extra[hub]) : 0;
-      const uint64_t sum = before + team.sum_before(own) + own;
+      const uint64_t sum = before + team.exclusive_sum(own) + own;
       if (hub <= n) s.boundaries(x)[hub + 1] = static_cast<int32_t>(by_others(dividend(sum, n)));
-      before = team.from(team.size() - 1, sum);
+      before = team.read_from(team.size() - 1, sum);
     }
   }
   team.sync();  // all boundaries are there
@@ -421,7 +422,7 @@ UEC_HD void assign_homes(Team team, const Topology& t, int32_t num_groups, Sched
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
     for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = num_groups;
-    team.add(&s.egress[s.source[x].rank], n * kEgressUnit);
+    team.atomic_add(&s.egress[s.source[x].rank], n * kEgressUnit);
   }
   team.sync();
 }
@@ -430,8 +431,9 @@ UEC_HD void assign_homes(Team team, const Topology& t, int32_t num_groups, Sched
 
 // Fills `boundary` and `egress` of a schedule whose replicas have been collected with this scratch.
 template <class Team>
-UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, const PlanShape& shape,
-                          Mode mode, const ScheduleScratch& scratch, Schedule& schedule) {
+UEC_HD_NOINLINE void assign_hubs(Team team, const Topology& t, int32_t num_groups,
+                                 const PlanShape& shape, Mode mode, const ScheduleScratch& scratch,
+                                 Schedule& schedule) {
   if (team.leader()) schedule.mode = mode;
   if (mode == Mode::kDirect) return detail::assign_homes(team, t, num_groups, schedule);
   UEC_ROLLED

@@ -14,8 +14,8 @@ namespace uec {
 // Fills `boundary` and `egress` of a schedule whose replicas have been collected: here what each
 // rank loads from others, in kEgressUnit per expert.
 template <class Team>
-UEC_STEP void assign_sums(Team team, const Topology& t, int32_t num_groups, Mode mode,
-                          Schedule& s) {
+UEC_HD_NOINLINE void assign_sums(Team team, const Topology& t, int32_t num_groups, Mode mode,
+                                 Schedule& s) {
   if (team.leader()) s.mode = mode;
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) s.egress[r] = 0;
@@ -30,9 +30,9 @@ UEC_STEP void assign_sums(Team team, const Topology& t, int32_t num_groups, Mode
     for (int32_t hub = 1; hub <= n; ++hub) {
       bounds[hub + 1] = shared ? static_cast<int32_t>(int64_t{hub} * num_groups / n) : num_groups;
       if (shared)
-        team.add(&s.egress[s.replica_rank[s.first[x] + hub - 1]], (n - 1) * kEgressUnit / n);
+        team.atomic_add(&s.egress[s.replica_rank[s.first[x] + hub - 1]], (n - 1) * kEgressUnit / n);
     }
-    team.add(&s.egress[s.source[x].rank], (shared ? 1 : n) * kEgressUnit);
+    team.atomic_add(&s.egress[s.source[x].rank], (shared ? 1 : n) * kEgressUnit);
   }
   team.sync();
 }
@@ -41,9 +41,9 @@ UEC_STEP void assign_sums(Team team, const Topology& t, int32_t num_groups, Mode
 // have in common counts too, because it may dominate: every main gradient is read and written,
 // every slot is cleared.
 template <class Team>
-UEC_STEP int64_t modelled_reduction(Team team, const Topology& t, const TileMap& tiles,
-                                    int32_t num_groups, const PlanShape& shape, const Schedule& s,
-                                    const CostModel& cost) {
+UEC_HD_NOINLINE int64_t modelled_reduction(Team team, const Topology& t, const TileMap& tiles,
+                                           int32_t num_groups, const PlanShape& shape,
+                                           const Schedule& s, const CostModel& cost) {
   if (s.num_experts == 0) return 0;
   const int64_t kib = ceil_div(tiles.expert_bytes(), 1024);
   const int64_t store = kib * cost.store_per_kib, load = kib * cost.load_per_kib;
@@ -61,11 +61,11 @@ UEC_STEP int64_t modelled_reduction(Team team, const Topology& t, const TileMap&
   // Sums are stored, flagged and loaded again.
   const auto sums = static_cast<int64_t>(team.sum(added));
   const auto flags = static_cast<int64_t>(team.sum(flagged)) * cost.group;
-  const int64_t mains = load + store;
+  const int64_t add_to_main = load + store;
   const int64_t alone =
-      busiest * load / kEgressUnit + shape.max_exports * mains + shape.max_imports * store;
+      busiest * load / kEgressUnit + shape.max_exports * add_to_main + shape.max_imports * store;
   const int64_t percent = max64(min64(cost.parallel_percent, int64_t{100} * t.num_ranks), 1);
-  const int64_t together = (shape.num_replicas * (load + store) + s.num_experts * mains +
+  const int64_t together = (shape.num_replicas * (load + store) + s.num_experts * add_to_main +
                             sums * (load + store) + flags) /
                            percent * 100;
   return max64(alone, together) + (sums > 0 ? 3 : 2) * cost.hop;

@@ -68,10 +68,11 @@ struct ReductionBuilder {
     return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
   }
 
-  UEC_STEP void add_home(int32_t x, int32_t main_idx) {
+  UEC_HD_NOINLINE void add_home(int32_t x, int32_t local_idx) {
     const int32_t* const bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x);
-    Reduction all = {Reduction::kAdd, s.expert[x], main_idx, rank, main_idx, false, num_sources, n};
+    Reduction all = {Reduction::kAdd, s.expert[x], local_idx,   rank,
+                     local_idx,       false,       num_sources, n};
     if (bounds[1] > bounds[0]) {
       cut(x, 0, &all);
       add(all);
@@ -81,7 +82,7 @@ struct ReductionBuilder {
     for (int32_t begin = 1; begin <= n; begin += team.size()) {
       const int32_t hub = begin + team.index();
       const bool is_hub = hub <= n && bounds[hub + 1] > bounds[hub];
-      const Counted counted = team.count(is_hub);
+      const MemberCount counted = team.count(is_hub);
       if (is_hub) {
         const int32_t i = s.first[x] + hub - 1, to = num_sources + counted.before;
         put_source(to, i);
@@ -104,14 +105,14 @@ struct ReductionBuilder {
   }
 
   // The replica at index `self` is this rank's.
-  UEC_STEP void add_replica(int32_t x, int32_t self, int32_t main_idx) {
+  UEC_HD_NOINLINE void add_replica(int32_t x, int32_t self, int32_t local_idx) {
     const int32_t* const bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x), expert = s.expert[x], home = s.source[x].rank;
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
     const int32_t begin = bounds[own], end = bounds[own + 1], first_reader = num_expected;
     if (end > begin) {
       if (team.leader()) team.set(&w.needs[home]);
-      Reduction sum = {Reduction::kSum, expert, slot, home, main_idx, false, num_sources, n};
+      Reduction sum = {Reduction::kSum, expert, slot, home, local_idx, false, num_sources, n};
       cut(x, own, &sum);
       add(sum);
       add_sources(x);
@@ -125,7 +126,7 @@ struct ReductionBuilder {
     for (int32_t begins = 1; begins <= n; begins += team.size()) {
       const int32_t hub = begins + team.index();
       const bool reads = hub <= n && hub != own && bounds[hub + 1] > bounds[hub];
-      const Counted counted = team.count(reads);
+      const MemberCount counted = team.count(reads);
       if (reads)
         put_expected(num_expected + counted.before, s.replica_rank[s.first[x] + hub - 1], expert,
                      slot);
@@ -133,7 +134,7 @@ struct ReductionBuilder {
     }
     if (!zero) return;
     Reduction clear = {Reduction::kZero, expert, slot,         home,
-                       main_idx,         false,  first_reader, num_expected - first_reader};
+                       local_idx,        false,  first_reader, num_expected - first_reader};
     cut(x, 0, &clear);
     add(clear);
   }
@@ -143,14 +144,14 @@ struct ReductionBuilder {
 
 // As build_worklist(). `zero`: slots are cleared once they have been read.
 template <class Team>
-UEC_STEP void build_reductions(Team team, const Topology& t, const TileMap& tiles,
-                               const Schedule& s, const int32_t* main_idx, int32_t rank, bool zero,
-                               Worklist& w) {
+UEC_HD_NOINLINE void build_reductions(Team team, const Topology& t, const TileMap& tiles,
+                                      const Schedule& s, const int32_t* local_idx, int32_t rank,
+                                      bool zero, Worklist& w) {
   detail::note_involved(team, t, s, w);
   detail::ReductionBuilder<Team> build{team, tiles, s, rank, zero, w};
   detail::visit_experts(
-      team, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
-      [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
+      team, s, rank, [&](int32_t x) { build.add_home(x, local_idx[s.expert[x]]); },
+      [&](int32_t x, int32_t i) { build.add_replica(x, i, local_idx[s.expert[x]]); });
   if (team.leader()) {
     w.num_tasks = w.num_pieces = 0;
     w.num_reductions = build.num_reductions;

@@ -120,9 +120,10 @@ UEC_HD inline bool is_foreign(const int32_t* domain, const Schedule& s, int32_t 
 // `kSplit`: these are entries, split by domain. If any holders lie in an entry's domain, the others
 // are none; and if the home is not among them, the first step is taken whatever their load.
 template <bool kSplit, class Team>
-UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32_t* slot_expert,
-                                const int32_t* resident, int32_t num_experts,
-                                const ScheduleScratch& arrays, const Schedule& schedule) {
+UEC_HD_NOINLINE int32_t choose_sources(Team team, const Topology& topology,
+                                       const int32_t* slot_expert, const int32_t* resident,
+                                       int32_t num_experts, const ScheduleScratch& arrays,
+                                       const Schedule& schedule) {
   constexpr uint32_t kNone = ~0u;
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
@@ -146,8 +147,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     return resident[at] >= 0 && resident[at] == slot_expert[at];
   };
   const auto find = [&](int32_t expert) {  // among those collected; -1: it is not
-    const int32_t x =
-        first_enough(Alone{}, 0, num_experts, [&](int32_t y) { return s.expert[y] >= expert; });
+    const int32_t x = bisect_first(SingleThread{}, 0, num_experts,
+                                   [&](int32_t y) { return s.expert[y] >= expert; });
     return x < num_experts && s.expert[x] == expert ? x : -1;
   };
   UEC_ROLLED
@@ -167,7 +168,7 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     if (keeps(at))
       team.set(&is_held[x]);
     else if (s.num_replicas(x) > 1)
-      team.add(&load[at / slots], 1);
+      team.atomic_add(&load[at / slots], 1);
   }
   team.sync();
   UEC_ROLLED
@@ -200,8 +201,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
       least = own;
       first = static_cast<uint32_t>(at) + 1;
     }
-    const uint32_t lowest = team.lowest(least);
-    first = team.lowest(least == lowest ? first : kNone);
+    const uint32_t lowest = team.min_sync(least);
+    first = team.min_sync(least == lowest ? first : kNone);
     if (team.leader() && lowest != kNone &&
         (!may_stay || static_cast<int32_t>(lowest) <= load[source] - 2)) {
       const auto at = static_cast<int32_t>(first) - 1;
@@ -228,9 +229,9 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team, class Slots>
-UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const int32_t* slot_expert,
-                                    Slots choice, const ScheduleScratch& arrays,
-                                    Schedule& schedule) {
+UEC_HD_NOINLINE PlanShape collect_replicas(Team team, const Topology& topology,
+                                           const int32_t* slot_expert, Slots choice,
+                                           const ScheduleScratch& arrays, Schedule& schedule) {
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
@@ -253,7 +254,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
   uint32_t own = 0;
   for (int32_t at = ranks.begin * slots; at < ranks.end * slots; ++at)
     own += is_expert(expert_at(at));
-  auto placed = static_cast<int32_t>(team.sum_before(own));  // all counts are zero from here on
+  auto placed = static_cast<int32_t>(team.exclusive_sum(own));  // all counts are zero from here on
   int32_t max_imports = 0;
   UEC_ROLLED
   for (int32_t r = ranks.begin, at = r * slots; r < ranks.end; ++r) {
@@ -263,13 +264,13 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
       const int32_t e = expert_at(at);
       if (alone || is_expert(e)) {
         filled[placed] = at;
-        team.add(&count[e], 1);
+        team.atomic_add(&count[e], 1);
       }
       placed += is_expert(e);
     }
     max_imports = max32(max_imports, placed - before);
   }
-  shape.num_replicas = team.from(team.size() - 1, placed);
+  shape.num_replicas = team.read_from(team.size() - 1, placed);
   shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));
   if (shape.num_replicas == 0) {
     if (team.leader()) schedule.num_experts = s.first[0] = 0;
@@ -284,7 +285,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     replicas_before += static_cast<uint32_t>(count[e]);
     experts_before += count[e] > 0;
   }
-  const uint64_t both = team.sum_before(replicas_before | uint64_t{experts_before} << 32);
+  const uint64_t both = team.exclusive_sum(replicas_before | uint64_t{experts_before} << 32);
   placed = static_cast<int32_t>(both);
   auto x = static_cast<int32_t>(both >> 32);
   int32_t max_fanout = 0;
@@ -300,7 +301,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     placed += n;
     max_fanout = max32(max_fanout, n);
   }
-  const int32_t num_experts = team.from(team.size() - 1, x);
+  const int32_t num_experts = team.read_from(team.size() - 1, x);
   if (team.leader()) {
     schedule.num_experts = num_experts;
     s.first[num_experts] = shape.num_replicas;
@@ -312,7 +313,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
   for (int32_t i = team.index(); i < num_experts; i += team.size()) {
     const int32_t home = t.home[s.expert[i]];
     s.source[i] = {home, kMainSlot};
-    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
+    max_exports = max32(max_exports, 1 + team.atomic_add(&scratch.exports[home], 1));
   }
   if (choice.resident != nullptr && !t.allow_cross_domain)
     max_exports = detail::choose_sources<false>(team, t, slot_expert, choice.resident, num_experts,
@@ -330,7 +331,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     team.sync();  // the next ones go behind these
     if (is_one) {
       const int32_t r = at / slots;
-      team.add(&count[e], 1);
+      team.atomic_add(&count[e], 1);
       s.replica_rank[to] = r;
       s.replica_slot[to] = at - r * slots;
       chained |= scratch.exports[r] > 0;
@@ -344,9 +345,10 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
 // its replicas lie in, in the order of their numbers, and chooses the sources. `before`: what
 // collect_replicas() has returned.
 template <class Team, class Slots>
-UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const int32_t* slot_expert,
-                                   Slots choice, const PlanShape& before,
-                                   const ScheduleScratch& arrays, Schedule& schedule) {
+UEC_HD_NOINLINE PlanShape split_by_domain(Team team, const Topology& topology,
+                                          const int32_t* slot_expert, Slots choice,
+                                          const PlanShape& before, const ScheduleScratch& arrays,
+                                          Schedule& schedule) {
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
@@ -384,7 +386,7 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
     if (i > 0 && i < num_replicas)
       is_first = expert_at(i) != expert_at(i - 1) ||
                  t.domain[s.replica_rank[i]] != t.domain[s.replica_rank[i - 1]];
-    const Counted counted = team.count(is_first);
+    const MemberCount counted = team.count(is_first);
     if (is_first) {
       s.expert[num_entries + counted.before] = expert_at(i);
       s.first[num_entries + counted.before] = i;
@@ -401,7 +403,7 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
   for (int32_t x = team.index(); x < num_entries; x += team.size()) {
     const int32_t home = t.home[s.expert[x]];
     s.source[x] = {home, kMainSlot};
-    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
+    max_exports = max32(max_exports, 1 + team.atomic_add(&scratch.exports[home], 1));
     max_fanout = max32(max_fanout, s.num_replicas(x));
   }
   if (choice.resident != nullptr)

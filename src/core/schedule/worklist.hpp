@@ -58,9 +58,9 @@ struct Reduction {
     kZero,  // the owner of a slot: clears it, after its readers are done
   } kind;
   int32_t expert;
-  int32_t idx;             // this rank's slot; kAdd: main index
-  int32_t home, main_idx;  // kSum: the rank to tell of each sum, and the expert's index there
-  bool of_hub;             // kAdd: of one hub's sums; else of the replicas themselves
+  int32_t idx;              // this rank's slot; kAdd: main index
+  int32_t home, local_idx;  // kSum: the rank to tell of each sum, and the expert's index there
+  bool of_hub;              // kAdd: of one hub's sums; else of the replicas themselves
   // kSum, kAdd: the slots that are read, by ascending rank: indices into destinations. kZero: the
   // flags that have to arrive before: indices into expected.
   int32_t first, count;
@@ -69,16 +69,17 @@ struct Reduction {
   int32_t group_tiles = 0;         // but for the last one so many each
 };
 
-// Capacities, with R replicas in the plan and M mains on this rank: tasks M + S, pieces M + R + S,
-// reductions M + R + 2 S, destinations and expected R + S * G. Where plans may cross D domains,
-// tasks are at most (M + S) * D, and at most the larger of M + S and G * S.
+// Capacities, with R replicas in the plan and M local experts on this rank: tasks M + S, pieces M +
+// R + S, reductions M + R + 2 S, destinations and expected R + S * G. Where plans may cross D
+// domains, tasks are at most (M + S) * D, and at most the larger of M + S and G * S.
 struct Worklist {
   int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
   Task* tasks = nullptr;
   Piece* pieces = nullptr;
   Destination* destinations = nullptr;
   Expected* expected = nullptr;
-  uint8_t* opens = nullptr;     // [G] 1: may write or read our slots or read our mains in this call
+  uint8_t* opens =
+      nullptr;  // [G] 1: may write or read our slots or read our main weights in this call
   uint8_t* involved = nullptr;  // [G] 1: sends or receives something under the plan
   uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write or read what it has, or flag
   // Of a gradient reduction, which has neither tasks nor pieces.
@@ -86,10 +87,10 @@ struct Worklist {
   Reduction* reductions = nullptr;
 };
 
-// Where an expert lies on a rank, as one number: the index among its mains, or the complement of a
-// slot.
-UEC_HD constexpr int32_t source_idx(int32_t slot, int32_t main_idx) {
-  return slot == kMainSlot ? main_idx : ~slot;
+// Where an expert lies on a rank, as one number: the index among its local experts, or the
+// complement of a slot.
+UEC_HD constexpr int32_t source_idx(int32_t slot, int32_t local_idx) {
+  return slot == kMainSlot ? local_idx : ~slot;
 }
 
 namespace detail {
@@ -136,7 +137,7 @@ struct WorklistBuilder {
     for (int32_t begin = s.first[x]; begin < end; begin += team.size()) {
       const int32_t i = begin + team.index();
       const bool sends = i < end && i != skip && bounds[i + 1] > bounds[i];
-      const Counted counted = team.count(sends);
+      const MemberCount counted = team.count(sends);
       if (sends)
         put_expected(num_expected + counted.before, kind, s.replica_rank[i], s.expert[x], idx);
       num_expected += counted.all;
@@ -169,7 +170,7 @@ struct WorklistBuilder {
       for (int32_t begin = 1; begin <= n; begin += team.size()) {
         const int32_t hub = begin + team.index();
         const bool is_hub = hub <= n && bounds[hub + 1] > bounds[hub];
-        const Counted counted = team.count(is_hub);
+        const MemberCount counted = team.count(is_hub);
         if (is_hub) {
           const int32_t to = to_all ? all + hub - 1 : num_destinations + counted.before;
           if (!to_all) put_destination(to, s.first[x] + hub - 1);
@@ -226,10 +227,10 @@ UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&&
                           OfReplica&& of_replica) {
   const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
   const auto next_source = [&](int32_t from) {
-    return first_that(team, from, num_experts, [&](int32_t x) { return s.source[x].rank == rank; });
+    return find_first(team, from, num_experts, [&](int32_t x) { return s.source[x].rank == rank; });
   };
   const auto next_replica = [&](int32_t from) {
-    return first_that(team, from, num_replicas,
+    return find_first(team, from, num_replicas,
                       [&](int32_t i) { return s.replica_rank[i] == rank; });
   };
   int32_t source = next_source(0);
@@ -238,7 +239,7 @@ UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&&
     const int32_t x =
         i == num_replicas
             ? num_experts
-            : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
+            : bisect_first(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
     for (; source < x; source = next_source(source + 1)) of_source(source);
     if (i < num_replicas) of_replica(x, i);
     from = i + 1;
@@ -262,16 +263,16 @@ UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const
 
 }  // namespace detail
 
-// `main_idx` [E]: index of each expert among its home's mains.
+// `local_idx` [E]: index of each expert among its home's local experts.
 //
 // Run by a team as the functions of schedule.hpp are: the leader writes the counts.
 template <class Team>
-UEC_STEP void build_worklist(Team team, const Topology& t, const Schedule& schedule,
-                             const int32_t* main_idx, int32_t rank, Worklist& w) {
+UEC_HD_NOINLINE void build_worklist(Team team, const Topology& t, const Schedule& schedule,
+                                    const int32_t* local_idx, int32_t rank, Worklist& w) {
   const Schedule s = schedule;
   detail::note_involved(team, t, s, w);
   detail::WorklistBuilder<Team> build{team, s, rank, w};
-  const auto held = [&](int32_t x) { return source_idx(s.source[x].slot, main_idx[s.expert[x]]); };
+  const auto held = [&](int32_t x) { return source_idx(s.source[x].slot, local_idx[s.expert[x]]); };
   detail::visit_experts(
       team, s, rank, [&](int32_t x) { build.add_source(x, held(x)); },
       [&](int32_t x, int32_t i) { build.add_replica(x, i, held(x)); });

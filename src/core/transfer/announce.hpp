@@ -23,12 +23,12 @@ UEC_HD void publish_open(Token token, const Call& call, Memory& memory) {
       memory.publish(token, r, call.layout.open(call.rank), call.epoch.record.word);
 }
 
-// Publishes this rank's `call` record. Pairs with judge_call(). It is stored after this rank's
+// Publishes this rank's `call` record. Pairs with check_call(). It is stored after this rank's
 // flags of the previous call to the same peer, by a release, so that a record that is ahead vouches
 // for everything before it.
 template <class Memory, class Mover>
 UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
-  mover.when_delivered(
+  mover.wait_delivered(
       0, true, [&](auto token) { publish_record(token, call, memory, call.epoch.record.word); });
 }
 
@@ -36,16 +36,16 @@ UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
 // weights, once its own earlier work is done: the caller has finished with the slots, their
 // gradients and the main weights are final, and this rank's reads of its slots in the previous call
 // are complete. The word is the record, so that who sees it need not look at both. Pairs with
-// OwnStripe::judge_open().
+// WorkQueue::check_open().
 template <class Memory, class Mover>
 UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
-  mover.when_delivered(0, true, [&](auto token) { publish_open(token, call, memory); });
+  mover.wait_delivered(0, true, [&](auto token) { publish_open(token, call, memory); });
 }
 
 // Both at once. A peer may see them in either order.
 template <class Memory, class Mover>
 UEC_HD void announce_call_and_open(const Call& call, Memory& memory, Mover& mover) {
-  mover.when_delivered(0, true, [&](auto token) {
+  mover.wait_delivered(0, true, [&](auto token) {
     publish_record(token, call, memory, call.epoch.record.word);
     publish_open(token, call, memory);
   });
@@ -54,7 +54,7 @@ UEC_HD void announce_call_and_open(const Call& call, Memory& memory, Mover& move
 // Publishes a record that is not a call: this rank's input was bad, or its group is closing.
 template <class Memory, class Mover>
 UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uint64_t word) {
-  mover.when_delivered(0, true, [&](auto token) { publish_record(token, call, memory, word); });
+  mover.wait_delivered(0, true, [&](auto token) { publish_record(token, call, memory, word); });
 }
 
 // Tells every rank that it can reach not to wait for this one. The call returns only once
@@ -62,7 +62,7 @@ UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uin
 // peers were reading. Pairs with find_abort() in Storer::finish_task() and Reducer::finish_piece().
 template <class Memory, class Mover>
 UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, AbortWord word) {
-  mover.when_delivered(0, true, [&](auto token) {
+  mover.wait_delivered(0, true, [&](auto token) {
     typename Memory::Team team;
     for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
       if (call.addresses.reaches(r))
@@ -87,7 +87,7 @@ class Finish {
       const Expected& e = call_.work.expected[waits_for_];
       wait = {flag_of(e), e.peer, e.expert, -1, memory_.observe(offset_of(e)), call_.epoch.number};
     }
-    return team_.share(wait);
+    return team_.broadcast(wait);
   }
 
   UEC_HD Step step() {
@@ -95,19 +95,19 @@ class Finish {
     Fault fault = Fault::kNone;
     Outcome mine = kAll;
     for (; next_ < call_.work.num_expected; next_ += team_.size()) {
-      mine = look(call_.work.expected[next_], &fault);
+      mine = check_expected(call_.work.expected[next_], &fault);
       if (mine != kAll) break;
     }
     const uint32_t chosen =
-        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(next_));
+        team_.min_sync(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(next_));
     const auto kind = static_cast<Outcome>(chosen >> 30);
     if (kind == kAll) return Step::kFinished;
     // Names the first in the list, as a team of one would.
     waits_for_ = static_cast<int32_t>(chosen & 0x3FFFFFFF);
-    fault_ = team_.from(waits_for_ % team_.size(), fault);
+    fault_ = team_.read_from(waits_for_ % team_.size(), fault);
     if (kind == kFailed) return Step::kFailed;
     // Every wait has its own clock: any arrival is progress.
-    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
+    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kWaitsForPeer;
   }
 
  private:
@@ -123,12 +123,12 @@ class Finish {
                                      : call_.layout.pulled(e.idx, e.peer);
   }
 
-  UEC_HD Outcome look(const Expected& e, Fault* fault) {
+  UEC_HD Outcome check_expected(const Expected& e, Fault* fault) {
     uint64_t seen = 0;
-    const Verdict verdict = judge_flag(memory_, offset_of(e), call_.layout.call(e.peer), e.peer,
+    const FlagState state = check_flag(memory_, offset_of(e), call_.layout.call(e.peer), e.peer,
                                        call_.epoch, fault, &seen);
-    if (verdict == Verdict::kArrived) return kAll;
-    return verdict == Verdict::kFault ? kFailed : kWaits;
+    if (state == FlagState::kArrived) return kAll;
+    return state == FlagState::kFault ? kFailed : kWaits;
   }
 
   const Call& call_;

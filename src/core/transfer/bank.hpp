@@ -22,7 +22,7 @@ struct BankTable {
 // The functions below are run by a team, as those of schedule.hpp are; the leader writes scalars.
 
 template <class Team>
-UEC_STEP void clear_residents(Team team, const Topology& t, int32_t* resident) {
+UEC_HD_NOINLINE void clear_residents(Team team, const Topology& t, int32_t* resident) {
   const int32_t slots = t.num_ranks * t.slots_per_rank;
   UEC_ROLLED
   for (int32_t at = team.index(); at < slots; at += team.size()) resident[at] = -1;

@@ -19,8 +19,8 @@ namespace uec {
 enum class Step : int32_t {
   kProgress,        // something was taken, loaded, stored or published
   kAwaitDelivered,  // loads or stores are in flight, nothing else can be done
-  kIdle,            // store side: nothing is left to do until more has been fetched
-  kBlocked,         // a peer has to move first: wait() says which
+  kNeedsFetch,      // store side: nothing is left to do until more has been fetched
+  kWaitsForPeer,    // a peer has to move first: wait() says which
   kFinished,        // nothing is left to take, load, store or publish
   kFailed,          // fault() and wait() say why
 };
@@ -30,11 +30,13 @@ struct Addresses {
   uint8_t* const* bases = nullptr;         // [G], null: no load/store access
   const int64_t* segment_bytes = nullptr;  // [num_segments] of one expert
   const int64_t* slot_offset = nullptr;    // [num_segments] of slot 0 of the call's bank
-  const uint8_t* const* mains = nullptr;   // [num_segments][num_mains] this rank's main weights
-  int32_t num_mains = 0;
+  const uint8_t* const* main_ptrs =
+      nullptr;  // [num_segments][num_local_experts] this rank's main weights
+  int32_t num_local_experts = 0;
   const uint8_t* const* regions = nullptr;  // [G] pull: main weights that peers can address
-  const int64_t* region_offset = nullptr;   // [num_segments] of their first mains there
-  const uint8_t* far = nullptr;             // [G] 1: reached by puts and signals; null: none is
+  const int64_t* region_offset =
+      nullptr;                   // [num_segments] where each one's main weights begin there
+  const uint8_t* far = nullptr;  // [G] 1: reached by puts and signals; null: none is
 
   // Of a slot's bytes of a segment, in its rank's symmetric memory.
   UEC_HD int64_t slot_at(int32_t segment, int32_t slot) const {
@@ -81,7 +83,7 @@ UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout, const E
     first = static_cast<uint32_t>(r);
     break;
   }
-  first = team.lowest(first);
+  first = team.min_sync(first);
   return static_cast<int32_t>(first);  // ~0: -1
 }
 

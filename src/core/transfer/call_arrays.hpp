@@ -13,7 +13,7 @@ struct Capacity {
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
   int32_t slots_per_rank = 0;
-  int32_t num_mains = 0;  // of this rank
+  int32_t num_local_experts = 0;  // of this rank
   int32_t num_segments = 0;
   int32_t num_grad_segments = 0;
   int32_t num_banks = 1;
@@ -23,27 +23,27 @@ struct Capacity {
   UEC_HD int64_t entries() const {  // of a schedule
     return min64(static_cast<int64_t>(num_experts) * num_domains, replicas());
   }
-  UEC_HD int64_t pieces() const { return num_mains + replicas() + slots_per_rank; }
+  UEC_HD int64_t pieces() const { return num_local_experts + replicas() + slots_per_rank; }
   UEC_HD int64_t reductions() const {  // where slots hold gradients
     return num_grad_segments > 0 ? pieces() + slots_per_rank : 0;
   }
   UEC_HD int64_t striped() const { return max64(pieces(), reductions()); }
   // A rank sends what it has once for each domain, and fills its own slots.
   UEC_HD int64_t tasks() const {
-    const int64_t instances = num_mains + slots_per_rank;
+    const int64_t instances = num_local_experts + slots_per_rank;
     return min64(instances * num_domains, max64(instances, replicas()));
   }
   UEC_HD int64_t tiled_segments() const { return max64(num_segments, num_grad_segments); }
 };
 
 struct CallArrays {
-  Worklist work;          // no counts
-  int32_t* arrived;       // [tasks or reductions]
-  int32_t* segment;       // [segments]
-  int64_t* bytes;         // [segments]
-  int64_t* first_tile;    // [segments + 1]
-  const uint8_t** mains;  // [segments][mains]
-  GradType* main_type;    // [segments] of main gradients
+  Worklist work;              // no counts
+  int32_t* arrived;           // [tasks or reductions]
+  int32_t* segment;           // [segments]
+  int64_t* bytes;             // [segments]
+  int64_t* first_tile;        // [segments + 1]
+  const uint8_t** main_ptrs;  // [segments][M]
+  GradType* main_type;        // [segments] of main gradients
 
   // Cuts them out of `base`, aligned to 8 bytes; null: only the size. Returns the bytes used.
   UEC_HD static int64_t cut(std::byte* base, const Capacity& c, CallArrays* arrays) {
@@ -52,7 +52,7 @@ struct CallArrays {
     const int64_t segments = c.tiled_segments();
     arrays->bytes = cutter.take<int64_t>(segments);
     arrays->first_tile = cutter.take<int64_t>(segments + 1);
-    arrays->mains = cutter.take<const uint8_t*>(segments * c.num_mains);
+    arrays->main_ptrs = cutter.take<const uint8_t*>(segments * c.num_local_experts);
     arrays->segment = cutter.take<int32_t>(segments);
     arrays->main_type = cutter.take<GradType>(c.num_grad_segments);
     // A call has one or the other, so they share memory.
@@ -73,7 +73,7 @@ struct CallArrays {
   }
 
   // Gives a call its arrays. `moved`: their block lies that much behind where they were cut.
-  UEC_HD void lend_to(Call* call, intptr_t moved = 0) const {
+  UEC_HD void bind_arrays(Call* call, intptr_t moved = 0) const {
     call->work.tasks = in(work.tasks, moved);
     call->work.pieces = in(work.pieces, moved);
     call->work.destinations = in(work.destinations, moved);
@@ -86,7 +86,7 @@ struct CallArrays {
     call->tiles.segment = in(segment, moved);
     call->tiles.bytes = in(bytes, moved);
     call->tiles.first_tile = in(first_tile, moved);
-    call->addresses.mains = in(mains, moved);
+    call->addresses.main_ptrs = in(main_ptrs, moved);
     call->main_type = in(main_type, moved);
   }
 

@@ -17,7 +17,7 @@ struct Report {
 };
 
 // What a rank last published about itself, as far as it has arrived here.
-struct LastWords {
+struct PeerState {
   CallRecord record;  // 0: it has made no call, or is out of reach
   AbortWord abort;
   bool gone = false;
@@ -26,7 +26,7 @@ struct LastWords {
 
 // The state of a peer: no rank publishes to itself. For one thread alone.
 template <class Memory>
-UEC_HD LastWords last_words(Memory& memory, const SymmetricLayout& layout, int32_t rank) {
+UEC_HD PeerState peer_state(Memory& memory, const SymmetricLayout& layout, int32_t rank) {
   return {{memory.observe(layout.call(rank))},
           {memory.observe(layout.abort(rank))},
           memory.peer_gone(rank)};
@@ -51,7 +51,7 @@ UEC_HD int32_t find_disagreement(Memory& memory, const SymmetricLayout& layout, 
     first = static_cast<uint32_t>(r);
     break;
   }
-  first = team.lowest(first);
+  first = team.min_sync(first);
   return static_cast<int32_t>(first);  // ~0: -1
 }
 
@@ -70,7 +70,7 @@ UEC_HD Report check_peers(Memory& memory, const SymmetricLayout& layout, const E
     found = static_cast<uint32_t>(i);
     break;
   }
-  const auto first = static_cast<int32_t>(team.lowest(found));  // -1: none
+  const auto first = static_cast<int32_t>(team.min_sync(found));  // -1: none
   Report report;
   if (first >= ranks) {
     report.fault = Fault::kMismatch;
@@ -92,13 +92,13 @@ UEC_HD bool all_called(Memory& memory, const Call& call) {
     const CallRecord seen{memory.observe(call.layout.call(r))};
     if (seen.ahead_of(call.epoch.number) < 0) all = 0;
   }
-  return team.lowest(all) != 0;
+  return team.min_sync(all) != 0;
 }
 
 // For a step that failed with `fault`, or (kNone) is blocked: the rank whose abort is the reason,
 // in which case the fault becomes kAborted; -1: none.
 template <class Memory>
-UEC_HD int32_t find_teller(Memory& memory, const Call& call, Fault* fault) {
+UEC_HD int32_t find_aborter(Memory& memory, const Call& call, Fault* fault) {
   if (*fault != Fault::kNone && *fault != Fault::kGone && *fault != Fault::kAborted) return -1;
   // A peer that failed first and then ended has said why it is gone.
   const int32_t aborter = find_abort(memory, call.layout, call.epoch);
@@ -110,7 +110,7 @@ UEC_HD int32_t find_teller(Memory& memory, const Call& call, Fault* fault) {
 template <class Memory>
 UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const Wait& wait) {
   Report report;
-  report.aborter = find_teller(memory, call, &fault);
+  report.aborter = find_aborter(memory, call, &fault);
   report.fault = fault;
   report.wait = wait;
   return report;
@@ -130,7 +130,7 @@ namespace detail {
 // What `rank` has said of this call or an earlier one. A rank that failed later has finished this
 // call, and is no reason for anything in it.
 template <class Memory>
-UEC_HD AbortWord said_by(Memory& memory, const Call& call, int32_t rank) {
+UEC_HD AbortWord abort_of(Memory& memory, const Call& call, int32_t rank) {
   const AbortWord word{memory.observe(call.layout.abort(rank))};
   return word.ahead_of(call.epoch.number) > 0 ? AbortWord{} : word;
 }
@@ -138,11 +138,11 @@ UEC_HD AbortWord said_by(Memory& memory, const Call& call, int32_t rank) {
 // The rank whose failure made `rank` fail, directly or through others. The rank that told it had
 // failed before it, so there are no cycles.
 template <class Memory>
-UEC_HD int32_t first_cause(Memory& memory, const Call& call, int32_t rank) {
+UEC_HD int32_t find_cause(Memory& memory, const Call& call, int32_t rank) {
   for (int32_t steps = 0; steps < call.num_ranks; ++steps) {
-    const AbortWord word = said_by(memory, call, rank);
-    if (!word.set() || word.told_by() < 0) break;
-    rank = word.told_by();
+    const AbortWord word = abort_of(memory, call, rank);
+    if (!word.set() || word.aborted_by() < 0) break;
+    rank = word.aborted_by();
   }
   return rank;
 }
@@ -153,18 +153,18 @@ UEC_HD int32_t first_cause(Memory& memory, const Call& call, int32_t rank) {
 // itself, else the end of the chain of waits, as far as abort words have arrived.
 template <class Memory>
 UEC_HD int32_t find_root(Memory& memory, const Call& call) {
-  if (detail::said_by(memory, call, call.rank).by_itself()) return call.rank;
+  if (detail::abort_of(memory, call, call.rank).by_itself()) return call.rank;
   for (int32_t r = 0; r < call.num_ranks; ++r)
-    if (detail::said_by(memory, call, r).by_itself()) return r;
+    if (detail::abort_of(memory, call, r).by_itself()) return r;
   // The first rank to give up waited for another, which may have been waiting too. What a rank was
   // waiting for when another cause ended its wait says nothing: then that other cause is followed.
   // Only where causes lead to each other are the waits all there is to go by.
   const int32_t circle = 2 * call.num_ranks;
-  int32_t cause = detail::first_cause(memory, call, call.rank), at = cause;
+  int32_t cause = detail::find_cause(memory, call, call.rank), at = cause;
   for (int32_t steps = 0; steps < 2 * circle; ++steps) {
-    const AbortWord word = detail::said_by(memory, call, at);
+    const AbortWord word = detail::abort_of(memory, call, at);
     if (!word.set()) break;
-    const int32_t other = steps < circle ? detail::first_cause(memory, call, at) : cause;
+    const int32_t other = steps < circle ? detail::find_cause(memory, call, at) : cause;
     if (other != cause) {
       cause = at = other;
       continue;
@@ -180,7 +180,7 @@ UEC_HD int32_t find_root(Memory& memory, const Call& call) {
 template <class Memory>
 UEC_HD bool chain_is_written(Memory& memory, const Call& call) {
   const int32_t root = find_root(memory, call);
-  if (memory.peer_gone(root) || detail::said_by(memory, call, root).by_itself()) return true;
+  if (memory.peer_gone(root) || detail::abort_of(memory, call, root).by_itself()) return true;
   for (int32_t r = 0; r < call.num_ranks; ++r)
     if (call.addresses.reaches(r) && !memory.peer_gone(r) &&
         !AbortWord{memory.observe(call.layout.abort(r))}.set())

@@ -8,7 +8,7 @@
 
 namespace uec {
 
-// The pieces of a transfer, as an OwnStripe asks for them.
+// The pieces of a transfer, as a WorkQueue uses them.
 struct TransferPieces {
   UEC_HD static int32_t count(const Call& call) { return call.work.num_pieces; }
   UEC_HD static int32_t begin(const Call& call, int32_t p) { return call.work.pieces[p].begin; }
@@ -29,7 +29,7 @@ struct TransferPieces {
     return progress(at, length(call, p));
   }
 
-  UEC_HD static int32_t find_closed(const Call& call, int32_t p, const uint8_t* open) {
+  UEC_HD static int32_t first_unopened(const Call& call, int32_t p, const uint8_t* open) {
     const Piece& piece = call.work.pieces[p];
     for (int32_t i = 0; i < piece.dst_count; ++i) {
       const int32_t r = call.work.destinations[piece.dst_first + i].rank;
@@ -39,7 +39,7 @@ struct TransferPieces {
     return -1;
   }
 
-  UEC_HD static bool touches(const Call& call, int32_t p, int32_t r) {
+  UEC_HD static bool uses_rank(const Call& call, int32_t p, int32_t r) {
     const Piece& piece = call.work.pieces[p];
     for (int32_t i = 0; i < piece.dst_count; ++i)
       if (call.work.destinations[piece.dst_first + i].rank == r) return true;
@@ -49,11 +49,11 @@ struct TransferPieces {
   // Pairs with the source's publish of `ready`: after it, the group's bytes in our slot may be read
   // by this thread, and by threads that synchronise with it.
   template <class Memory>
-  UEC_HD static Verdict ready(const Call& call, Memory& memory, int32_t p, int32_t at,
-                              Fault* fault) {
+  UEC_HD static FlagState ready(const Call& call, Memory& memory, int32_t p, int32_t at,
+                                Fault* fault) {
     const Piece& piece = call.work.pieces[p];
     uint64_t seen = 0;
-    return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),
+    return check_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),
                       call.layout.call(piece.source_rank), piece.source_rank, call.epoch, fault,
                       &seen);
   }
@@ -71,16 +71,16 @@ class Fetcher {
  public:
   UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
                  const Stripe& stripe)
-      : call_(call), mover_(mover), own_(call, memory, scratch, stripe) {
+      : call_(call), mover_(mover), queue_(call, memory, scratch, stripe) {
     stage_.piece = -1;  // alone: of a whole one a compiler makes an object in memory
   }
 
-  UEC_HD Fault fault() const { return own_.fault(); }
+  UEC_HD Fault fault() const { return queue_.fault(); }
   // What the last step was blocked by, or failed at.
-  UEC_HD Wait wait() { return own_.wait(); }
+  UEC_HD Wait wait() { return queue_.wait(); }
 
-  // Takes a group if none is in hand, then starts one tile's load. The last fetch of all tells the
-  // store side that there are no more.
+  // Takes a group if there is none, then starts one tile's load. The last fetch of all marks the
+  // end of the stream for the store side.
   UEC_HD Step step() {
     if (fault() != Fault::kNone) return Step::kFailed;
     if (ended_) return Step::kFinished;
@@ -97,7 +97,7 @@ class Fetcher {
     return Step::kProgress;
   }
 
-  // After a failure, in place of step(): fetches nothing more, and says so.
+  // After a failure, in place of step(): fetches nothing more, and marks the end.
   UEC_HD Step drain_step() {
     if (ended_) return Step::kFinished;
     return end() == Step::kFinished ? Step::kProgress : Step::kAwaitDelivered;
@@ -112,9 +112,9 @@ class Fetcher {
     return Step::kFinished;
   }
 
-  UEC_HD Step take(bool ahead) {
+  UEC_HD Step take(bool poll_only) {
     int32_t p = -1, at = 0;
-    const Step step = own_.take(ahead, &p, &at);
+    const Step step = queue_.take(poll_only, &p, &at);
     if (step != Step::kProgress) return step;
     const Piece& piece = call_.work.pieces[p];
     const int32_t tiles = call_.tiles.group_tiles;
@@ -130,14 +130,14 @@ class Fetcher {
   // else 0.
   UEC_HD int32_t share() const {
     const Piece& piece = call_.work.pieces[stage_.piece];
-    if (!own_.is_spent(stage_.piece, stage_.group - piece.begin)) return 0;
+    if (!queue_.all_taken(stage_.piece, stage_.group - piece.begin)) return 0;
     const int32_t task = piece.task;
     uint32_t groups = 0;
     bool left = false;
     for (int32_t p = team_.index(); p < call_.work.num_pieces; p += team_.size()) {
       if (call_.work.pieces[p].task != task) continue;
-      groups += static_cast<uint32_t>(own_.num_taken(p));
-      left |= !own_.is_spent(p);
+      groups += static_cast<uint32_t>(queue_.num_taken(p));
+      left |= !queue_.all_taken(p);
     }
     groups = team_.sum(groups);
     return team_.count(left).all > 0 ? 0 : static_cast<int32_t>(groups);
@@ -169,14 +169,14 @@ class Fetcher {
     const bool is_remote = piece.source == Source::kRemote;
     if (at < 0)
       return a.bases[is_remote ? piece.source_rank : call_.rank] + a.slot_at(i, ~at) + span.offset;
-    if (!is_remote) return a.mains[i * a.num_mains + at] + span.offset;
+    if (!is_remote) return a.main_ptrs[i * a.num_local_experts + at] + span.offset;
     return a.regions[piece.source_rank] + a.region_offset[i] + at * a.segment_bytes[i] +
            span.offset;
   }
 
   const Call& call_;
   Mover& mover_;
-  OwnStripe<Memory, TransferPieces> own_;
+  WorkQueue<Memory, TransferPieces> queue_;
   typename Memory::Team team_;
   Stage stage_;  // what is fetched next; `piece` < 0: no group is in hand
   const uint8_t* source_ = nullptr;

@@ -17,7 +17,7 @@ namespace uec {
 template <class Memory, class Mover>
 class Gather {
  public:
-  static constexpr int32_t kMaxHeld = 4;  // a team's stores whose rows are not yet published
+  static constexpr int32_t kMaxUnpublished = 4;  // a team's stores whose rows are not yet published
 
   // Scratch of the team: `sent` [num_ranks].
   UEC_HD Gather(const Call& call, Memory& memory, Mover& mover, const int32_t* row,
@@ -43,24 +43,24 @@ class Gather {
       wait = {flag_, waits_for_, -1, -1, seen, call_.epoch.number};
       if (flag_ == FlagKind::kCall) wait.seen = CallRecord{seen}.epoch_low();
     }
-    return team_.share(wait);
+    return team_.broadcast(wait);
   }
 
   UEC_HD Step step() {
     if (!fetched_) fetch();
-    const Step sent = all_sent_              ? Step::kFinished
-                      : num_held_ < kMaxHeld ? send_step()
-                                             : Step::kAwaitDelivered;
+    const Step sent = all_sent_                            ? Step::kFinished
+                      : num_unpublished_ < kMaxUnpublished ? send_step()
+                                                           : Step::kAwaitDelivered;
     if (sent == Step::kProgress || sent == Step::kFailed) return sent;
     // Before anything blocks, so that the rank that a wait and its report name is the late one.
-    if (num_held_ > 0) return publish_step();
+    if (num_unpublished_ > 0) return publish_step();
     return sent == Step::kFinished ? arrive_step() : sent;
   }
 
   // After a failure, in place of step(): as Storer::drain_step().
   UEC_HD Step drain_step() {
     if (fetched_ && !mover_.loaded(0)) return Step::kAwaitDelivered;
-    return mover_.when_delivered(last_ticket_, true, [](Delivered) {}) ? Step::kFinished
+    return mover_.wait_delivered(last_ticket_, true, [](Delivered) {}) ? Step::kFinished
                                                                        : Step::kAwaitDelivered;
   }
 
@@ -85,11 +85,11 @@ class Gather {
     Fault fault = Fault::kNone;
     for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {
       if (sent_[r] != kUnsent) continue;
-      const Verdict verdict =
-          r == call_.rank ? Verdict::kArrived
-                          : judge_call(memory_, call_.layout.call(r), r, call_.epoch, &fault);
-      if (verdict == Verdict::kWaiting && mine == kWaits) continue;  // the first is named
-      mine = verdict == Verdict::kFault ? kFailed : verdict == Verdict::kArrived ? kReady : kWaits;
+      const FlagState state =
+          r == call_.rank ? FlagState::kArrived
+                          : check_call(memory_, call_.layout.call(r), r, call_.epoch, &fault);
+      if (state == FlagState::kWaiting && mine == kWaits) continue;  // the first is named
+      mine = state == FlagState::kFault ? kFailed : state == FlagState::kArrived ? kReady : kWaits;
       at = r;
       if (mine != kWaits) break;
     }
@@ -99,7 +99,7 @@ class Gather {
       return Step::kFinished;
     }
     if (kind == kFailed) return Step::kFailed;
-    if (kind == kWaits) return Step::kBlocked;
+    if (kind == kWaits) return Step::kWaitsForPeer;
     // After reading the records: what members have observed comes before their stores.
     if (!mover_.loaded(0)) return Step::kAwaitDelivered;
     store(mine == kReady ? at : -1);
@@ -114,13 +114,13 @@ class Gather {
     mover_.store(0, base == nullptr ? nullptr : base + offset, row_bytes());
     if constexpr (Mover::kFar) store_far(is_far ? static_cast<uint32_t>(rank) : ~0u, offset);
     if (rank >= 0) sent_[rank] = is_far ? kPublished : kStored;
-    last_ticket_ = mover_.commit(0);
-    ++num_held_;
+    last_ticket_ = mover_.commit_and_wait_source(0);
+    ++num_unpublished_;
   }
 
   // One rank after another, each by all members: the flag travels behind the row.
   UEC_HD void store_far(uint32_t mine, int64_t offset) {
-    for (uint32_t r = team_.lowest(mine); r != ~0u; r = team_.lowest(mine)) {
+    for (uint32_t r = team_.min_sync(mine); r != ~0u; r = team_.min_sync(mine)) {
       mover_.store_far(0, static_cast<int32_t>(r), offset, row_bytes(),
                        call_.layout.gathered(call_.rank), call_.epoch.number);
       if (r == mine) mine = ~0u;
@@ -130,7 +130,7 @@ class Gather {
   // Rule: a row may be read once its flag is seen, so the flag is published only once the row is
   // delivered. Pairs with arrive_step() at the receiver.
   UEC_HD Step publish_step() {
-    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {
+    if (!mover_.wait_delivered(last_ticket_, true, [&](Delivered token) {
           for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {
             if (sent_[r] != kStored) continue;
             memory_.publish(token, r, call_.layout.gathered(call_.rank), call_.epoch.number);
@@ -138,7 +138,7 @@ class Gather {
           }
         }))
       return Step::kAwaitDelivered;
-    num_held_ = 0;
+    num_unpublished_ = 0;
     return Step::kProgress;
   }
 
@@ -148,29 +148,29 @@ class Gather {
     Outcome mine = kAll;
     for (; next_ < call_.num_ranks; next_ += team_.size()) {
       uint64_t seen = 0;
-      const Verdict verdict =
-          judge_flag(memory_, call_.layout.gathered(next_), call_.layout.call(next_), next_,
+      const FlagState state =
+          check_flag(memory_, call_.layout.gathered(next_), call_.layout.call(next_), next_,
                      call_.epoch, &fault, &seen);
-      if (verdict == Verdict::kArrived) continue;
-      mine = verdict == Verdict::kFault ? kFailed : kWaits;
+      if (state == FlagState::kArrived) continue;
+      mine = state == FlagState::kFault ? kFailed : kWaits;
       break;
     }
     const Outcome kind = choose(mine, next_, fault, FlagKind::kGathered);
     if (kind == kAll) return Step::kFinished;
     if (kind == kFailed) return Step::kFailed;
     // Every wait has its own clock: any arrival is progress.
-    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
+    return team_.min_sync(next_ == first) == 0 ? Step::kProgress : Step::kWaitsForPeer;
   }
 
   // The team's outcome is the worst of its members'; the first rank in the list that has it is
   // named, as a team of one would name it.
   UEC_HD Outcome choose(Outcome mine, int32_t at, Fault fault, FlagKind flag) {
     const uint32_t chosen =
-        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));
+        team_.min_sync(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));
     const auto kind = static_cast<Outcome>(chosen >> 30);
     flag_ = flag;
     waits_for_ = kind == kFailed || kind == kWaits ? static_cast<int32_t>(chosen & 0x3FFFFFFF) : -1;
-    if (kind == kFailed) fault_ = team_.from(waits_for_ % team_.size(), fault);
+    if (kind == kFailed) fault_ = team_.read_from(waits_for_ % team_.size(), fault);
     return kind;
   }
 
@@ -183,7 +183,7 @@ class Gather {
   int32_t num_experts_;
   uint8_t* sent_;  // [G] of Sent
   bool fetched_ = false, all_sent_ = false;
-  int32_t num_held_ = 0;
+  int32_t num_unpublished_ = 0;
   uint32_t last_ticket_ = 0;
   Fault fault_ = Fault::kNone;
   FlagKind flag_ = FlagKind::kCall;  // what wait() is made of

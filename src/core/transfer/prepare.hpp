@@ -46,7 +46,7 @@ struct GroupTables {
   Topology topology;
   int32_t rank = 0;
   const int64_t* segment_bytes = nullptr;  // [segments] of one expert
-  const int32_t* main_idx = nullptr;       // [E] index among the home's mains
+  const int32_t* local_idx = nullptr;      // [E] index among the home's local experts
   int64_t tile_bytes = 0;
   CostModel cost;
   Gradients grads;
@@ -63,7 +63,7 @@ struct ReplicateArgs {
   const int32_t* slot_expert = nullptr;  // [G][S], validated
   uint64_t plan_digest = 0;              // of what else the plan says (quotas)
   uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
-  const uint64_t* mains = nullptr;       // [segments][M] addresses
+  const uint64_t* main_ptrs = nullptr;   // [segments][M] addresses
   const int32_t* segments = nullptr;     // which segments, ascending
   int32_t num_segments = 0;
   int32_t mode = -1;    // a Mode, or -1: by cost
@@ -103,7 +103,7 @@ UEC_HD void fill_call(Team team, const GroupTables& group, const ReplicateArgs& 
   const Topology& t = group.topology;
   choose_hubs(team, t, call->tiles, shape, args.mode, args.region >= 0, group.cost, work.scratch,
               work.schedule);
-  build_worklist(team, t, work.schedule, group.main_idx, group.rank, call->work);
+  build_worklist(team, t, work.schedule, group.local_idx, group.rank, call->work);
 }
 
 // What this call adds to the digest that ranks must agree on, up to its mode.
@@ -132,7 +132,7 @@ struct ReduceArgs {
                                          // have
   uint64_t plan_digest = 0;              // of what else the plan says (quotas)
   uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
-  const uint64_t* mains = nullptr;       // [segments][M] addresses of main gradients
+  const uint64_t* main_ptrs = nullptr;   // [segments][M] addresses of main gradients
   const GradType* main_type = nullptr;   // [segments] of this rank's main gradients
   int32_t mode = -1;                     // kPull, kDirect, or -1: by cost
   bool zero = true;                      // slot gradients are cleared
@@ -154,7 +154,7 @@ UEC_HD void fill_call(Team team, const GroupTables& group, const ReduceArgs& arg
                       const PlanShape& shape, ScheduleArrays& work, Call* call) {
   const Topology& t = group.topology;
   choose_sums(team, t, call->tiles, shape, args.mode, group.cost, work.schedule);
-  build_reductions(team, t, call->tiles, work.schedule, group.main_idx, group.rank, args.zero,
+  build_reductions(team, t, call->tiles, work.schedule, group.local_idx, group.rank, args.zero,
                    call->work);
 }
 

@@ -5,8 +5,8 @@
 // an earlier call never satisfies a later wait, and nothing has to be cleared between calls.
 //
 //   flag      written by            means, at epoch k                      pairs with
-//   call      every rank            I am in call k, and this is my digest  judge_call, judge_flag
-//   open      slot or main owner    my earlier work is done; write, read   OwnStripe::judge_open
+//   call      every rank            I am in call k, and this is my digest  check_call, check_flag
+//   open      slot or main owner    my earlier work is done; write, read   WorkQueue::check_open
 //   ready     source (push)         this group is in your slot             TransferPieces::ready
 //   done      sender                all I had for your slot is in it       Finish::step
 //   pulled    hub (pull)            I have read your weights               Finish::step
@@ -58,9 +58,9 @@ struct CallRecord {
 struct AbortWord {
   uint64_t word = 0;
 
-  UEC_HD static AbortWord make(uint64_t epoch, int32_t waited_for, int32_t told_by) {
+  UEC_HD static AbortWord make(uint64_t epoch, int32_t waited_for, int32_t aborted_by) {
     return {epoch << 32 | 1u << 31 | static_cast<uint32_t>(waited_for + 1) << 15 |
-            static_cast<uint32_t>(told_by + 1)};
+            static_cast<uint32_t>(aborted_by + 1)};
   }
   UEC_HD bool set() const { return word >> 31 & 1; }
   UEC_HD int32_t ahead_of(uint64_t epoch) const {
@@ -68,11 +68,11 @@ struct AbortWord {
   }
   // -1: no rank.
   UEC_HD int32_t waited_for() const { return static_cast<int32_t>(word >> 15 & 0x7FFF) - 1; }
-  UEC_HD int32_t told_by() const { return static_cast<int32_t>(word & 0x7FFF) - 1; }
+  UEC_HD int32_t aborted_by() const { return static_cast<int32_t>(word & 0x7FFF) - 1; }
   // Whether it ends the call of this epoch: who failed in a later one has finished this one, and
   // owes nothing here any more.
   UEC_HD bool ends(uint64_t epoch) const { return set() && ahead_of(epoch) <= 0; }
-  UEC_HD bool by_itself() const { return set() && waited_for() < 0 && told_by() < 0; }
+  UEC_HD bool by_itself() const { return set() && waited_for() < 0 && aborted_by() < 0; }
 };
 
 // ---- what a wait can end with ------------------------------------------------------------------
@@ -147,8 +147,8 @@ class DeliveryPolicy {
 //   bool flags_delivered()                  whether all that this thread has published is in the
 //                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
-//   bool asks_why()                         optional: whether to look, this time, for a reason why
-//                                           a flag has not come
+//   bool should_diagnose()                  optional: whether to look, this time, for a reason why
+//                                           a flag has not arrived
 //   void acquire_from(rank, offset, seen)   optional: a flag that `rank` writes shows what was
 //                                           waited for; an observe alone does not order what came
 //                                           before it there
@@ -170,20 +170,22 @@ class DeliveryPolicy {
 //                                           where kFar: to a peer without load/store access. With
 //                                           flag >= 0, that flag there gets `value` after all that
 //                                           has been stored there: a publish that travels along
-//   uint32_t commit(k)                      closes the stores of stage k and returns their ticket
+//   uint32_t commit_and_wait_source(k)      closes the stores of stage k and returns their ticket;
+//                                           may wait until earlier stages have been read
 //   bool reusable(k)                        its stores, if it had any, have read the stage; says
 //                                           nothing of delivery
 //   void release(k)                         gives it back to the fetch side, once all members have
 //                                           looked at the stage
-//   bool when_delivered(ticket, idle, f)    calls f(Delivered), in all members, and returns true
+//   bool wait_delivered(ticket, may_block, f)
 //                                           once every commit up to `ticket` is visible where it
-//                                           went; 0: before any store, at once. `idle`: there is
+//                                           went (0: at once, before any store), calls f(Delivered)
+//                                           in all members and returns true. `may_block`: there is
 //                                           nothing else to do, so it may wait for that
 //   void loads_complete()                   orders finished loads before what follows
 
-// ---- judging a partner -------------------------------------------------------------------------
+// ---- checking a peer ----------------------------------------------------------------------------
 
-enum class Verdict : int32_t { kArrived, kWaiting, kFault };
+enum class FlagState : int32_t { kArrived, kWaiting, kFault };
 
 struct Epoch {
   uint64_t number = 0;
@@ -202,49 +204,49 @@ UEC_HD inline Fault blame(CallRecord seen, const Epoch& epoch) {
 
 // What was waited for has been seen in a flag that `rank` writes.
 template <class Memory>
-UEC_HD Verdict arrived(Memory& memory, int32_t rank, int64_t offset, uint64_t seen) {
+UEC_HD FlagState arrived(Memory& memory, int32_t rank, int64_t offset, uint64_t seen) {
   if constexpr (requires { memory.acquire_from(rank, offset, seen); })
     memory.acquire_from(rank, offset, seen);
-  return Verdict::kArrived;
+  return FlagState::kArrived;
 }
 
 // Whether `rank` is in the same call as we are: the gate for storing to it or loading from it.
 // Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
 // digest. A peer that owes us its record but is beyond this epoch has made a different call.
 template <class Memory>
-UEC_HD Verdict judge_call(Memory& memory, int64_t call_offset, int32_t rank, const Epoch& epoch,
-                          Fault* fault) {
+UEC_HD FlagState check_call(Memory& memory, int64_t call_offset, int32_t rank, const Epoch& epoch,
+                            Fault* fault) {
   const CallRecord seen{memory.observe(call_offset)};
   if (seen.word == epoch.record.word) return arrived(memory, rank, call_offset, seen.word);
   Fault found = blame(seen, epoch);
   if (found == Fault::kNone) {
-    if (!memory.peer_gone(rank)) return Verdict::kWaiting;
+    if (!memory.peer_gone(rank)) return FlagState::kWaiting;
     // It may have called and then ended; what it published before stands.
-    if (memory.observe(call_offset) != seen.word) return Verdict::kWaiting;
+    if (memory.observe(call_offset) != seen.word) return FlagState::kWaiting;
     found = Fault::kGone;
   }
   *fault = found;
-  return Verdict::kFault;
+  return FlagState::kFault;
 }
 
 // Whether the flag at `offset`, written by `rank`, has this epoch; if not, whether it still can.
 // `rank`'s record for a later epoch is ordered after all its flags of this one, so the flag is read
 // again before the peer is blamed.
 template <class Memory>
-UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, int32_t rank,
-                          const Epoch& epoch, Fault* fault, uint64_t* seen) {
+UEC_HD FlagState check_flag(Memory& memory, int64_t offset, int64_t call_offset, int32_t rank,
+                            const Epoch& epoch, Fault* fault, uint64_t* seen) {
   *seen = memory.observe(offset);
   if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
-  if constexpr (requires { memory.asks_why(); })
-    if (!memory.asks_why()) return Verdict::kWaiting;
+  if constexpr (requires { memory.should_diagnose(); })
+    if (!memory.should_diagnose()) return FlagState::kWaiting;
   const CallRecord record{memory.observe(call_offset)};
   Fault suspicion = record.word == epoch.record.word ? Fault::kNone : blame(record, epoch);
   if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;
-  if (suspicion == Fault::kNone) return Verdict::kWaiting;
+  if (suspicion == Fault::kNone) return FlagState::kWaiting;
   *seen = memory.observe(offset);
   if (*seen == epoch.number) return arrived(memory, rank, offset, *seen);
   *fault = suspicion;
-  return Verdict::kFault;
+  return FlagState::kFault;
 }
 
 }  // namespace uec

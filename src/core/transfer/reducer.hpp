@@ -16,9 +16,9 @@
 //                                   main + (source(0) + ... + source(n - 1)), rounded once
 //   void zero(uint8_t* to, bytes)
 //   uint32_t ticket()               of all that it has taken so far
-//   bool when_delivered(ticket, f)  calls f(Delivered) in all members, and returns true, once what
+//   bool try_delivered(ticket, f)   calls f(Delivered) in all members, and returns true, once what
 //                                   the ticket is of has been read, and what it stores is visible
-//   void loads_complete()           orders what has been read, as when_delivered() has said, before
+//   void loads_complete()           orders what has been read, as try_delivered() has said, before
 //                                   what follows
 #pragma once
 
@@ -30,7 +30,7 @@
 
 namespace uec {
 
-// The pieces of a reduction, as an OwnStripe asks for them.
+// The pieces of a reduction, as a WorkQueue uses them.
 struct ReductionPieces {
   UEC_HD static const Reduction& piece(const Call& call, int32_t p) {
     return call.work.reductions[p];
@@ -52,7 +52,7 @@ struct ReductionPieces {
     return static_cast<uint32_t>(piece(call, p).kind) << 8 | progress(at, length(call, p)) >> 2;
   }
 
-  UEC_HD static int32_t find_closed(const Call& call, int32_t p, const uint8_t* open) {
+  UEC_HD static int32_t first_unopened(const Call& call, int32_t p, const uint8_t* open) {
     const Reduction& r = piece(call, p);
     if (r.kind == Reduction::kZero) return -1;
     for (int32_t i = 0; i < r.count; ++i) {
@@ -63,7 +63,7 @@ struct ReductionPieces {
     return r.kind == Reduction::kSum && !open[r.home] ? r.home : -1;
   }
 
-  UEC_HD static bool touches(const Call& call, int32_t p, int32_t rank) {
+  UEC_HD static bool uses_rank(const Call& call, int32_t p, int32_t rank) {
     const Reduction& r = piece(call, p);
     if (r.kind == Reduction::kZero) return false;
     for (int32_t i = 0; i < r.count; ++i)
@@ -74,25 +74,25 @@ struct ReductionPieces {
   // Pairs with Reducer::publish_group() of the hub, and with Reducer::finish_piece() of all readers
   // of a slot.
   template <class Memory>
-  UEC_HD static Verdict ready(const Call& call, Memory& memory, int32_t p, int32_t at,
-                              Fault* fault) {
+  UEC_HD static FlagState ready(const Call& call, Memory& memory, int32_t p, int32_t at,
+                                Fault* fault) {
     const Reduction& r = piece(call, p);
     uint64_t seen = 0;
     if (r.of_hub) {
       // Rule: nobody loads a sum before it is whole.
       const int32_t hub = call.work.destinations[r.first].rank;
-      return judge_flag(memory, call.layout.summed(r.main_idx, r.begin + at), call.layout.call(hub),
-                        hub, call.epoch, fault, &seen);
+      return check_flag(memory, call.layout.summed(r.local_idx, r.begin + at),
+                        call.layout.call(hub), hub, call.epoch, fault, &seen);
     }
     // Rule: nothing of a slot is cleared before all its readers have said that they are done.
     for (int32_t i = 0; i < r.count; ++i) {
       const Expected& reader = call.work.expected[r.first + i];
-      const Verdict verdict =
-          judge_flag(memory, call.layout.consumed(r.idx, reader.peer),
+      const FlagState state =
+          check_flag(memory, call.layout.consumed(r.idx, reader.peer),
                      call.layout.call(reader.peer), reader.peer, call.epoch, fault, &seen);
-      if (verdict != Verdict::kArrived) return verdict;
+      if (state != FlagState::kArrived) return state;
     }
-    return Verdict::kArrived;
+    return FlagState::kArrived;
   }
 
   template <class Memory>
@@ -100,7 +100,7 @@ struct ReductionPieces {
     const Reduction& r = piece(call, p);
     const uint64_t epoch = call.epoch.number;
     if (r.of_hub) {
-      const uint64_t seen = memory.observe(call.layout.summed(r.main_idx, r.begin + at));
+      const uint64_t seen = memory.observe(call.layout.summed(r.local_idx, r.begin + at));
       return {FlagKind::kSummed, call.work.destinations[r.first].rank, r.expert, p, seen, epoch};
     }
     for (int32_t i = 0; i < r.count; ++i) {
@@ -117,54 +117,54 @@ struct ReductionPieces {
 template <class Memory, class Adder>
 class Reducer {
  public:
-  // Scratch of the team: `scratch`, and `held` [kMaxHeld].
+  // The team's scratch: `scratch`, and `unpublished` [kMaxUnpublished].
   UEC_HD Reducer(const Call& call, Memory& memory, Adder& adder, const StripeScratch& scratch,
-                 HeldGroup* held, const Stripe& stripe)
+                 UnpublishedGroup* unpublished, const Stripe& stripe)
       : call_(call),
         memory_(memory),
         adder_(adder),
-        own_(call, memory, scratch, stripe),
+        queue_(call, memory, scratch, stripe),
         num_workers_(stripe.num_workers),
-        held_(held) {}
+        unpublished_(unpublished) {}
 
-  UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : own_.fault(); }
+  UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : queue_.fault(); }
   // What the last step was blocked by, or failed at.
   UEC_HD Wait wait() {
-    if (fault_ == Fault::kNone) return own_.wait();
+    if (fault_ == Fault::kNone) return queue_.wait();
     return {FlagKind::kOpen, aborter_, aborted_, -1, 0, call_.epoch.number};
   }
 
-  // Publishes a group that is done, else hands a tile of the one in hand to the adder, else takes
-  // one. Several groups may be under way: what they wait for is only this worker's adder.
+  // Publishes a finished group, else hands a tile of the current one to the adder, else takes one.
+  // Several groups may be in flight: they wait only for this worker's adder.
   UEC_HD Step step() {
     if (fault() != Fault::kNone) return Step::kFailed;
-    if (num_published_ != num_held_) {
-      const HeldGroup held = held_[num_published_ % kMaxHeld];
-      if (adder_.when_delivered(held.ticket,
-                                [&](Delivered token) { publish_group(token, held); })) {
+    if (num_published_ != num_done_) {
+      const UnpublishedGroup pending = unpublished_[num_published_ % kMaxUnpublished];
+      if (adder_.try_delivered(pending.ticket,
+                               [&](Delivered token) { publish_group(token, pending); })) {
         ++num_published_;
         return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
       }
     }
-    const bool has_room = num_held_ - num_published_ != kMaxHeld && adder_.vacant();
+    const bool has_room = num_done_ - num_published_ != kMaxUnpublished && adder_.vacant();
     if (piece_ >= 0 && !has_room) return Step::kAwaitDelivered;
     if (piece_ < 0) {
       int32_t at = 0;
-      const Step taken = own_.take(!has_room, &piece_, &at);
+      const Step taken = queue_.take(!has_room, &piece_, &at);
       if (taken != Step::kProgress)
-        return num_published_ != num_held_ && taken != Step::kFailed ? Step::kAwaitDelivered
+        return num_published_ != num_done_ && taken != Step::kFailed ? Step::kAwaitDelivered
                                                                      : taken;
       begin_group(at);
     }
     do_tiles(call_.work.reductions[piece_]);
-    if (tile_ == end_tile_) hold_group();
+    if (tile_ == end_tile_) keep_unpublished();
     return Step::kProgress;
   }
 
   // After a failure, in place of step(): drains what is in flight and publishes nothing.
   UEC_HD Step drain_step() {
-    return adder_.when_delivered(adder_.ticket(), [](Delivered) {}) ? Step::kFinished
-                                                                    : Step::kAwaitDelivered;
+    return adder_.try_delivered(adder_.ticket(), [](Delivered) {}) ? Step::kFinished
+                                                                   : Step::kAwaitDelivered;
   }
 
  private:
@@ -175,15 +175,16 @@ class Reducer {
     end_tile_ = min32(tile_ + r.group_tiles, r.end_tile);
   }
 
-  UEC_HD void hold_group() {
-    if (team_.leader()) held_[num_held_ % kMaxHeld] = {piece_, group_, 0, adder_.ticket()};
+  UEC_HD void keep_unpublished() {
+    if (team_.leader())
+      unpublished_[num_done_ % kMaxUnpublished] = {piece_, group_, 0, adder_.ticket()};
     team_.sync();
-    ++num_held_;
+    ++num_done_;
     piece_ = -1;
   }
 
   // The group's next tiles, up to the end of their segment: one addition.
-  UEC_STEP void do_tiles(const Reduction& r) {
+  UEC_HD_NOINLINE void do_tiles(const Reduction& r) {
     const int32_t tile = tile_;
     const TileSpan span = call_.tiles.span(tile, end_tile_);
     tile_ += static_cast<int32_t>(
@@ -235,23 +236,24 @@ class Reducer {
     const Addresses& a = call_.addresses;
     const int64_t element = elements_of(span.offset, call_.grads.type[span.segment]);
     // A transfer only reads what it is given; these are written to.
-    auto* const main = const_cast<uint8_t*>(a.mains[span.segment * a.num_mains + r.main_idx]);
+    auto* const main =
+        const_cast<uint8_t*>(a.main_ptrs[span.segment * a.num_local_experts + r.local_idx]);
     return main + element * bytes_of(type);
   }
 
-  UEC_HD void publish_group(Delivered token, const HeldGroup& held) {
-    const Reduction& r = call_.work.reductions[held.piece];
+  UEC_HD void publish_group(Delivered token, const UnpublishedGroup& pending) {
+    const Reduction& r = call_.work.reductions[pending.piece];
     // Pairs with ReductionPieces::ready() at the home. Before this, it must not load the sum.
     if (r.kind == Reduction::kSum && team_.leader())
-      memory_.publish(token, r.home, call_.layout.summed(r.main_idx, held.group),
+      memory_.publish(token, r.home, call_.layout.summed(r.local_idx, pending.group),
                       call_.epoch.number);
-    if (r.kind == Reduction::kZero) return;         // nobody waits for it
-    if (r.end - held.group > num_workers_) return;  // not this worker's last one
+    if (r.kind == Reduction::kZero) return;            // nobody waits for it
+    if (r.end - pending.group > num_workers_) return;  // not this worker's last one
     // Workers of a rank share a piece. Each arrives after all its own groups, and arrive() is
     // acquire-release, so the last one vouches for all of them.
     int32_t arrived = 0;
-    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[held.piece], 1);
-    if (team_.share(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
+    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[pending.piece], 1);
+    if (team_.broadcast(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {
@@ -281,11 +283,11 @@ class Reducer {
   const Call& call_;
   Memory& memory_;
   Adder& adder_;
-  OwnStripe<Memory, ReductionPieces> own_;
+  WorkQueue<Memory, ReductionPieces> queue_;
   int32_t num_workers_;
   typename Memory::Team team_;
-  HeldGroup* held_;
-  uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
+  UnpublishedGroup* unpublished_;
+  uint32_t num_done_ = 0, num_published_ = 0;  // groups, counted without wrapping
   int32_t piece_ = -1, group_ = 0;
   int32_t tile_ = 0, end_tile_ = 0;
   Fault fault_ = Fault::kNone;

@@ -23,11 +23,11 @@ struct Stage {
 };
 
 // A group whose stores are committed, but which is not yet published.
-struct HeldGroup {
+struct UnpublishedGroup {
   int32_t piece, group, share;
   uint32_t ticket;
 };
-inline constexpr uint32_t kMaxHeld = 4;
+inline constexpr uint32_t kMaxUnpublished = 4;
 
 // The bookkeeping of a ring whose two sides run in one thread. Movers of such workers derive from
 // it.

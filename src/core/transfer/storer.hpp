@@ -11,9 +11,9 @@ namespace uec {
 template <class Memory, class Mover>
 class Storer {
  public:
-  // Scratch of the team: `held` [kMaxHeld].
-  UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, HeldGroup* held)
-      : call_(call), memory_(memory), mover_(mover), held_(held) {}
+  // The team's scratch: `unpublished` [kMaxUnpublished].
+  UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, UnpublishedGroup* unpublished)
+      : call_(call), memory_(memory), mover_(mover), unpublished_(unpublished) {}
 
   UEC_HD Fault fault() const { return fault_; }
   UEC_HD Wait wait() const {
@@ -25,16 +25,16 @@ class Storer {
     if (fault_ != Fault::kNone) return Step::kFailed;
     release_stages();
     bool can_store = false;
-    if (!ended_ && num_held_ - num_published_ < kMaxHeld && mover_.loaded(stored_)) {
+    if (!ended_ && num_stored_ - num_published_ < kMaxUnpublished && mover_.loaded(stored_)) {
       ended_ = mover_.stage(stored_).ends_stream();
       can_store = !ended_;
     }
-    if (num_published_ != num_held_) {
+    if (num_published_ != num_stored_) {
       // With an empty ring there may be no later store to publish behind: a peer could be waiting
       // for exactly these groups, so they are delivered and published before anything blocks.
-      const HeldGroup held = held_[num_published_ % kMaxHeld];
-      if (mover_.when_delivered(held.ticket, !can_store,
-                                [&](Delivered token) { publish(token, held); })) {
+      const UnpublishedGroup pending = unpublished_[num_published_ % kMaxUnpublished];
+      if (mover_.wait_delivered(pending.ticket, !can_store,
+                                [&](Delivered token) { publish(token, pending); })) {
         ++num_published_;
         return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
       }
@@ -43,8 +43,8 @@ class Storer {
       store();
       return Step::kProgress;
     }
-    if (num_published_ != num_held_) return Step::kAwaitDelivered;
-    return ended_ ? Step::kFinished : Step::kIdle;
+    if (num_published_ != num_stored_) return Step::kAwaitDelivered;
+    return ended_ ? Step::kFinished : Step::kNeedsFetch;
   }
 
   // After a failure, in place of step(): drains what is in flight, publishes nothing. Until it has
@@ -52,7 +52,7 @@ class Storer {
   UEC_HD Step drain_step() {
     // This comes first: a mover may learn that a stage has been read only through a later commit,
     // which never comes, while the fetch side waits for the stage.
-    if (!mover_.when_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;
+    if (!mover_.wait_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;
     release_stages();
     if (ended_) return Step::kFinished;
     if (!mover_.loaded(stored_)) return Step::kAwaitDelivered;
@@ -63,7 +63,7 @@ class Storer {
 
  private:
   // Rule: a stage is loaded into again only when its stores have read it. That says nothing of
-  // delivery: see when_delivered().
+  // delivery: see wait_delivered().
   UEC_HD void release_stages() {
     while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);
   }
@@ -74,19 +74,19 @@ class Storer {
 
   UEC_HD void store() {
     const Stage& stage = mover_.stage(stored_);
-    HeldGroup held = {stage.piece, stage.group, stage.share, 0};
+    UnpublishedGroup pending = {stage.piece, stage.group, stage.share, 0};
     const Piece& piece = call_.work.pieces[stage.piece];
     for (int32_t first = 0; first < piece.dst_count; first += team_.size())
       mover_.store(stored_, destination(piece, first + team_.index(), stage.span),
                    stage.span.bytes);
     if constexpr (Mover::kFar) store_far(piece, stage);
-    last_ticket_ = mover_.commit(stored_++);
+    last_ticket_ = mover_.commit_and_wait_source(stored_++);
     // A group that publishes nothing is not held: the worker's last one of the task comes after it.
-    if (held.share < 0 || (held.share == 0 && !piece.sets_ready)) return;
-    held.ticket = last_ticket_;
-    if (team_.leader()) held_[num_held_ % kMaxHeld] = held;
+    if (pending.share < 0 || (pending.share == 0 && !piece.sets_ready)) return;
+    pending.ticket = last_ticket_;
+    if (team_.leader()) unpublished_[num_stored_ % kMaxUnpublished] = pending;
     team_.sync();
-    ++num_held_;
+    ++num_stored_;
   }
 
   // Where these bytes go at the piece's i-th destination; null: it is far, or there is no i-th one.
@@ -111,17 +111,17 @@ class Storer {
     }
   }
 
-  UEC_HD void publish(Delivered token, const HeldGroup& held) {
-    const Piece& piece = call_.work.pieces[held.piece];
+  UEC_HD void publish(Delivered token, const UnpublishedGroup& pending) {
+    const Piece& piece = call_.work.pieces[pending.piece];
     if (piece.sets_ready && team_.leader()) {
       // Pairs with TransferPieces::ready() at the hub. Before this, the hub must not read the
       // group.
       const Destination& hub = call_.work.destinations[piece.dst_first];
       if (!is_far(hub.rank))
-        memory_.publish(token, hub.rank, call_.layout.ready(hub.slot, held.group),
+        memory_.publish(token, hub.rank, call_.layout.ready(hub.slot, pending.group),
                         call_.epoch.number);
     }
-    if (held.share > 0) finish_share(token, piece.task, held.share);
+    if (pending.share > 0) finish_share(token, piece.task, pending.share);
   }
 
   // Workers of a rank share a task. Each arrives after all its own deliveries, with the number of
@@ -130,7 +130,7 @@ class Storer {
     const Task& task = call_.work.tasks[t];
     int32_t arrived = 0;
     if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t], share);
-    if (team_.share(arrived) == task.num_groups) finish_task(token, task);
+    if (team_.broadcast(arrived) == task.num_groups) finish_task(token, task);
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {
@@ -160,9 +160,9 @@ class Storer {
   Memory& memory_;
   Mover& mover_;
   typename Memory::Team team_;
-  HeldGroup* held_;
-  uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
-  uint32_t stored_ = 0, released_ = 0;         // stages, counted without wrapping
+  UnpublishedGroup* unpublished_;
+  uint32_t num_stored_ = 0, num_published_ = 0;  // groups, counted without wrapping
+  uint32_t stored_ = 0, released_ = 0;           // stages, counted without wrapping
   uint32_t last_ticket_ = 0;
   bool ended_ = false;  // the fetch side has nothing more
   Fault fault_ = Fault::kNone;

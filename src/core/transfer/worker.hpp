@@ -12,7 +12,8 @@ class Worker {
   // As Fetcher.
   Worker(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
          const Stripe& stripe)
-      : fetcher_(call, memory, mover, scratch, stripe), storer_(call, memory, mover, held_) {}
+      : fetcher_(call, memory, mover, scratch, stripe),
+        storer_(call, memory, mover, unpublished_) {}
 
   Fault fault() const {
     return fetcher_.fault() != Fault::kNone ? fetcher_.fault() : storer_.fault();
@@ -27,7 +28,7 @@ class Worker {
     const Step fetched = fetch_step(), stored = store_step();
     if (fetched == Step::kFailed || stored == Step::kFailed) return Step::kFailed;
     if (stored == Step::kFinished) return Step::kFinished;
-    if (fetched == Step::kBlocked && stored == Step::kIdle) return Step::kBlocked;
+    if (fetched == Step::kWaitsForPeer && stored == Step::kNeedsFetch) return Step::kWaitsForPeer;
     return Step::kProgress;
   }
 
@@ -40,7 +41,7 @@ class Worker {
 
  private:
   Fetcher<Memory, Mover> fetcher_;
-  HeldGroup held_[kMaxHeld] = {};
+  UnpublishedGroup unpublished_[kMaxUnpublished] = {};
   Storer<Memory, Mover> storer_;
 };
 

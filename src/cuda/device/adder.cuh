@@ -101,14 +101,14 @@ UEC_DEVICE void accumulate(float* sum, const uint4& quad, bool first) {
     sum[i] = first ? values[i] : ptx::add(sum[i], values[i]);
 }
 
-// Adds the sum to what is there already (`mains`, unless kLoads is 0), and stores it.
+// Adds the sum to what is there already (`main_quads`, unless kLoads is 0), and stores it.
 template <GradType kTo, int32_t kNumbers, int32_t kLoads>
-UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* mains) {
+UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* main_quads) {
   if constexpr (kLoads > 0) {
     float values[kLoads * kOfQuad<kTo>];
 #pragma unroll
     for (int32_t part = 0; part < kLoads; ++part)
-      widen<kTo>(mains[part], values + part * kOfQuad<kTo>);
+      widen<kTo>(main_quads[part], values + part * kOfQuad<kTo>);
 #pragma unroll
     for (int32_t i = 0; i < kNumbers; ++i) sum[i] = ptx::add(values[i], sum[i]);
   }
@@ -120,7 +120,7 @@ UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* mains
 // addends, and sums are kept meanwhile. Where fewer rows are left it adds the last one more than
 // once, with the same outcome.
 template <GradType kFrom, GradType kTo, bool kAdds, int32_t kSources, bool kAll>
-UEC_APART void add_rows(const Addition& addition, int32_t rows) {
+UEC_DEVICE_NOINLINE void add_rows(const Addition& addition, int32_t rows) {
   constexpr int32_t kNumbers = kOfQuad<kFrom>;
   constexpr int32_t kToBytes = kNumbers * static_cast<int32_t>(bytes_of(kTo));
   constexpr int32_t kToLoads = !kAdds ? 0 : kToBytes > kQuad ? kToBytes / kQuad : 1;
@@ -132,7 +132,7 @@ UEC_APART void add_rows(const Addition& addition, int32_t rows) {
   for (int32_t row = Adders::warp() * kRows; row < rows; row += Adders::warps() * kRows) {
     int32_t quad[kRows];
     float sum[kRows][kNumbers];
-    uint4 mains[kRows][kToLoads + !kAdds];
+    uint4 main_quads[kRows][kToLoads + !kAdds];
 #pragma unroll
     for (int32_t r = 0; r < kRows; ++r)
       quad[r] = (row + r < rows ? row + r : rows - 1) * Warp::size() + Warp::index();
@@ -151,7 +151,7 @@ UEC_APART void add_rows(const Addition& addition, int32_t rows) {
         for (int32_t r = 0; r < kRows; ++r)
 #pragma unroll
           for (int32_t part = 0; part < kToLoads; ++part)
-            mains[r][part] = load_main<kTo, kToBytes>(to, quad[r], part);
+            main_quads[r][part] = load_main<kTo, kToBytes>(to, quad[r], part);
       }
       ptx::sync_warp();  // or the assembler adds before all loads are under way
 #pragma unroll
@@ -161,12 +161,12 @@ UEC_APART void add_rows(const Addition& addition, int32_t rows) {
           if (k + i >= n) break;
           accumulate<kFrom>(sum[r], quads[i][r], k + i == 0);
         }
-        if constexpr (kAll) finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], mains[r]);
+        if constexpr (kAll) finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], main_quads[r]);
       }
     }
 #pragma unroll
     for (int32_t r = 0; r < kRows && !kAll; ++r)
-      finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], mains[r]);
+      finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], main_quads[r]);
   }
 }
 
@@ -177,7 +177,7 @@ UEC_DEVICE float load_number(const uint8_t* from, int64_t i, GradType type) {
 }
 
 // What does not fill a row, or is not aligned: a number at a time, kAddsInFlight of them per lane.
-UEC_APART void add_numbers(const Addition& addition, int64_t begin) {
+UEC_DEVICE_NOINLINE void add_numbers(const Addition& addition, int64_t begin) {
   const GradType from = addition.from, to = addition.type;
   const int64_t end = addition.elements, step = Adders::size();
 #pragma unroll 1
@@ -215,7 +215,7 @@ UEC_DEVICE void clear(uint8_t* to, int64_t count) {
 }
 
 // Bytewise up to the first quad and after the last one.
-UEC_APART void clear_bytes(uint8_t* to, int64_t bytes) {
+UEC_DEVICE_NOINLINE void clear_bytes(uint8_t* to, int64_t bytes) {
   const auto low = static_cast<int64_t>(reinterpret_cast<uint64_t>(to) % kQuad);
   const int64_t ahead = min64(low == 0 ? 0 : kQuad - low, bytes);
   const int64_t quads = (bytes - ahead) / kQuad;
@@ -234,7 +234,7 @@ UEC_DEVICE void add_some(const Addition& addition, int32_t rows) {
   if (addition.n == kFew)
     add_rows<kFrom, kTo, kAdds, kFew, true>(addition, rows);
   else
-    // To mains one float32 addend less: there are no registers for it.
+    // Main gradients take one float32 addend less: there are no registers for it.
     add_rows<kFrom, kTo, kAdds, kAddsInFlight / kRows - kToLoads - (kAdds && kRows == 2), false>(
         addition, rows);
 }
@@ -290,7 +290,7 @@ class DeviceAdder : public DeliveryPolicy {
       : ring_(ring), sources_(sources), num_ranks_(num_ranks) {}
 
   UEC_DEVICE bool vacant() {
-    return taken_ - done_ < kAdditions || when_delivered(taken_ - kAdditions + 1, [](Delivered) {});
+    return taken_ - done_ < kAdditions || try_delivered(taken_ - kAdditions + 1, [](Delivered) {});
   }
 
   template <class Source>
@@ -314,7 +314,7 @@ class DeviceAdder : public DeliveryPolicy {
   // only what it has stored, but all that happened before it, which includes what the adding warps
   // did before they arrived.
   template <class F>
-  UEC_DEVICE bool when_delivered(uint32_t ticket, F&& then) {
+  UEC_DEVICE bool try_delivered(uint32_t ticket, F&& then) {
     if (ticket > done_) {
       if (!is_complete(ring_.empty[(ticket - 1) % kAdditions], (ticket - 1) / kAdditions))
         return false;
@@ -336,7 +336,7 @@ class DeviceAdder : public DeliveryPolicy {
   // Loads of what peers write are not ordered by another lane's acquire alone. The lane that has
   // observed the opening, or the sum's flag, did so at system scope, behind which no cache of this
   // multiprocessor has anything older; and all adding lanes come after it by the barriers of the
-  // take (Warp::from()), those here, and `full`.
+  // take (Warp::read_from()), those here, and `full`.
   template <class Source>
   UEC_DEVICE void take(Addition addition, Source&& source) {
     const uint32_t place = taken_ % kAdditions;

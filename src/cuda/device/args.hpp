@@ -62,22 +62,22 @@ struct alignas(16) RankState {
   uint64_t segment_bytes = 0;  // [segments] int64
   uint64_t home = 0;           // [E] int32
   uint64_t domain = 0;         // [G] int32
-  uint64_t main_idx = 0;       // [E] int32, index among the home's mains
+  uint64_t local_idx = 0;      // [E] int32, index among the home's local experts
   int64_t tile_bytes = 0;
   CostModel cost;
   int32_t allow_cross_domain = 0;
-  uint64_t status = 0;         // of Status
-  uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
-  uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
-  uint64_t grad_bytes = 0;     // [grad segments] int64, of one expert in a slot
-  uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
-  uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
-  uint64_t banks = 0;          // [banks] BankTable
-  uint64_t offsets = 0;        // as BankTables has them
-  uint64_t slot_words = 0;     // [banks][S] of ready.cuh
-  uint64_t tables_end = 0;     // of the tables that calls point to, which begin with the bases
-  PrepareArrays spare;         // as if PrepareShared lay there
-  int64_t tiles_at = 0;        // tiles_offset()
+  uint64_t status = 0;           // of Status
+  uint64_t call_limit_ns = 0;    // until every rank of the plan has called; 0: no limit
+  uint64_t wait_limit_ns = 0;    // of each wait from then on; 0: no limit
+  uint64_t grad_bytes = 0;       // [grad segments] int64, of one expert in a slot
+  uint64_t grad_type = 0;        // [grad segments] GradType, in a slot
+  uint64_t counts = 0;           // [E] int32, sums of a load's blocks: zero between launches
+  uint64_t banks = 0;            // [banks] BankTable
+  uint64_t offsets = 0;          // as BankTables has them
+  uint64_t slot_words = 0;       // [banks][S] of ready.cuh
+  uint64_t tables_end = 0;       // of the tables that calls point to, which begin with the bases
+  PrepareArrays scratch_layout;  // as if PrepareShared lay there
+  int64_t tiles_at = 0;          // tiles_offset()
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
@@ -101,9 +101,9 @@ struct DeviceCall {
   uint64_t slot_quota = 0;   // [G, S] int32, or 0
   uint64_t home_quota = 0;   // [E] int32, or 0
   uint64_t home = 0;         // [E] int32, to be the group's; 0: it is
-  // [segments of the group][mains of the rank] addresses of main weights; of a reduction:
-  // [grad segments][mains of the rank] of main gradients.
-  uint64_t mains = 0;
+  // [segments of the group][M] addresses of main weights; of a reduction:
+  // [grad segments][M] of main gradients.
+  uint64_t main_ptrs = 0;
   union {
     uint64_t region_at = 0;  // of the region that these fill, as take_region() has it; 0: no pull
     uint64_t in_use;  // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
@@ -122,9 +122,9 @@ struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
-  int64_t counted = 1;  // 0: a captured call, which the host has no number for
-  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
-  int32_t bank = -1;    // of plans on the device; -1: none
+  int64_t has_call_number = 1;  // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;             // of plans on the device, as in ReplicateArgs
+  int32_t bank = -1;            // of plans on the device; -1: none
   DeviceCall on_device[kMaxLaunchRanks];
 };
 static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");
@@ -163,22 +163,22 @@ struct PlanStatus {
 
 // Arguments of the plan kernel: addresses in device memory.
 struct PlanArgs {
-  uint64_t home = 0;         // [E] int32
-  uint64_t domain = 0;       // [G] int32
-  uint64_t mains_begin = 0;  // [G + 1] int32, as group_mains() leaves it
-  uint64_t mains = 0;        // [E] int32, likewise
-  uint64_t load = 0;         // [sources, E] int32
-  uint64_t kept_load = 0;    // [sources, E] int32, out: a copy; 0: none is wanted
-  uint64_t slot_expert = 0;  // [G, S] int32, out, as in plan_replicas()
-  uint64_t slot_quota = 0;   // [G, S] int32, out
-  uint64_t home_quota = 0;   // [E] int32, out
-  uint64_t fault = 0;        // of StageFaults::plan
+  uint64_t home = 0;           // [E] int32
+  uint64_t domain = 0;         // [G] int32
+  uint64_t local_begin = 0;    // [G + 1] int32, as group_local_experts() leaves it
+  uint64_t local_experts = 0;  // [E] int32, likewise
+  uint64_t load = 0;           // [sources, E] int32
+  uint64_t kept_load = 0;      // [sources, E] int32, out: a copy; 0: none is wanted
+  uint64_t slot_expert = 0;    // [G, S] int32, out, as in plan_replicas()
+  uint64_t slot_quota = 0;     // [G, S] int32, out
+  uint64_t home_quota = 0;     // [E] int32, out
+  uint64_t fault = 0;          // of StageFaults::plan
   Objective objective;
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
   int32_t slots_per_rank = 0;
-  int32_t num_sources = 0;  // G, or 1: global sums
-  int32_t max_mains = 0;    // the largest number of mains on a rank
+  int32_t num_sources = 0;        // G, or 1: global sums
+  int32_t max_local_experts = 0;  // the largest number of local experts on a rank
   int32_t allow_cross_domain = 0;
 };
 

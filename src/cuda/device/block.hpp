@@ -47,17 +47,17 @@ struct alignas(16) CallShared {
     uint64_t digest;
     int32_t bytes;
     uint32_t pointers;
-  } header;          // a copy; the body's is in the call
-  int32_t first;     // this block began first: it announces the call
-  int32_t asks;      // it began last: it asks whether the host has cancelled the call
-  int32_t enters;    // the rank has not failed before
-  int32_t prepared;  // and the call's block is there
+  } header;              // a copy; the body's is in the call
+  int32_t first;         // this block began first: it announces the call
+  int32_t polls_cancel;  // it began last: it asks whether the host has cancelled the call
+  int32_t healthy;       // the rank has not failed before
+  int32_t prepared;      // and the call's block is there
 };
 
 // What the two warps of a worker share.
 struct WorkerShared {
   Ring ring;
-  HeldGroup held[kMaxHeld];
+  UnpublishedGroup unpublished[kMaxUnpublished];
   Clock clock;  // of the fetch side's waits
 };
 
@@ -130,7 +130,7 @@ struct AddRing {
 // For the reduce kernel. Behind it lie the copy, and the scratch of the first warp.
 struct ReduceShared : CallShared {
   AddRing ring;
-  HeldGroup held[kMaxHeld];
+  UnpublishedGroup unpublished[kMaxUnpublished];
 };
 
 struct ReduceScratch {

@@ -42,9 +42,9 @@ UEC_DEVICE void enter(CallShared& shared, RankState& state, const std::byte* cal
     if (has_both) put_header(shared, i, header);
   }
   if (ptx::thread_idx() == 0) {
-    shared.enters = shared.prepared = failed == 0;
+    shared.healthy = shared.prepared = failed == 0;
     shared.first = ticket == 0 && failed == 0;
-    shared.asks = ticket + 1 == ptx::num_blocks_x() && failed == 0;
+    shared.polls_cancel = ticket + 1 == ptx::num_blocks_x() && failed == 0;
   }
   ptx::sync_block();
 }
@@ -110,19 +110,19 @@ UEC_ROLE void announce(CallShared& shared) {
                                    CallRecord{shared.known.last_record});
   if (early.fault != Fault::kNone)
     return fail(block, memory, early.fault, early.aborter, early.wait);
-  DeviceHerald herald;
-  announce_call_and_open(block.call, memory, herald);
+  FlagPublisher publisher;
+  announce_call_and_open(block.call, memory, publisher);
 }
 
 // By a warp of the last block to leave: it is ordered after what all its rank's blocks have done.
 template <class Memory, bool kFillsSlots>
-UEC_ROLE void finish(CallShared& shared, int32_t bank, bool counted) {
+UEC_ROLE void finish(CallShared& shared, int32_t bank, bool has_call_number) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   Memory memory(block);
   const auto finishes = [&] {
     if constexpr (kFillsSlots) {
-      FinishSlots<Memory> finish(block, memory, shared.known, bank, counted);
+      FinishSlots<Memory> finish(block, memory, shared.known, bank, has_call_number);
       return drive(finish, block, block.clock, memory);
     } else {
       Finish<Memory> finish(block.call, memory);
@@ -134,9 +134,9 @@ UEC_ROLE void finish(CallShared& shared, int32_t bank, bool counted) {
       state.digest = mix(shared.known.digest, shared.header.digest);
       state.last_record = block.call.epoch.record.word;
       state.epoch = block.call.epoch.number;
-      state.last_call = shared.known.last_call + counted;
+      state.last_call = shared.known.last_call + has_call_number;
     }
-  } else if (!Warp::share(state.settled)) {
+  } else if (!Warp::broadcast(state.settled)) {
     settle(block, memory);
   } else if (Warp::leader()) {
     release_slots(state);  // a replay's stream may have cleared the words
@@ -151,11 +151,11 @@ UEC_ROLE void finish(CallShared& shared, int32_t bank, bool counted) {
 //   kBanked                       a bank's slots are filled, as far as they do not hold the plan's
 //                                 experts; the plan is on the device
 //   begin(shared)                 by one thread, before the others
-//   spare(known)                  where the call's block can be made, before there is work
+//   scratch_offset(known)         where the call's block can be made, before there is work
 //   has_work(call)
 //   work(shared)                  all of a block's work, by all its threads
-//   kLeaver                       the warp that leaves: one that publishes nothing in work() does
-//                                 not wait for stores
+//   kFinishingWarp                the warp that finishes the call: one that publishes nothing in
+//                                 work() does not wait for stores
 //   leave(known, device)          by one thread, after all that the rank's blocks have done, also
 //                                 where the call has failed
 template <class Kernel>
@@ -171,9 +171,9 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   const RankState& known = shared.known;
   begin_block(shared.block, known, state, on_host);
   if (ptx::thread_idx() == ptx::kWarpSize) Kernel::begin(shared);
-  if (!on_host && shared.enters)
+  if (!on_host && shared.healthy)
     prepare<Memory, Kernel::kOperation, Kernel::kBanked>(
-        shared, device, args, shared_memory + Kernel::spare(known), call_block);
+        shared, device, args, shared_memory + Kernel::scratch_offset(known), call_block);
   else
     ptx::sync_block();
   if (shared.prepared) take_call(shared, call_block, shared_memory + sizeof(shared));
@@ -185,7 +185,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   if (shared.prepared && warp == ptx::num_threads() / ptx::kWarpSize - 1) {
     if (shared.first) announce<Memory>(shared);
-    if (shared.asks && is_cancelled(known.status)) {
+    if (shared.polls_cancel && is_cancelled(known.status)) {
       Memory memory(shared.block);
       fail(shared.block, memory, Fault::kCancelled, -1, Wait{});
     }
@@ -196,11 +196,12 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   if constexpr (Memory::kFar) far::quiet();
 
   ptx::sync_block();
-  if (warp != Kernel::kLeaver) return;
+  if (warp != Kernel::kFinishingWarp) return;
   bool last = false;
   if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
-  if (!Warp::share(last)) return;
-  finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.bank, args.counted != 0);
+  if (!Warp::broadcast(last)) return;
+  finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.bank,
+                                                              args.has_call_number != 0);
   if (Warp::leader()) Kernel::leave(known, device);
 }
 

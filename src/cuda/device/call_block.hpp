@@ -58,7 +58,7 @@ UEC_HD void for_each_run(const CallBody& call, const Capacity& c, const void* ta
     body_words(UEC_AT(addresses.regions), UEC_AT(addresses.region_offset)));
   f(call.tiles.bytes, call.main_type + c.num_grad_segments,
     body_words(UEC_AT(tiles.bytes), UEC_AT(tiles.first_tile), UEC_AT(tiles.segment),
-               UEC_AT(addresses.mains), UEC_AT(main_type)));
+               UEC_AT(addresses.main_ptrs), UEC_AT(main_type)));
   const void* const pieces_end = w.pieces + w.num_pieces;
   const void* const reductions_end = w.reductions + w.num_reductions;
   f(w.tasks, w.num_reductions > 0 ? reductions_end : pieces_end,

@@ -21,14 +21,14 @@ namespace uec::cuda {
 
 // The warps that exchange rows, a block's last. Each has ranks of its own: loops over ranks share
 // them out among all, and what members tell each other stays in their warp.
-struct Squad : Warp {
+struct RowWarps : Warp {
   UEC_DEVICE static int32_t size() {
     return min32(ptx::num_threads(), kLoadTeams * ptx::kWarpSize);
   }
   UEC_DEVICE static int32_t index() { return ptx::thread_idx() - (ptx::num_threads() - size()); }
   template <class T>
-  UEC_DEVICE static T from(int32_t member, T value) {
-    return Warp::from(member % ptx::kWarpSize, value);
+  UEC_DEVICE static T read_from(int32_t member, T value) {
+    return Warp::read_from(member % ptx::kWarpSize, value);
   }
 };
 
@@ -36,7 +36,7 @@ struct Squad : Warp {
 template <bool kFar>
 class RowMemory : public DeviceMemory<kFar> {
  public:
-  using Team = std::conditional_t<kFar, Warp, Squad>;
+  using Team = std::conditional_t<kFar, Warp, RowWarps>;
   using DeviceMemory<kFar>::DeviceMemory;
 };
 
@@ -46,7 +46,7 @@ UEC_DEVICE bool is_last_warp() { return ptx::thread_idx() >= ptx::num_threads() 
 template <bool kFar>
 UEC_DEVICE int32_t row_team(int32_t num_ranks) {
   if constexpr (kFar) return is_last_warp() ? 0 : -1;
-  const int32_t first = Squad::index() - Warp::index();
+  const int32_t first = RowWarps::index() - Warp::index();
   return first >= 0 && first < num_ranks ? first / ptx::kWarpSize : -1;
 }
 
@@ -96,8 +96,8 @@ UEC_DEVICE void announce_load(BlockCall& block) {
     fail(block, memory, early.fault, early.aborter, early.wait);
     return;
   }
-  DeviceHerald herald;
-  announce_call(block.call, memory, herald);
+  FlagPublisher publisher;
+  announce_call(block.call, memory, publisher);
   if constexpr (kFar) far::quiet();  // nothing else that this warp does need wait for signals
 }
 
@@ -120,7 +120,7 @@ UEC_DEVICE bool is_clean(const RankState& state) {
     const int32_t failed = ptx::load_relaxed(&state.failed);
     clean = ptx::load_global(&state.bad_id) == 0 && failed == 0;
   }
-  return Warp::share(clean);
+  return Warp::broadcast(clean);
 }
 
 UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
@@ -204,21 +204,21 @@ UEC_DEVICE void clear_table(const BlockCall& block, int32_t num_experts, uint64_
 
 // By one warp. The next launch finds everything as this one did, except for the epoch.
 template <bool kFar>
-UEC_ROLE void finish_load(LoadShared& shared, bool done, bool counted) {
+UEC_ROLE void finish_load(LoadShared& shared, bool done, bool has_call_number) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   if (!done) {
     DeviceMemory<kFar> memory(block);
     if (!has_failed(block)) fail(block, memory, Fault::kCancelled, -1, Wait{});
     ptx::sync_warp();
-    if (!Warp::share(state.settled)) settle(block, memory);
+    if (!Warp::broadcast(state.settled)) settle(block, memory);
   }
   if (!Warp::leader()) return;
   if (done) {
     state.digest = shared.digest;
     state.last_record = block.call.epoch.record.word;
     state.epoch = block.call.epoch.number;
-    state.last_call = shared.last_call + counted;
+    state.last_call = shared.last_call + has_call_number;
   }
   state.bad_id = 0;
   state.left = 0;
@@ -276,7 +276,7 @@ UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
     copy_table(shared.block, num_experts, own.load);
   else  // a planner of it does nothing
     clear_table(shared.block, num_experts, own.load);
-  if (is_last_warp()) finish_load<kFar>(shared, done, args.counted != 0);
+  if (is_last_warp()) finish_load<kFar>(shared, done, args.has_call_number != 0);
   return done ? LoadEnd::kGathered : LoadEnd::kFailed;
 }
 

@@ -17,8 +17,8 @@ struct LoadCall {
 
 // Arguments of the load kernel. Rank i of this launch is blockIdx.y = i.
 struct LoadArgs {
-  uint64_t states = 0;  // [ranks] RankState
-  int64_t counted = 1;  // as LaunchArgs has it
+  uint64_t states = 0;          // [ranks] RankState
+  int64_t has_call_number = 1;  // as LaunchArgs has it
   LoadCall calls[kMaxLaunchRanks];
 };
 

@@ -84,7 +84,7 @@ UEC_DEVICE void take_share(const LoadCall& call, const LoadSums& sums, int32_t* 
 // something else meanwhile, or all do that too.
 template <class Else>
 UEC_DEVICE void count_ids(const LoadCall& call, const LoadSums& sums, int32_t* counts,
-                          Else&& meanwhile) {
+                          Else&& overlapped) {
   const int32_t num_counting = LoadGrid::num_counting(ptx::num_threads(), ptx::kWarpSize);
   for (int32_t e = ptx::thread_idx(); e < sums.num_experts; e += ptx::num_threads()) counts[e] = 0;
   ptx::sync_block();
@@ -96,7 +96,7 @@ UEC_DEVICE void count_ids(const LoadCall& call, const LoadSums& sums, int32_t* c
     else
       count_share<int64_t>(call, sums, counts, num_counting);
   }
-  meanwhile();
+  overlapped();
   ptx::sync_block();
   for (int32_t e = ptx::thread_idx(); e < sums.num_experts; e += ptx::num_threads())
     if (counts[e] != 0) ptx::add_relaxed(&sums.counts[e], counts[e]);

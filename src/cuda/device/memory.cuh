@@ -39,10 +39,10 @@ UEC_DEVICE Call begin_call(const RankState& state) {
 // model a relaxed store after such a fence is a release pattern: a peer that acquires any of these
 // words sees what came before the fence, as it would of a release store. They have no order among
 // themselves, and need none.
-class DeviceHerald : public DeliveryPolicy {
+class FlagPublisher : public DeliveryPolicy {
  public:
   template <class F>
-  UEC_DEVICE bool when_delivered(uint32_t, bool, F&& then) const {
+  UEC_DEVICE bool wait_delivered(uint32_t, bool, F&& then) const {
     ptx::sync_warp();
     ptx::fence_release_system();
     then(released());
@@ -75,7 +75,7 @@ class DeviceMemory {
   UEC_DEVICE void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
     if (!signals(rank, offset, value)) ptx::store_release_system(flag(rank, offset), value);
   }
-  // Relaxed, behind DeviceHerald's fence by this thread.
+  // Relaxed, behind FlagPublisher's fence by this thread.
   UEC_DEVICE void publish(Released, int32_t rank, int64_t offset, uint64_t value) const {
     if (!signals(rank, offset, value)) ptx::store_relaxed_system(flag(rank, offset), value);
   }
@@ -89,7 +89,7 @@ class DeviceMemory {
   // A device cannot tell; the clock does.
   UEC_DEVICE static bool peer_gone(int32_t) { return false; }
   // A second look takes as long as the first, and is rarely of use.
-  UEC_DEVICE bool asks_why() { return ++looks_ % 8 == 0; }
+  UEC_DEVICE bool should_diagnose() { return ++looks_ % 8 == 0; }
 
   // Acquire-release: the last block of a task vouches for the stores of all.
   UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter, int32_t n) {

@@ -95,8 +95,8 @@ class DeviceMover : public DeliveryPolicy {
     // What bulk stores cannot take: by all lanes together, one destination after another.
     for (uint32_t rest = ptx::ballot(any && in_bulk < bytes); rest != 0; rest &= rest - 1) {
       const int32_t lane = ptx::lowest_set(rest);
-      const int64_t done = Warp::from(lane, in_bulk);
-      copy_from_shared(Warp::from(lane, destination) + done, tile(k) + done, bytes - done);
+      const int64_t done = Warp::read_from(lane, in_bulk);
+      copy_from_shared(Warp::read_from(lane, destination) + done, tile(k) + done, bytes - done);
     }
   }
 
@@ -129,7 +129,7 @@ class DeviceMover : public DeliveryPolicy {
     }
   }
 
-  UEC_DEVICE uint32_t commit(uint32_t) {
+  UEC_DEVICE uint32_t commit_and_wait_source(uint32_t) {
     ++commits_;
     idle_looks_ = 0;
     ptx::bulk_commit();
@@ -159,11 +159,11 @@ class DeviceMover : public DeliveryPolicy {
   // arrived, and only to the thread that issued them. Every lane waits for its own; all come after
   // all of that by sync_warp().
   template <class F>
-  UEC_DEVICE bool when_delivered(uint32_t ticket, bool idle, F&& then) {
+  UEC_DEVICE bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
     if (ticket > delivered_) {
       const uint32_t behind = commits_ - ticket;
       // The next tile may be on its way from memory, which takes a few looks.
-      if (behind < kCommitsInFlight && (!idle || ++idle_looks_ <= kIdleLooks)) return false;
+      if (behind < kCommitsInFlight && (!may_block || ++idle_looks_ <= kIdleLooks)) return false;
       wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
       // Bulk stores and the release that will publish them are of different proxies.
       ptx::fence_proxy_async_global();

@@ -25,8 +25,8 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block) {
   if (notice == Notice::kClosed) {
     const int32_t peer = find_disagreement(memory, state.layout, last);
     if (Warp::leader()) status->disagreement = peer;
-    DeviceHerald herald;
-    announce_absence(block.call, memory, herald, CallRecord::farewell(state.epoch, last).word);
+    FlagPublisher publisher;
+    announce_absence(block.call, memory, publisher, CallRecord::farewell(state.epoch, last).word);
     while (!memory.flags_delivered()) {
     }
     ptx::sync_warp();

@@ -33,27 +33,27 @@ UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
   topology.num_ranks = args.num_ranks;
   topology.num_experts = args.num_experts;
   topology.slots_per_rank = args.slots_per_rank;
-  const PlanBlock block(topology, BlockCrew::size(), shared_memory);
-  BlockCrew crew(block.answers);
+  const PlanBlock block(topology, BlockTeams::size(), shared_memory);
+  BlockTeams teams(block.answers);
 
   if (ptx::thread_idx() == 0) {  // sort_load() has barriers
     block.out->slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
     block.out->slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
     block.out->home_quota = reinterpret_cast<int32_t*>(args.home_quota);
   }
-  const PlanStatus status = sort_load(args, crew, block);
+  const PlanStatus status = sort_load(args, teams, block);
   if (ptx::thread_idx() == 0) put_fault(args, status);
   write_empty_plan(args, block.load, status.fault != LoadFault::kNone);
   if (status.fault != LoadFault::kNone || args.slots_per_rank == 0) return;
-  if (BlockCrew::index() == BlockCrew::size() - 1) {  // which has least to write
+  if (BlockTeams::index() == BlockTeams::size() - 1) {  // which has least to write
     const Goal goal = find_goal(Warp{}, *block.sorted, args.objective);
     if (Warp::leader()) *block.goal = goal;
   }
   ptx::sync_block();
   if (block.goal->is_met) return;
   // Its first exchange lets the replicas come after the empty slots.
-  search_plan(crew, *block.sorted, args.objective, *block.goal, args.slots_per_rank,
-              block.planner.team(topology, BlockCrew::index()), *block.out);
+  search_plan(teams, *block.sorted, args.objective, *block.goal, args.slots_per_rank,
+              block.planner.team(topology, BlockTeams::index()), *block.out);
 }
 
 }  // namespace uec::cuda

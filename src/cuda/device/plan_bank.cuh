@@ -9,7 +9,7 @@
 namespace uec::cuda {
 
 // Into shared memory. Whether there is one, in all threads.
-UEC_DEVICE bool copy_residents(const BankPlanArgs& args, BlockCrew& crew, int32_t* residents) {
+UEC_DEVICE bool copy_residents(const BankPlanArgs& args, BlockTeams& teams, int32_t* residents) {
   const auto& table = *reinterpret_cast<const BankTable*>(args.bank);
   const int32_t num_slots = args.plan.num_ranks * args.plan.slots_per_rank;
   const bool is_known = table.segments != 0;
@@ -19,7 +19,7 @@ UEC_DEVICE bool copy_residents(const BankPlanArgs& args, BlockCrew& crew, int32_
     residents[i] = expert;
     if (expert >= 0) is_empty = 0;
   }
-  return crew.lowest(is_empty) == 0;
+  return teams.min_sync(is_empty) == 0;
 }
 
 UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory) {
@@ -28,17 +28,17 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
   topology.num_experts = args.plan.num_experts;
   topology.slots_per_rank = args.plan.slots_per_rank;
   static_assert(Warp::size() <= BankPlanBlock::kMembers);
-  const PlanBlock block(topology, BlockCrew::size(), shared_memory);
+  const PlanBlock block(topology, BlockTeams::size(), shared_memory);
   const BankPlanBlock bank(topology, shared_memory + round_up(block.bytes, 8));
-  BlockCrew crew(block.answers);
+  BlockTeams teams(block.answers);
   const int32_t num_slots = topology.num_ranks * topology.slots_per_rank;
   auto* const slot_expert = reinterpret_cast<int32_t*>(args.plan.slot_expert);
   auto* const slot_quota = reinterpret_cast<int32_t*>(args.plan.slot_quota);
   auto* const home_quota = reinterpret_cast<int32_t*>(args.plan.home_quota);
   auto* const moves = reinterpret_cast<uint8_t*>(args.moves);
 
-  const bool is_held = copy_residents(args, crew, bank.residents);
-  const PlanStatus status = sort_load(args.plan, crew, block);
+  const bool is_held = copy_residents(args, teams, bank.residents);
+  const PlanStatus status = sort_load(args.plan, teams, block);
   if (ptx::thread_idx() == 0) put_fault(args.plan, status);
   const bool has_fault = status.fault != LoadFault::kNone;
   write_empty_plan(args.plan, block.load, has_fault);
@@ -46,7 +46,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) moves[i] = 0;
     return;
   }
-  if (BlockCrew::index() == BlockCrew::size() - 1) {
+  if (BlockTeams::index() == BlockTeams::size() - 1) {
     const Goal goal = find_goal(Warp{}, *block.sorted, args.plan.objective);
     if (Warp::leader()) *block.goal = goal;
   }
@@ -59,7 +59,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     own.task = {block.load,
                 block.planner.rank_load,
                 bank.residents,
-                {block.planner.mains_begin, block.by_home, args.plan.max_mains},
+                {block.planner.local_begin, block.by_home, args.plan.max_local_experts},
                 block.goal->threshold};
     own.scratch = bank.scratch;
     own.is_enough = block.goal->is_met;
@@ -72,7 +72,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     bank.scratch.planned_quota[i] = 0;
   }
   for (bool is_planned = false;; is_planned = true) {
-    if (is_held && BlockCrew::index() == 0) {
+    if (is_held && BlockTeams::index() == 0) {
       const BankPlan& own = *bank.plan;
       ResidentSearch<Warp> search(own.topology, own.task, own.scratch, !is_planned);
       const bool is_enough = search.run(is_planned);
@@ -80,11 +80,11 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     }
     ptx::sync_block();
     if (is_planned || bank.plan->is_enough) break;
-    search_plan(crew, *block.sorted, args.plan.objective, *block.goal, topology.slots_per_rank,
-                block.planner.team(topology, BlockCrew::index()), *block.out);
+    search_plan(teams, *block.sorted, args.plan.objective, *block.goal, topology.slots_per_rank,
+                block.planner.team(topology, BlockTeams::index()), *block.out);
     ptx::sync_block();
   }
-  const Holding& best = bank.scratch.best;
+  const Assignment& best = bank.scratch.best;
   for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
     const int32_t expert = is_held ? best.slot_expert[i] : slot_expert[i];
     moves[i] = expert != bank.residents[i];

@@ -16,9 +16,9 @@ inline constexpr int32_t kMaxBankPlanWarps = 8;
 struct PlanBlock {
   int64_t* load;           // [E] over all sources
   int32_t* home;           // [E]
-  int32_t* by_home;        // [E] mains by home, then id
+  int32_t* by_home;        // [E] local experts by home, then id
   int32_t* pool;           // [G] ranks with equal values may hold each other's experts
-  int32_t* answers;        // [2][warps] of BlockCrew
+  int32_t* answers;        // [2][warps] of BlockTeams
   uint8_t* is_split;       // [1] into more than one pool
   int64_t* tokens_before;  // [G] in a rank's pool, of those that go before it
   int32_t* before;         // [G] how many they are
@@ -26,8 +26,8 @@ struct PlanBlock {
   Goal* goal;              // [1]
   PlanOut* out;            // [1]
   int32_t* rank_tokens;    // [G], and the next two, as SortedLoad has them
-  MainsRow* rows;          // [G]
-  int32_t* main_tokens;    // [E]
+  LocalRow* rows;          // [G]
+  int32_t* local_tokens;   // [E]
   PlannerScratch planner;
   int64_t bytes;
 
@@ -48,8 +48,8 @@ struct PlanBlock {
         goal(cutter.take<Goal>(1)),
         out(cutter.take<PlanOut>(1)),
         rank_tokens(cutter.take<int32_t>(topology.num_ranks)),
-        rows(cutter.take<MainsRow>(topology.num_ranks)),
-        main_tokens(cutter.take<int32_t>(topology.num_experts)),
+        rows(cutter.take<LocalRow>(topology.num_ranks)),
+        local_tokens(cutter.take<int32_t>(topology.num_experts)),
         planner(topology, cutter.take_bytes(planner_scratch_bytes(topology, num_warps)), num_warps),
         bytes(cutter.used_bytes()) {}
 };

@@ -1,10 +1,11 @@
-// A load, summed and sorted by all threads of a block: the result of sort_load() and sort_mains()
-// of core/plan/planner.hpp. An entry's position is the number of entries that go before it.
+// A load, summed and sorted by all threads of a block: the result of sort_load() and
+// sort_local_experts() of core/plan/planner.hpp. An entry's position is the number of entries that
+// go before it.
 #pragma once
 
 #include "core/plan/planner.hpp"
 #include "cuda/device/args.hpp"
-#include "cuda/device/block_crew.cuh"
+#include "cuda/device/block_teams.cuh"
 #include "cuda/device/plan_block.hpp"
 
 namespace uec::cuda {
@@ -16,7 +17,7 @@ namespace uec::cuda {
 // fault; else the complement of the largest load, which is above all of those.
 inline constexpr uint32_t kNoFault = 1u << 31;
 
-UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
+UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockTeams& teams, const PlanBlock& block) {
   const auto* const load = reinterpret_cast<const int32_t*>(args.load);
   auto* const kept_load = reinterpret_cast<int32_t*>(args.kept_load);
   uint32_t found = ~0u;
@@ -43,19 +44,19 @@ UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBl
       }
     }
     block.load[e] = tokens;
-    Warp::add(block.planner.rank_load + block.home[e], tokens);
+    Warp::atomic_add(block.planner.rank_load + block.home[e], tokens);
     const uint32_t fault = 2 * static_cast<uint32_t>(e) + (negative ? 0 : 1);
     found = min_u32(found, negative || tokens > kMaxLoad ? fault : ~static_cast<uint32_t>(tokens));
   }
-  return crew.lowest(found);
+  return teams.min_sync(found);
 }
 
-// Each rank's mains by descending load.
-UEC_DEVICE void sort_mains(const PlanArgs& args, const PlanBlock& block) {
+// Each rank's local experts by descending load.
+UEC_DEVICE void sort_local_experts(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
 #pragma unroll 1
   for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads()) {
-    const int32_t begin = s.mains_begin[block.home[e]], end = s.mains_begin[block.home[e] + 1];
+    const int32_t begin = s.local_begin[block.home[e]], end = s.local_begin[block.home[e] + 1];
     const int64_t own = block.load[e];
     int32_t position = begin;
 #pragma unroll 4
@@ -64,8 +65,8 @@ UEC_DEVICE void sort_mains(const PlanArgs& args, const PlanBlock& block) {
       const int64_t tokens = block.load[other];
       position += (tokens > own) | ((tokens == own) & (other < e));
     }
-    s.mains[position] = e;
-    block.main_tokens[position] = static_cast<int32_t>(own);
+    s.local_experts[position] = e;
+    block.local_tokens[position] = static_cast<int32_t>(own);
   }
 }
 
@@ -88,8 +89,8 @@ UEC_DEVICE void compare_ranks(const PlanArgs& args, const PlanBlock& block) {
       before += counts;
       tokens += counts ? other : 0;
     }
-    Warp::add(block.before + r, before);
-    Warp::add(block.tokens_before + r, tokens);
+    Warp::atomic_add(block.before + r, before);
+    Warp::atomic_add(block.tokens_before + r, tokens);
   }
 }
 
@@ -123,7 +124,7 @@ UEC_DEVICE void place_ranks(const PlanArgs& args, const PlanBlock& block, bool o
     s.order[position] = r;
     s.tokens_before[position] = tokens;
     block.rank_tokens[position] = static_cast<int32_t>(own);
-    block.rows[position] = {s.mains_begin[r], s.mains_begin[r + 1] - s.mains_begin[r]};
+    block.rows[position] = {s.local_begin[r], s.local_begin[r + 1] - s.local_begin[r]};
     if (block.before[r] == 0) s.pool_begin[pool] = position;
     if (position < n - 1) continue;
     s.tokens_before[n] = tokens + own;
@@ -151,13 +152,13 @@ UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
 UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   const auto* const home = reinterpret_cast<const int32_t*>(args.home);
-  const auto* const mains_begin = reinterpret_cast<const int32_t*>(args.mains_begin);
-  const auto* const mains = reinterpret_cast<const int32_t*>(args.mains);
+  const auto* const local_begin = reinterpret_cast<const int32_t*>(args.local_begin);
+  const auto* const local_experts = reinterpret_cast<const int32_t*>(args.local_experts);
   const auto* const domain = reinterpret_cast<const int32_t*>(args.domain);
   if (ptx::thread_idx() == 0) *block.is_split = 0;
 #pragma unroll 1
   for (int32_t r = ptx::thread_idx(); r <= args.num_ranks; r += ptx::num_threads()) {
-    s.mains_begin[r] = mains_begin[r];
+    s.local_begin[r] = local_begin[r];
     if (r == args.num_ranks) continue;
     block.pool[r] = args.allow_cross_domain ? 0 : domain[r];
     block.before[r] = 0;
@@ -166,12 +167,12 @@ UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
 #pragma unroll 1
   for (int32_t i = ptx::thread_idx(); i < args.num_experts; i += ptx::num_threads()) {
     block.home[i] = home[i];
-    block.by_home[i] = mains[i];
+    block.by_home[i] = local_experts[i];
   }
 }
 
 // Of args.load, into block.sorted if it has no fault. All threads have the same answer.
-UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
+UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockTeams& teams, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   copy_constants(args, block);
   ptx::sync_block();
@@ -180,7 +181,7 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
     if (block.pool[r] != block.pool[0]) Warp::set(block.is_split);
   // Fields one by one: a whole struct of constants would be a load from memory.
   PlanStatus status;
-  const uint32_t found = sum_load(args, crew, block);
+  const uint32_t found = sum_load(args, teams, block);
   if (found < kNoFault) {
     status.fault = found % 2 == 0 ? LoadFault::kNegative : LoadFault::kTooMany;
     status.expert = static_cast<int32_t>(found / 2);
@@ -189,20 +190,20 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
   if (ptx::thread_idx() == 0) {
     SortedLoad& sorted = *block.sorted;  // field by field, as above
     sorted.largest = static_cast<int32_t>(~found);
-    sorted.last_cap = max32(args.max_mains, args.slots_per_rank);
+    sorted.last_cap = max32(args.max_local_experts, args.slots_per_rank);
     sorted.pool_begin = s.pool_begin;
     sorted.ranks = s.order;
     sorted.tokens_before = s.tokens_before;
     sorted.load = block.load;
-    sorted.mains_begin = s.mains_begin;
-    sorted.mains = s.mains;
+    sorted.local_begin = s.local_begin;
+    sorted.local_experts = s.local_experts;
     sorted.rank_tokens = block.rank_tokens;
     sorted.rows = block.rows;
-    sorted.main_tokens = block.main_tokens;
-    sorted.max_mains = args.max_mains;
+    sorted.local_tokens = block.local_tokens;
+    sorted.max_local_experts = args.max_local_experts;
   }
   const bool is_split = *block.is_split != 0;
-  sort_mains(args, block);
+  sort_local_experts(args, block);
   for (bool is_padded = false;; is_padded = true) {
     compare_ranks(args, block);
     ptx::sync_block();

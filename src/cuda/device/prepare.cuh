@@ -34,28 +34,28 @@ UEC_DEVICE Topology topology_of(const RankState& known) {
 }
 
 // By one thread: the arguments of fill_call(), from what the group and the call give.
-UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device,
-                                const LaunchArgs& launch, PrepareShared& made) {
+UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCall& device,
+                                          const LaunchArgs& launch, PrepareShared& made) {
   const Capacity& c = known.capacity;
   GroupTables& tables = made.tables;
   const PrepareArrays& arrays = made.arrays;
   tables.topology = topology_of(known);
   tables.rank = known.rank;
   tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
-  tables.main_idx = reinterpret_cast<const int32_t*>(known.main_idx);
+  tables.local_idx = reinterpret_cast<const int32_t*>(known.local_idx);
   tables.tile_bytes = known.tile_bytes;
   tables.cost = known.cost;
   const auto* const offsets =
       BankTables::row(reinterpret_cast<const int64_t*>(known.offsets), c, launch.bank);
   tables.grads = grads_of(known, offsets + c.num_segments);
-  arrays.arrays.lend_to(&made.call);
+  arrays.arrays.bind_arrays(&made.call);
   made.call.grads = {};
   Addresses& addresses = made.call.addresses;
   addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
   addresses.far = reinterpret_cast<const uint8_t*>(known.far);
   addresses.segment_bytes = tables.segment_bytes;
   addresses.slot_offset = offsets;
-  addresses.num_mains = c.num_mains;
+  addresses.num_local_experts = c.num_local_experts;
   ReplicateArgs& args = made.args;
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
@@ -79,8 +79,8 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
 
 // By a warp: where arrays lie. Null pointers and zeros stay.
 template <class Arrays>
-UEC_DEVICE void place_spare(const Arrays& spare, PrepareShared& made, Arrays* arrays) {
-  const auto* const from = reinterpret_cast<const uint64_t*>(&spare);
+UEC_DEVICE void place_scratch(const Arrays& layout, PrepareShared& made, Arrays* arrays) {
+  const auto* const from = reinterpret_cast<const uint64_t*>(&layout);
   auto* const to = reinterpret_cast<uint64_t*>(arrays);
   for (uint32_t i = Warp::index(); i < sizeof(Arrays) / sizeof(uint64_t); i += Warp::size())
     to[i] = from[i] == 0 ? 0 : from[i] + reinterpret_cast<uint64_t>(&made);
@@ -108,11 +108,11 @@ UEC_DEVICE uint32_t compare_homes(const RankState& known, const DeviceCall& devi
       if (homes[k] != others[k])
         differs = static_cast<uint32_t>(min32(begin + k * Warp::size(), last));
   }
-  return Warp::lowest(differs);
+  return Warp::min_sync(differs);
 }
 
 // Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By a warp.
-UEC_APART Wait find_refusal(const RankState& known, const DeviceCall& device) {
+UEC_DEVICE_NOINLINE Wait find_refusal(const RankState& known, const DeviceCall& device) {
   Wait wait;
   wait.peer = known.rank;
   const uint32_t differs = compare_homes(known, device);
@@ -131,7 +131,8 @@ UEC_APART Wait find_refusal(const RankState& known, const DeviceCall& device) {
 }
 
 // The same for main weights whose address is missing, once it is known what this rank sends.
-UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity, int32_t rank) {
+UEC_DEVICE_NOINLINE Wait find_missing(const PrepareShared& made, const Capacity& capacity,
+                                      int32_t rank) {
   const int32_t num_segments = made.call.tiles.num_segments;
   const int32_t count = made.call.work.num_pieces * num_segments;
   const auto segment_of = [&](int32_t i) { return made.arrays.arrays.segment[i % num_segments]; };
@@ -139,10 +140,11 @@ UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity,
   for (int32_t i = Warp::index(); i < count && missing == ~0u; i += Warp::size()) {
     const Piece& piece = made.call.work.pieces[i / num_segments];
     if (piece.source == Source::kHeld && piece.source_idx >= 0 &&
-        made.arrays.arrays.mains[segment_of(i) * capacity.num_mains + piece.source_idx] == nullptr)
+        made.arrays.arrays.main_ptrs[segment_of(i) * capacity.num_local_experts +
+                                     piece.source_idx] == nullptr)
       missing = static_cast<uint32_t>(i);
   }
-  missing = Warp::lowest(missing);
+  missing = Warp::min_sync(missing);
   Wait wait;
   wait.peer = rank;
   if (missing == ~0u) return wait;
@@ -166,7 +168,8 @@ UEC_DEVICE BankTable& bank_of(const RankState& known, int32_t bank) {
 }
 
 // By a warp: what a bank's slots hold ahead of a call that transfers `segments`.
-UEC_APART const int32_t* take_residents(const RankState& known, uint64_t segments, int32_t bank) {
+UEC_DEVICE_NOINLINE const int32_t* take_residents(const RankState& known, uint64_t segments,
+                                                  int32_t bank) {
   BankTable& table = bank_of(known, bank);
   expire_residents(Warp{}, topology_of(known), table.version, segments, table);
   return table.resident;
@@ -185,9 +188,9 @@ UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32
 
 // By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
 template <Operation kOperation>
-UEC_APART void take_plan(const RankState& known, const DeviceCall& device, const LaunchArgs& launch,
-                         PrepareShared& made) {
-  place_spare(known.spare.arrays, made, &made.arrays.arrays);
+UEC_DEVICE_NOINLINE void take_plan(const RankState& known, const DeviceCall& device,
+                                   const LaunchArgs& launch, PrepareShared& made) {
+  place_scratch(known.scratch_layout.arrays, made, &made.arrays.arrays);
   if (Warp::leader()) {
     gather_arguments(known, device, launch, made);
     fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
@@ -196,13 +199,13 @@ UEC_APART void take_plan(const RankState& known, const DeviceCall& device, const
 
 // By the same, while the other makes the schedule: what does not depend on it.
 template <Operation kOperation, bool kBanked>
-UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
-                           PrepareShared& made) {
-  const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
+UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
+                                     PrepareShared& made) {
+  const auto* const main_ptrs = reinterpret_cast<const uint64_t*>(device.main_ptrs);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
-  for (int32_t i = Warp::index(); i < segments * c.num_mains; i += Warp::size())
-    made.arrays.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
+  for (int32_t i = Warp::index(); i < segments * c.num_local_experts; i += Warp::size())
+    made.arrays.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(main_ptrs[i]);
   if constexpr (kBanked) {
     const BankTable& table = bank_of(known, bank);
     if (Warp::leader()) made.args.bank = {bank, table.version, table.resident};
@@ -219,7 +222,7 @@ UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, int
 // By a warp, once the plan has been checked: what is particular to groups whose plans may cross
 // domains.
 template <bool kBanked>
-UEC_APART void split_plan(const RankState& known, int32_t bank, PrepareShared& made) {
+UEC_DEVICE_NOINLINE void split_plan(const RankState& known, int32_t bank, PrepareShared& made) {
   ScheduleArrays& work = made.arrays.schedule;
   PlanShape shape;
   if constexpr (kBanked)
@@ -236,8 +239,9 @@ UEC_APART void split_plan(const RankState& known, int32_t bank, PrepareShared& m
 // By all threads: makes the call in shared memory, where `made` is. A refusal has its reason in
 // `seen`, in all threads of the warp that has found it, and `prepared` is false.
 template <Operation kOperation, bool kBanked>
-UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
-                            const LaunchArgs& launch, PrepareShared& made, int32_t& prepared) {
+UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& device,
+                                      const LaunchArgs& launch, PrepareShared& made,
+                                      int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
   Wait refusal;
@@ -248,7 +252,7 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
   }
   if (warp == 0) {
     ScheduleArrays& work = made.arrays.schedule;
-    place_spare(known.spare.schedule, made, &work);
+    place_scratch(known.scratch_layout.schedule, made, &work);
     const PlanShape shape = collect_replicas(
         Warp{}, topology_of(known), reinterpret_cast<const int32_t*>(device.slot_expert),
         slots_of<kOperation, kBanked>(known, device, launch.bank), work.scratch, work.schedule);
@@ -268,7 +272,7 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
   if (warp != 0) return missing;
   if constexpr (kBanked) {  // the digest and the schedule are of what was there before
     BankTable& table = bank_of(known, launch.bank);
-    tell_residents(known, made.args.slot_expert, table, launch.bank, launch.counted);
+    publish_residents(known, made.args.slot_expert, table, launch.bank, launch.has_call_number);
     note_residents(Warp{}, topology_of(known), made.args.slot_expert, table);
   }
   if (Warp::leader()) {
@@ -284,12 +288,12 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
-// `spare` is shared memory that is free.
+// `free_memory` is shared memory that nothing uses yet.
 template <class Memory, Operation kOperation, bool kBanked>
 UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
-                           std::byte* spare, std::byte* call_block) {
+                           std::byte* free_memory, std::byte* call_block) {
   RankState& state = *shared.block.state;
-  auto& made = *reinterpret_cast<PrepareShared*>(spare);
+  auto& made = *reinterpret_cast<PrepareShared*>(free_memory);
   const Wait refusal =
       prepare_call<kOperation, kBanked>(shared.known, device, launch, made, shared.prepared);
   if (refusal.seen != 0) {
@@ -325,10 +329,10 @@ UEC_DEVICE bool await_block(const RankState& state, uint64_t epoch) {
 // By all threads. Sets shared.prepared and, if so, the header.
 template <class Memory, Operation kOperation, bool kBanked>
 UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
-                        std::byte* spare, std::byte* call_block) {
+                        std::byte* free_memory, std::byte* call_block) {
   ptx::sync_block();
   if (shared.first)
-    make_block<Memory, kOperation, kBanked>(shared, device, launch, spare, call_block);
+    make_block<Memory, kOperation, kBanked>(shared, device, launch, free_memory, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();

@@ -12,7 +12,8 @@
 
 #define UEC_DEVICE __device__ __forceinline__
 #define UEC_ROLE __device__ __forceinline__
-#define UEC_APART inline __device__ __noinline__  // shall take no registers from what moves bytes
+#define UEC_DEVICE_NOINLINE \
+  inline __device__ __noinline__  // shall take no registers from what moves bytes
 
 namespace uec::ptx {
 

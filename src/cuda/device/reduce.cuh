@@ -19,10 +19,10 @@ class ReduceWorker {
   UEC_DEVICE explicit ReduceWorker(ReduceShared& shared)
       : memory_(shared.block),
         adder_(shared.ring, scratch(shared).sources, shared.known.capacity.num_ranks),
-        reducer_(shared.block.call, memory_, adder_, scratch(shared).stripe, shared.held,
+        reducer_(shared.block.call, memory_, adder_, scratch(shared).stripe, shared.unpublished,
                  {ptx::block_x(), ptx::num_blocks_x()}) {}
 
-  UEC_APART Step step() { return reducer_.step(); }
+  UEC_DEVICE_NOINLINE Step step() { return reducer_.step(); }
   UEC_DEVICE Fault fault() const { return reducer_.fault(); }
   UEC_DEVICE Wait wait() { return reducer_.wait(); }
 
@@ -49,10 +49,10 @@ struct Reduce {
   using Memory = DeviceMemory<false>;
   static constexpr Operation kOperation = Operation::kReduce;
   static constexpr bool kBanked = false;
-  static constexpr int32_t kLeaver = 1;
+  static constexpr int32_t kFinishingWarp = 1;
 
   UEC_DEVICE static void begin(ReduceShared& shared) { init_additions(shared.ring); }
-  UEC_DEVICE static int64_t spare(const RankState&) { return kReduceScratch; }
+  UEC_DEVICE static int64_t scratch_offset(const RankState&) { return kReduceScratch; }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_reductions > 0; }
 
   // Clears the mark of its saved plan, which the rank's blocks have read by now.
@@ -60,7 +60,7 @@ struct Reduce {
     if (device.in_use != 0) *reinterpret_cast<uint64_t*>(device.in_use) = 0;
   }
 
-  UEC_APART static void work(ReduceShared& shared) {
+  UEC_DEVICE_NOINLINE static void work(ReduceShared& shared) {
     BlockCall& block = shared.block;
     if (ptx::thread_idx() >= ptx::kWarpSize) return add_all(shared.ring);
     Memory memory(block);

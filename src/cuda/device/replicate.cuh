@@ -48,10 +48,10 @@ UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
   BlockCall& block = shared.block;
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared, worker);
-  Storer<Memory, Mover> storer(block.call, memory, mover, shared.workers[worker].held);
-  const auto stops = [&] { return Warp::share(ptx::load_shared_relaxed(&block.stop)) != 0; };
-  bool goes_on = !stops();
-  for (uint32_t idle = 0; goes_on;) {
+  Storer<Memory, Mover> storer(block.call, memory, mover, shared.workers[worker].unpublished);
+  const auto stops = [&] { return Warp::broadcast(ptx::load_shared_relaxed(&block.stop)) != 0; };
+  bool running = !stops();
+  for (uint32_t idle = 0; running;) {
     const Step step = storer.step();
     if (step == Step::kFinished) return;
     if (step == Step::kFailed) {
@@ -61,7 +61,7 @@ UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
     }
     if (step != Step::kProgress) mover.wait_source_reusable();
     if (step != Step::kProgress && ++idle % 8 != 0) continue;  // what comes next is rarely far
-    goes_on = !stops();
+    running = !stops();
     if (step != Step::kProgress) ptx::pause();
   }
   while (storer.drain_step() != Step::kFinished) ptx::pause();
@@ -74,12 +74,12 @@ struct Replicate {
   using Mover = DeviceMover<kFar>;
   static constexpr Operation kOperation = Operation::kReplicate;
   static constexpr bool kBanked = kWithBank;
-  static constexpr int32_t kLeaver = 0;
+  static constexpr int32_t kFinishingWarp = 0;
 
   UEC_DEVICE static void begin(BlockShared& shared) {
     for (int32_t i = 0; i < num_workers(); ++i) init_ring(shared.workers[i].ring);
   }
-  UEC_DEVICE static int64_t spare(const RankState& known) { return known.tiles_at; }
+  UEC_DEVICE static int64_t scratch_offset(const RankState& known) { return known.tiles_at; }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
 
   // Without a bank a call writes to the slots of bank 0, of which nothing is known from then on.

@@ -16,19 +16,20 @@ UEC_DEVICE uint64_t* slot_words(const RankState& known, int32_t bank) {
 
 // What words are set to: more than the host's number of the call. Replays have none, and take that
 // of the call before them.
-UEC_DEVICE uint64_t slot_number(const RankState& known, int64_t counted) {
-  return known.last_call + static_cast<uint64_t>(counted) + 1;
+UEC_DEVICE uint64_t slot_number(const RankState& known, int64_t has_call_number) {
+  return known.last_call + static_cast<uint64_t>(has_call_number) + 1;
 }
 
 // By a warp, ahead of note_residents(): slots that hold what the plan has there stay as they are.
-UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert,
-                              const BankTable& table, int32_t bank, int64_t counted) {
+UEC_DEVICE_NOINLINE void publish_residents(const RankState& known, const int32_t* slot_expert,
+                                           const BankTable& table, int32_t bank,
+                                           int64_t has_call_number) {
   const int32_t slots = known.capacity.slots_per_rank, begin = known.rank * slots;
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
     const int32_t expert = slot_expert[begin + s];
     // Release: what filled them has come before this kernel.
     if (expert >= 0 && table.resident[begin + s] == expert)
-      ptx::store_release_device(slot_words(known, bank) + s, slot_number(known, counted));
+      ptx::store_release_device(slot_words(known, bank) + s, slot_number(known, has_call_number));
   }
   ptx::sync_warp();  // the table changes now
 }
@@ -36,8 +37,8 @@ UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert
 // By a warp, whose members have observed the flags so far, and have synchronised since, in
 // Finish::step(); `all`: every one that is expected.
 template <class Memory>
-UEC_APART void tell_filled(const BlockCall& block, int32_t slots, uint64_t* words, uint64_t number,
-                           bool all) {
+UEC_DEVICE_NOINLINE void publish_filled(const BlockCall& block, int32_t slots, uint64_t* words,
+                                        uint64_t number, bool all) {
   const Memory memory(block);
   const Call& call = block.call;
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
@@ -62,15 +63,19 @@ template <class Memory>
 class FinishSlots {
  public:
   UEC_DEVICE FinishSlots(const BlockCall& block, Memory& memory, const RankState& known,
-                         int32_t bank, int64_t counted)
-      : finish_(block.call, memory), block_(block), known_(known), bank_(bank), counted_(counted) {}
+                         int32_t bank, int64_t has_call_number)
+      : finish_(block.call, memory),
+        block_(block),
+        known_(known),
+        bank_(bank),
+        has_call_number_(has_call_number) {}
 
   UEC_DEVICE Step step() {
     const Step step = finish_.step();
     const bool all = step == Step::kFinished;
     if (block_.call.work.num_expected > 0 && (all || step == Step::kProgress))
-      tell_filled<Memory>(block_, known_.capacity.slots_per_rank, slot_words(known_, bank_),
-                          slot_number(known_, counted_), all);
+      publish_filled<Memory>(block_, known_.capacity.slots_per_rank, slot_words(known_, bank_),
+                             slot_number(known_, has_call_number_), all);
     return step;
   }
   UEC_DEVICE Fault fault() const { return finish_.fault(); }
@@ -81,7 +86,7 @@ class FinishSlots {
   const BlockCall& block_;
   const RankState& known_;
   int32_t bank_;
-  int64_t counted_;
+  int64_t has_call_number_;
 };
 
 // By one thread of a rank that has failed.

@@ -16,7 +16,7 @@ struct Tables {
   int32_t* pes;            // [G]. From here on: not what calls point to
   int32_t* home;           // [E]
   int32_t* domain;         // [G]
-  int32_t* main_idx;       // [E]
+  int32_t* local_idx;      // [E]
   int32_t* counts;         // [E] zero between launches
 
   // As CallArrays::cut().
@@ -30,7 +30,7 @@ struct Tables {
     tables->pes = cutter.take<int32_t>(c.num_ranks);
     tables->home = cutter.take<int32_t>(c.num_experts);
     tables->domain = cutter.take<int32_t>(c.num_ranks);
-    tables->main_idx = cutter.take<int32_t>(c.num_experts);
+    tables->local_idx = cutter.take<int32_t>(c.num_experts);
     tables->counts = cutter.take<int32_t>(c.num_experts);
     return round_up(cutter.used_bytes(), 8);
   }

@@ -12,7 +12,7 @@
 namespace uec::cuda {
 
 // Nanoseconds from then to now. The clock may be set back.
-UEC_DEVICE uint64_t lasted(uint64_t from, uint64_t now) { return now > from ? now - from : 0; }
+UEC_DEVICE uint64_t elapsed(uint64_t from, uint64_t now) { return now > from ? now - from : 0; }
 
 // Whether another block, or the other warp, has failed.
 UEC_DEVICE bool has_failed(BlockCall& block) {
@@ -21,12 +21,12 @@ UEC_DEVICE bool has_failed(BlockCall& block) {
     failed = ptx::load_relaxed(&block.state->failed);
     if (failed) ptx::store_shared_relaxed(&block.stop, 1);
   }
-  return Warp::share(failed) != 0;
+  return Warp::broadcast(failed) != 0;
 }
 
 UEC_DEVICE bool is_cancelled(uint64_t status) {
   const auto* const cancelled = &reinterpret_cast<const Status*>(status)->cancelled;
-  return Warp::share(Warp::leader() && ptx::load_acquire_system(cancelled) != 0);
+  return Warp::broadcast(Warp::leader() && ptx::load_acquire_system(cancelled) != 0);
 }
 UEC_DEVICE bool is_cancelled(const BlockCall& block) { return is_cancelled(block.state->status); }
 
@@ -48,9 +48,9 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Fault fault, int32_t abor
       report.all_called = all_called;
     }
   }
-  if (!Warp::share(first)) return;
-  DeviceHerald herald;
-  announce_abort(block.call, memory, herald, abort_word(block.call, report));
+  if (!Warp::broadcast(first)) return;
+  FlagPublisher publisher;
+  announce_abort(block.call, memory, publisher, abort_word(block.call, report));
   while (!memory.flags_delivered()) {
   }
 }
@@ -61,8 +61,8 @@ template <class Memory>
 UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
   const CallRecord record =
       CallRecord::make(block.call.epoch.number, block.state->digest, RecordKind::kRejected);
-  DeviceHerald herald;
-  announce_absence(block.call, memory, herald, record.word);
+  FlagPublisher publisher;
+  announce_absence(block.call, memory, publisher, record.word);
   fail(block, memory, Fault::kRejected, -1, wait);
 }
 
@@ -71,7 +71,7 @@ UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
 template <class Memory>
 UEC_DEVICE bool may_begin(BlockCall& block, Memory& memory) {
   Fault fault = Fault::kNone;
-  const int32_t aborter = find_teller(memory, block.call, &fault);
+  const int32_t aborter = find_aborter(memory, block.call, &fault);
   if (fault != Fault::kNone) fail(block, memory, fault, aborter, Wait{});
   return fault == Fault::kNone;
 }
@@ -82,7 +82,7 @@ inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memo
 // Nanoseconds that the current wait has lasted, once that is too long; else 0.
 template <class Memory>
 UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
-  const bool all = Warp::share(clock.called) != 0 || all_called(memory, block.call);
+  const bool all = Warp::broadcast(clock.called) != 0 || all_called(memory, block.call);
   uint64_t waited = 0;
   if (Warp::leader()) {
     const uint64_t now = ptx::nanoseconds();
@@ -91,10 +91,10 @@ UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
     clock.waiting = 1;
     clock.called |= all;
     const uint64_t limit = clock.called ? block.state->wait_limit_ns : block.state->call_limit_ns;
-    waited = lasted(max64(clock.since, clock.called ? clock.called_since : 0), now);
+    waited = elapsed(max64(clock.since, clock.called ? clock.called_since : 0), now);
     if (limit == 0 || waited <= limit) waited = 0;
   }
-  return Warp::share(waited);
+  return Warp::broadcast(waited);
 }
 
 // Runs steps to their end. Every wait is bounded: by an abort, a cancellation, or the warp's clock.
@@ -112,20 +112,20 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memo
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
       fault = steps.fault();
-      aborter = find_teller(memory, block.call, &fault);
+      aborter = find_aborter(memory, block.call, &fault);
       break;
     }
-    if (step != Step::kBlocked && Warp::leader()) clock.waiting = 0;
+    if (step != Step::kWaitsForPeer && Warp::leader()) clock.waiting = 0;
     if (step != Step::kProgress) ptx::pause();
     if (i % kStepsPerLook != 0) continue;
     if (has_failed(block)) return false;
-    if (step != Step::kBlocked) continue;
-    aborter = find_teller(memory, block.call, &fault);
+    if (step != Step::kWaitsForPeer) continue;
+    aborter = find_aborter(memory, block.call, &fault);
     if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;
     waited = expired(block, clock, memory);
     if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;
   }
-  const bool all_called = Warp::share(clock.called) != 0;
+  const bool all_called = Warp::broadcast(clock.called) != 0;
   fail(block, memory, fault, aborter, steps.wait(), waited, all_called);
   return false;
 }
@@ -143,7 +143,7 @@ UEC_DEVICE void settle(BlockCall& block, Memory& memory) {
                          : report.fault == Fault::kAborted ? 50'000'000
                                                            : 0;
   const uint64_t start = ptx::nanoseconds();
-  while (lasted(start, ptx::nanoseconds()) < grace && !chain_is_written(memory, block.call))
+  while (elapsed(start, ptx::nanoseconds()) < grace && !chain_is_written(memory, block.call))
     ptx::pause();
   name_root(memory, block.call, &report);
   state.settled = 1;

@@ -17,12 +17,12 @@ struct Warp {
   UEC_DEVICE static void sync() { ptx::sync_warp(); }
 
   template <class T>
-  UEC_DEVICE static T share(T value) {
-    return from(0, value);
+  UEC_DEVICE static T broadcast(T value) {
+    return read_from(0, value);
   }
 
   template <class T>
-  UEC_DEVICE static T from(int32_t lane, T value) {
+  UEC_DEVICE static T read_from(int32_t lane, T value) {
     static_assert(std::is_trivially_copyable_v<T>);
     uint32_t words[(sizeof(T) + 3) / 4] = {};
     std::memcpy(words, &value, sizeof(T));
@@ -32,15 +32,15 @@ struct Warp {
     return value;
   }
 
-  UEC_DEVICE static uint32_t lowest(uint32_t value) {
+  UEC_DEVICE static uint32_t min_sync(uint32_t value) {
     ptx::sync_warp();
     return ptx::reduce_min(value);
   }
 
-  UEC_DEVICE static uint32_t least(uint32_t value) { return ptx::reduce_min(value); }
+  UEC_DEVICE static uint32_t min_unordered(uint32_t value) { return ptx::reduce_min(value); }
 
   template <class T>
-  UEC_DEVICE static T sum_before(T value) {
+  UEC_DEVICE static T exclusive_sum(T value) {
     T sum = value;
     ptx::sync_warp();
     for (int32_t step = 1; step < size(); step *= 2) {
@@ -68,7 +68,7 @@ struct Warp {
     return low + (middle << kBits) + (high << (2 * kBits));
   }
 
-  UEC_DEVICE static Counted count(bool value) {
+  UEC_DEVICE static MemberCount count(bool value) {
     ptx::sync_warp();
     const uint32_t members = ptx::ballot(value);
     return {ptx::num_set(members & lower()), ptx::num_set(members)};
@@ -79,10 +79,12 @@ struct Warp {
   }
 
   template <class T>
-  UEC_DEVICE static T add(T* at, T value) {
+  UEC_DEVICE static T atomic_add(T* at, T value) {
     return ptx::fetch_add_in_block(at, value);
   }
-  UEC_DEVICE static void lower(uint32_t* at, uint32_t value) { ptx::lower_in_block(at, value); }
+  UEC_DEVICE static void atomic_min(uint32_t* at, uint32_t value) {
+    ptx::lower_in_block(at, value);
+  }
   UEC_DEVICE static void set(uint8_t* at) { ptx::set_in_block(at); }
 
  private:
@@ -93,7 +95,7 @@ struct Warp {
 // Whether an mbarrier's n-th phase, counted from 0, is complete. One lane looks: all have to answer
 // alike.
 UEC_DEVICE bool is_complete(const uint64_t& barrier, uint32_t n) {
-  return Warp::share(Warp::leader() && ptx::mbarrier_test(&barrier, n & 1));
+  return Warp::broadcast(Warp::leader() && ptx::mbarrier_test(&barrier, n & 1));
 }
 
 }  // namespace uec::cuda

@@ -10,7 +10,8 @@
 namespace {
 
 uint64_t digest(const std::vector<int32_t>& values) {
-  return uec::digest_ints(uec::Alone{}, 0, values.data(), static_cast<int64_t>(values.size()));
+  return uec::digest_ints(uec::SingleThread{}, 0, values.data(),
+                          static_cast<int64_t>(values.size()));
 }
 
 }  // namespace

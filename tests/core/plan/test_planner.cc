@@ -102,8 +102,9 @@ void check_case(const Case& c, std::mt19937& random) {
                             .home_quota = home_quota.data()};
   std::vector<std::byte> memory(uec::reroute_scratch_bytes(topology));
   const uec::RerouteScratch scratch(topology, memory.data());
-  std::vector<int32_t> mains_begin(num_ranks + 1), mains(num_experts);
-  const int32_t stride = uec::group_mains(topology, mains_begin.data(), mains.data()) + slots;
+  std::vector<int32_t> local_begin(num_ranks + 1), local_experts(num_experts);
+  const int32_t stride =
+      uec::group_local_experts(topology, local_begin.data(), local_experts.data()) + slots;
   std::vector<int64_t> received(num_ranks, 0);
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
     const int32_t* row = load.data() + rank * num_experts;

@@ -11,10 +11,10 @@
 
 namespace {
 
-using uec::Alone;
 using uec::Pool;
 using uec::Question;
 using uec::Replica;
+using uec::SingleThread;
 
 constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
 
@@ -25,23 +25,23 @@ struct Seen {
 
 // The arrays of packed probes, as a sort on a device leaves them, of a load with one pool.
 struct Packed {
-  std::vector<int32_t> rank_tokens, main_tokens;
-  std::vector<uec::MainsRow> rows;
+  std::vector<int32_t> rank_tokens, local_tokens;
+  std::vector<uec::LocalRow> rows;
 
   explicit Packed(uec::SortedLoad* sorted) {
     const Pool pool = sorted->pool(0);
     for (int32_t i = 0; i < pool.num_ranks; ++i) {
-      const int32_t begin = pool.mains_begin[pool.ranks[i]];
-      const int32_t end = pool.mains_begin[pool.ranks[i] + 1];
+      const int32_t begin = pool.local_begin[pool.ranks[i]];
+      const int32_t end = pool.local_begin[pool.ranks[i] + 1];
       rank_tokens.push_back(static_cast<int32_t>(pool.rank_load(i)));
       rows.push_back({begin, end - begin});
-      sorted->max_mains = uec::max32(sorted->max_mains, end - begin);
+      sorted->max_local_experts = uec::max32(sorted->max_local_experts, end - begin);
     }
-    for (int32_t i = 0; i < pool.mains_begin[pool.num_ranks]; ++i)
-      main_tokens.push_back(static_cast<int32_t>(pool.load[pool.mains[i]]));
+    for (int32_t i = 0; i < pool.local_begin[pool.num_ranks]; ++i)
+      local_tokens.push_back(static_cast<int32_t>(pool.load[pool.local_experts[i]]));
     sorted->rank_tokens = rank_tokens.data();
     sorted->rows = rows.data();
-    sorted->main_tokens = main_tokens.data();
+    sorted->local_tokens = local_tokens.data();
   }
 };
 
@@ -58,7 +58,7 @@ void check_probes(uint32_t seed, Seen* seen) {
   std::vector<std::byte> sorting(uec::planner_scratch_bytes(topology));
   const uec::PlannerScratch s(topology, sorting.data());
   uec::SortedLoad sorted = uec::detail::sort_load(topology, load.data(), s);
-  uec::detail::sort_mains(topology, 0, s, &sorted);
+  uec::detail::sort_local_experts(topology, 0, s, &sorted);
   const Pool pool = sorted.pool(0);
   uec::SortedLoad packable = sorted;
   const Packed packed(&packable);
@@ -68,12 +68,13 @@ void check_probes(uint32_t seed, Seen* seen) {
   for (int32_t variant = 0; variant < uec::kNumVariants; ++variant) {
     const int64_t above = pool.fullest() > mean ? pool.fullest() - mean : 0;
     const int64_t threshold = mean + draw(random, 0, 8) * above / 16;
-    const Question ask{threshold, draw(random, 1, group.slots_per_rank),
-                       draw(random, 1, sorted.last_cap), variant,
-                       draw(random, 0, 1) == 0 ? 0x7FFFFFFF : draw(random, 0, 2 * num_ranks)};
+    const Question question{threshold, draw(random, 1, group.slots_per_rank),
+                            draw(random, 1, sorted.last_cap), variant,
+                            draw(random, 0, 1) == 0 ? 0x7FFFFFFF : draw(random, 0, 2 * num_ranks)};
     const uec::TeamScratch scratch(topology, memory.data());
-    const uec::ProbeScratch shared{scratch.have, scratch.cool};
-    const int32_t expected_count = uec::probe(Alone{}, pool, ask, shared, scratch.trial);
+    const uec::ProbeScratch shared{scratch.tokens_left, scratch.cool};
+    const int32_t expected_count =
+        uec::probe(SingleThread{}, pool, question, shared, scratch.trial);
     const int32_t num_replicas = expected_count < 0 ? 0 : expected_count;
     const std::vector<Replica> expected(scratch.trial, scratch.trial + num_replicas);
     seen->plans += num_replicas > 0;
@@ -81,16 +82,17 @@ void check_probes(uint32_t seed, Seen* seen) {
     for (const int32_t size : kSizes) {
       for (const uec::SortedLoad& from : {sorted, packable}) {
         std::fill_n(scratch.trial, num_replicas, Replica{-1, -1, -1, -1});
-        const auto packs =
-            Crowd::run(size, [&] { return int32_t{uec::can_pack(Crowd{}, from.pool(0), ask)}; });
+        const auto packs = Crowd::run(
+            size, [&] { return int32_t{uec::can_pack(Crowd{}, from.pool(0), question)}; });
         CHECK(from.rows != nullptr || !packs[0]);
         seen->packed += packs[0];
         seen->packed_plans += packs[0] && num_replicas > 0;
-        const auto counts = Crowd::run(
-            size, [&] { return uec::fastest_probe(Crowd{}, from, 0, ask, shared, scratch.trial); });
+        const auto counts = Crowd::run(size, [&] {
+          return uec::fastest_probe(Crowd{}, from, 0, question, shared, scratch.trial);
+        });
         for (const int32_t count : counts) CHECK_EQ(count, expected_count);
         for (int32_t i = 0; i < num_replicas; ++i) {
-          CHECK_EQ(scratch.trial[i].main, expected[i].main);
+          CHECK_EQ(scratch.trial[i].local_pos, expected[i].local_pos);
           CHECK_EQ(scratch.trial[i].place, expected[i].place);
           CHECK_EQ(scratch.trial[i].slot, expected[i].slot);
           CHECK_EQ(scratch.trial[i].quota, expected[i].quota);

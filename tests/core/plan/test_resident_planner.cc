@@ -70,7 +70,8 @@ void check_steps(const Case& c, int64_t target_ppm, std::mt19937& random) {
     if (step == 0) CHECK(now.slot_expert == empty.slot_expert);
     if (step == 0) CHECK(now.slot_quota == empty.slot_quota);
 
-    CHECK(uec::check_plan(uec::Alone{}, t, now.slot_expert.data()).fault == uec::PlanFault::kNone);
+    CHECK(uec::check_plan(uec::SingleThread{}, t, now.slot_expert.data()).fault ==
+          uec::PlanFault::kNone);
     std::vector<int64_t> served(now.home_quota.begin(), now.home_quota.end());
     int32_t moves = 0;
     for (size_t i = 0; i < now.slot_expert.size(); ++i) {

@@ -39,7 +39,7 @@ void check_case(const RoutingCase& c, int32_t team_size) {
   Memory memory(c);
   uint64_t worst = 0;
   if (team_size == 1) {
-    worst = share_all(uec::Alone{}, c, memory);
+    worst = share_all(uec::SingleThread{}, c, memory);
   } else {
     for (const uint64_t word : Crowd::run(team_size, [&] { return share_all(Crowd{}, c, memory); }))
       worst = std::max(worst, word);

@@ -12,7 +12,7 @@
 
 namespace {
 
-using uec::Alone;
+using uec::SingleThread;
 
 struct Expert {
   std::vector<int32_t> load, rank, quota;
@@ -82,9 +82,9 @@ void check_expert(const Expert& x, int32_t source, int32_t team_size) {
   std::vector<int32_t> quota = x.quota;
   std::vector<uec::Turn> turns(x.load.size());
   if (team_size == 1) {
-    CHECK((compute<4, 1>(Alone{}, x, source, quota, turns) == expected));
+    CHECK((compute<4, 1>(SingleThread{}, x, source, quota, turns) == expected));
     quota = x.quota;
-    CHECK((compute<1, 3>(Alone{}, x, source, quota, turns) == expected));
+    CHECK((compute<1, 3>(SingleThread{}, x, source, quota, turns) == expected));
     return;
   }
   const auto each =

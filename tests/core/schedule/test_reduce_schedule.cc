@@ -57,7 +57,7 @@ void check_known() {
     ReduceCase c = fan_in(n, 320 << 10);  // ten groups
     c.mode = static_cast<int32_t>(Mode::kPull);
     Given given(c.capacity(0));
-    prepare_reduction(uec::Alone{}, c, 0, given);
+    prepare_reduction(uec::SingleThread{}, c, 0, given);
     for (size_t i = 0; i < bounds.size(); ++i)
       CHECK_EQ(given.schedule.schedule.boundaries(0)[i], bounds[i]);
   }
@@ -65,7 +65,7 @@ void check_known() {
 
 Mode chosen(const ReduceCase& c) {
   Given given(c.capacity(0));
-  prepare_reduction(uec::Alone{}, c, 0, given);
+  prepare_reduction(uec::SingleThread{}, c, 0, given);
   return given.schedule.schedule.mode;
 }
 
@@ -91,7 +91,7 @@ void check_digest() {
   c.mode = static_cast<int32_t>(Mode::kPull);
   const auto digest = [](const ReduceCase& of, int32_t rank) {
     Given given(of.capacity(rank));
-    return prepare_reduction(uec::Alone{}, of, rank, given);
+    return prepare_reduction(uec::SingleThread{}, of, rank, given);
   };
   const uint64_t own = digest(c, 0);
   CHECK(own == digest(c, 1));
@@ -134,7 +134,7 @@ int main() {
     ReduceCase c(draw_case(random, repeat % 10 == 0 ? 40 : 12), random);
     c.tile_bytes = int64_t{1 << 10} << draw(random, 0, 7);
     Given given(c.capacity(0));
-    prepare_reduction(uec::Alone{}, c, 0, given);
+    prepare_reduction(uec::SingleThread{}, c, 0, given);
     check_schedule(c, given);
     check_sums(c, given);
     if (c.mode < 0) ++chose[static_cast<int>(given.schedule.schedule.mode)];

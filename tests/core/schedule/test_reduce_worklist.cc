@@ -63,22 +63,22 @@ void add_reading(const PlanCase& c, int32_t rank, const uec::Worklist& w, const 
   const std::vector<Slot> replicas = replicas_of(c, r.expert), sources = sources_of(w, r);
   if (r.kind == Reduction::kSum) {
     CHECK_EQ(r.home, home);
-    CHECK_EQ(r.main_idx, c.main_idx()[r.expert]);
+    CHECK_EQ(r.local_idx, c.local_idx()[r.expert]);
     CHECK_EQ(c.slot_expert[rank * c.slots_per_rank + r.idx], r.expert);
     CHECK(sources == replicas);
     sums.touches.insert({home, rank});
     for (int32_t g = r.begin; g < r.end; ++g)
-      CHECK(sums.flagged.insert({home, r.main_idx, g, rank}).second);
+      CHECK(sums.flagged.insert({home, r.local_idx, g, rank}).second);
   } else {
     CHECK_EQ(rank, home);
-    CHECK_EQ(r.idx, c.main_idx()[r.expert]);
-    CHECK_EQ(r.main_idx, r.idx);
+    CHECK_EQ(r.idx, c.local_idx()[r.expert]);
+    CHECK_EQ(r.local_idx, r.idx);
     for (int32_t i = r.tile; i < r.end_tile; ++i) ++sums.added[r.expert][i];
     if (r.of_hub) {
       CHECK_EQ(r.count, 1);
       CHECK(std::find(replicas.begin(), replicas.end(), sources[0]) != replicas.end());
       for (int32_t g = r.begin; g < r.end; ++g)
-        CHECK(sums.awaited.insert({rank, r.main_idx, g, sources[0].first}).second);
+        CHECK(sums.awaited.insert({rank, r.local_idx, g, sources[0].first}).second);
     } else {
       CHECK(sources == replicas);
     }
@@ -118,7 +118,7 @@ void check_case(const ReduceCase& c) {
   const PlanCase& plan = c.plan;
   Sums sums;
   Given first(plan.num_ranks > 0 ? c.capacity(0) : uec::Capacity{});
-  prepare_reduction(uec::Alone{}, c, 0, first);
+  prepare_reduction(uec::SingleThread{}, c, 0, first);
   for (int32_t e = 0; e < plan.num_experts; ++e) {
     const std::vector<Slot> replicas = replicas_of(plan, e);
     if (replicas.empty()) continue;
@@ -135,12 +135,12 @@ void check_case(const ReduceCase& c) {
     // Bytes around its arrays are seen to be untouched.
     ranks.push_back(std::make_unique<Given>(c.capacity(r)));
     Given& given = *ranks.back();
-    prepare_reduction(uec::Alone{}, c, r, given);
+    prepare_reduction(uec::SingleThread{}, c, r, given);
     CHECK(given.call.work.num_reductions <= c.capacity(r).reductions());
     CHECK(given.call.work.num_destinations <= 2 * c.capacity(r).replicas());
     CHECK(given.call.work.num_expected <= 2 * c.capacity(r).replicas());
     add_rank(c, r, given, sums);
-    given.call.reset_counters(uec::Alone{});
+    given.call.reset_counters(uec::SingleThread{});
     for (int32_t i = 0; i < given.call.work.num_reductions; ++i) CHECK_EQ(given.call.arrived[i], 0);
   }
   CHECK_EQ(sums.reads.size(), plan.num_replicas());  // nothing but filled slots
@@ -166,7 +166,7 @@ void check_known() {
   c.add_segment(64 << 10, uec::GradType::kFloat32, uec::GradType::kFloat32);
   c.mode = static_cast<int32_t>(Mode::kPull);
   Given home(c.capacity(0)), hub(c.capacity(1));
-  prepare_reduction(uec::Alone{}, c, 0, home);
+  prepare_reduction(uec::SingleThread{}, c, 0, home);
   const uec::Worklist& h = home.call.work;
   CHECK_EQ(h.num_reductions, 2);
   for (int32_t i = 0; i < 2; ++i) {
@@ -176,7 +176,7 @@ void check_known() {
     CHECK_EQ(h.destinations[h.reductions[i].first].rank, i + 1);
   }
   CHECK_EQ(h.num_expected, 0);
-  prepare_reduction(uec::Alone{}, c, 1, hub);
+  prepare_reduction(uec::SingleThread{}, c, 1, hub);
   const uec::Worklist& w = hub.call.work;
   CHECK_EQ(w.num_reductions, 2);
   CHECK(w.reductions[0].kind == Reduction::kSum && w.reductions[1].kind == Reduction::kZero);

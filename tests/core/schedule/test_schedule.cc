@@ -208,8 +208,8 @@ void check_domains() {
     ScheduleArrays chosen(c, tiles.map(), Mode::kDirect);
     const uec::ScheduleScratch scratch{chosen.count.data(), chosen.exports.data(),
                                        chosen.order.data(), chosen.extra.data()};
-    uec::choose_hubs(uec::Alone{}, c.topology(), tiles.map(), chosen.shape, -1, may_pull, cost,
-                     scratch, chosen.schedule);
+    uec::choose_hubs(uec::SingleThread{}, c.topology(), tiles.map(), chosen.shape, -1, may_pull,
+                     cost, scratch, chosen.schedule);
     CHECK(chosen.schedule.mode == (may_pull ? Mode::kPull : Mode::kPush));
     CHECK(chosen.boundary == a.boundary && chosen.egress == a.egress);
   }

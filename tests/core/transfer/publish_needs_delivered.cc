@@ -16,8 +16,8 @@ void publish(uec::host::HostMemory& memory, uec::host::HostMover& mover, int32_t
 #elif UEC_BROKEN == 5  // arriving at a counter vouches as well
   memory.arrive(arrived, 1);
 #endif
-  const auto ticket = mover.commit(0);
-  mover.when_delivered(ticket, true, [&](uec::Delivered token) {
+  const auto ticket = mover.commit_and_wait_source(0);
+  mover.wait_delivered(ticket, true, [&](uec::Delivered token) {
     memory.publish(token, 1, 128, 7);
     memory.arrive(token, arrived, 1);
   });

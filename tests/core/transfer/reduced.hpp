@@ -74,14 +74,14 @@ class PlainAdder : public uec::DeliveryPolicy {
   bool vacant() { return true; }
   uint32_t ticket() { return 0; }
   template <class F>
-  bool when_delivered(uint32_t, F&& then) {
+  bool try_delivered(uint32_t, F&& then) {
     team_.sync();
     then(delivered());
     return true;
   }
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {  // as a Mover, for the announcements
-    return when_delivered(0, then);
+  bool wait_delivered(uint32_t, bool, F&& then) {  // as a Mover, for the announcements
+    return try_delivered(0, then);
   }
   void loads_complete() { team_.sync(); }
 
@@ -101,30 +101,30 @@ struct Rank {
       : given(c.capacity(rank)), symmetric(layout.total / 8), held(workers) {
     for (int32_t w = 0; w < workers; ++w)
       scratch.emplace_back(c.plan.num_ranks, c.capacity(rank).striped());
-    const int32_t num_mains = c.plan.num_mains()[rank];
+    const int32_t num_local_experts = c.plan.num_local_experts()[rank];
     for (int32_t i = 0; i < c.num_segments(); ++i) {
       const int64_t elements = c.grad_bytes[i] / bytes_of(c.grad_type[i]);
-      for (int32_t m = 0; m < num_mains; ++m)
-        mains.emplace_back(elements * bytes_of(c.main_type[i]));
+      for (int32_t m = 0; m < num_local_experts; ++m)
+        main_grads.emplace_back(elements * bytes_of(c.main_type[i]));
     }
   }
   uint8_t* base() { return reinterpret_cast<uint8_t*>(symmetric.data()); }
 
   Given given;
   std::vector<uint64_t> symmetric;
-  std::vector<std::vector<uint8_t>> mains;  // [segments * mains]
-  std::vector<WorkerScratch> scratch;       // [workers]
-  std::vector<std::array<uec::HeldGroup, uec::kMaxHeld>> held;
+  std::vector<std::vector<uint8_t>> main_grads;  // [segments * M]
+  std::vector<WorkerScratch> scratch;            // [workers]
+  std::vector<std::array<uec::UnpublishedGroup, uec::kMaxUnpublished>> held;
 };
 
 class Reduced {
  public:
   Reduced(const ReduceCase& drawn, int32_t num_workers, Random& random)
       : c_(drawn), num_workers_(num_workers), random_(random) {
-    const std::vector<int32_t> mains = c_.plan.num_mains();
+    const std::vector<int32_t> num_local = c_.plan.num_local_experts();
     layout_ = uec::SymmetricLayout::make(
-        c_.plan.topology(), *std::max_element(mains.begin(), mains.end()), 0, 0, nullptr, nullptr,
-        c_.tables(0).grads, c_.tile_bytes, c_.grad_offset.data());
+        c_.plan.topology(), *std::max_element(num_local.begin(), num_local.end()), 0, 0, nullptr,
+        nullptr, c_.tables(0).grads, c_.tile_bytes, c_.grad_offset.data());
     for (int32_t r = 0; r < c_.plan.num_ranks; ++r) {
       ranks_.push_back(std::make_unique<Rank>(c_, r, layout_, num_workers));
       bases_.push_back(ranks_.back()->base());
@@ -137,12 +137,12 @@ class Reduced {
   template <class Run>
   void run(const Run& run_steps) {
     const std::vector<std::vector<uint8_t>> before = slots();
-    std::vector<std::vector<std::vector<uint8_t>>> mains;
-    for (const auto& rank : ranks_) mains.push_back(rank->mains);
+    std::vector<std::vector<std::vector<uint8_t>>> main_grads;
+    for (const auto& rank : ranks_) main_grads.push_back(rank->main_grads);
     const auto seed = static_cast<uint32_t>(random_());
     run_steps([&](auto team) { take_steps(team, seed); });
     for (int32_t r = 0; r < c_.plan.num_ranks; ++r) {
-      check_mains(r, before, mains[r]);
+      check_main_grads(r, before, main_grads[r]);
       check_slots(r, before[r]);
     }
   }
@@ -167,27 +167,27 @@ class Reduced {
       for (int32_t s = 0; s < c_.plan.slots_per_rank; ++s)
         for (int64_t at = 0; at < elements(i); ++at)
           put_number(slot(rank, s, i), at, c_.grad_type[i], draw_value());
-      const int32_t num_mains = c_.plan.num_mains()[rank];
-      for (int32_t m = 0; m < num_mains; ++m)
+      const int32_t num_local_experts = c_.plan.num_local_experts()[rank];
+      for (int32_t m = 0; m < num_local_experts; ++m)
         for (int64_t at = 0; at < elements(i); ++at)
-          put_number(ranks_[rank]->mains[i * num_mains + m].data(), at, c_.main_type[i],
-                     draw_value());
+          put_number(ranks_[rank]->main_grads[i * num_local_experts + m].data(), at,
+                     c_.main_type[i], draw_value());
     }
   }
 
   void prepare(int32_t rank) {
     Given& given = ranks_[rank]->given;
-    const uint64_t digest = prepare_reduction(uec::Alone{}, c_, rank, given);
+    const uint64_t digest = prepare_reduction(uec::SingleThread{}, c_, rank, given);
     uec::Call& call = given.call;
     call.rank = rank;
     call.num_ranks = c_.plan.num_ranks;
     call.layout = layout_;
     call.epoch = {kEpoch, uec::CallRecord::make(kEpoch, digest, uec::RecordKind::kCall)};
     call.addresses.bases = bases_.data();
-    call.addresses.num_mains = c_.plan.num_mains()[rank];
-    for (size_t i = 0; i < ranks_[rank]->mains.size(); ++i)
-      given.arrays.mains[i] = ranks_[rank]->mains[i].data();
-    call.reset_counters(uec::Alone{});
+    call.addresses.num_local_experts = c_.plan.num_local_experts()[rank];
+    for (size_t i = 0; i < ranks_[rank]->main_grads.size(); ++i)
+      given.arrays.main_ptrs[i] = ranks_[rank]->main_grads[i].data();
+    call.reset_counters(uec::SingleThread{});
   }
 
   std::vector<std::vector<uint8_t>> slots() {
@@ -231,8 +231,8 @@ class Reduced {
     for (int64_t blocked = 0; !running.empty();) {
       const size_t at = draw(random, 0, static_cast<int32_t>(running.size()) - 1);
       const Step step = reducers[running[at]].step();
-      CHECK(step == Step::kProgress || step == Step::kBlocked || step == Step::kFinished);
-      blocked = step == Step::kBlocked ? blocked + 1 : 0;
+      CHECK(step == Step::kProgress || step == Step::kWaitsForPeer || step == Step::kFinished);
+      blocked = step == Step::kWaitsForPeer ? blocked + 1 : 0;
       CHECK(blocked < 100'000);
       if (step == Step::kFinished) running.erase(running.begin() + static_cast<int64_t>(at));
     }
@@ -243,12 +243,13 @@ class Reduced {
     }
   }
 
-  void check_mains(int32_t rank, const std::vector<std::vector<uint8_t>>& slots_before,
-                   const std::vector<std::vector<uint8_t>>& mains_before) {
-    const int32_t num_mains = c_.plan.num_mains()[rank], num_slots = c_.plan.slots_per_rank;
+  void check_main_grads(int32_t rank, const std::vector<std::vector<uint8_t>>& slots_before,
+                        const std::vector<std::vector<uint8_t>>& mains_before) {
+    const int32_t num_local_experts = c_.plan.num_local_experts()[rank],
+                  num_slots = c_.plan.slots_per_rank;
     for (int32_t e = 0; e < c_.plan.num_experts; ++e)
       for (int32_t i = 0; i < c_.num_segments() && c_.plan.home[e] == rank; ++i) {
-        const size_t main = i * num_mains + c_.main_idx[e];
+        const size_t main = i * num_local_experts + c_.local_idx[e];
         std::vector<uint8_t> right = mains_before[main];
         for (int64_t at = 0; at < elements(i); ++at) {
           float sum = 0;
@@ -264,12 +265,13 @@ class Reduced {
           const float value = number_at(right.data(), at, c_.main_type[i]) + sum;
           put_number(right.data(), at, c_.main_type[i], value);
           if (std::isnan(value)) {  // of many bits
-            const float found = number_at(ranks_[rank]->mains[main].data(), at, c_.main_type[i]);
+            const float found =
+                number_at(ranks_[rank]->main_grads[main].data(), at, c_.main_type[i]);
             CHECK(std::isnan(found));
             put_number(right.data(), at, c_.main_type[i], found);
           }
         }
-        CHECK(ranks_[rank]->mains[main] == right);
+        CHECK(ranks_[rank]->main_grads[main] == right);
       }
   }
 

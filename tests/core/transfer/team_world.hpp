@@ -21,7 +21,6 @@
 namespace team_tests {
 
 using uec::AbortWord;
-using uec::Alone;
 using uec::Call;
 using uec::CallRecord;
 using uec::Delivered;
@@ -29,6 +28,7 @@ using uec::Fault;
 using uec::FlagKind;
 using uec::Mode;
 using uec::RecordKind;
+using uec::SingleThread;
 using uec::Step;
 using uec::Wait;
 
@@ -57,7 +57,7 @@ struct Part {
   WorklistArrays worklist;
   std::vector<int32_t> arrived;
   WorkerScratch scratch;
-  uec::HeldGroup held[uec::kMaxHeld] = {};
+  uec::UnpublishedGroup held[uec::kMaxUnpublished] = {};
   Ring ring;
   Call call;
 };
@@ -67,19 +67,20 @@ struct World {
       : base_case(group),
         segment_bytes(segments),
         tiles(std::move(segments), tile_bytes),
-        main_idx(group.main_idx()),
-        num_mains(group.num_mains()),
+        local_idx(group.local_idx()),
+        num_local_experts(group.num_local_experts()),
         gone(group.num_ranks) {
-    const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+    const int32_t max_local_experts =
+        *std::max_element(num_local_experts.begin(), num_local_experts.end());
     slot_offset.resize(segment_bytes.size());
     int64_t region = 0;
     for (const int64_t bytes : segment_bytes) {
       region_offset.push_back(region);
-      region += max_mains * bytes;
+      region += max_local_experts * bytes;
     }
     const int64_t finest = uec::TileMap::tiles_per_group(tile_bytes);
     layout = uec::SymmetricLayout::make(
-        group.topology(), max_mains, uec::ceil_div(tiles.map().num_tiles(), finest),
+        group.topology(), max_local_experts, uec::ceil_div(tiles.map().num_tiles(), finest),
         static_cast<int32_t>(segment_bytes.size()), segment_bytes.data(), slot_offset.data());
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       memory.emplace_back(uec::ceil_div(layout.total, 8));
@@ -87,10 +88,10 @@ struct World {
       bases.push_back(reinterpret_cast<uint8_t*>(memory[r].data()));
       weights.emplace_back(region);
       regions.push_back(weights[r].data());
-      mains.emplace_back();
+      main_ptrs.emplace_back();
       for (size_t i = 0; i < segment_bytes.size(); ++i)
-        for (int32_t m = 0; m < num_mains[r]; ++m)
-          mains[r].push_back(regions[r] + region_offset[i] + m * segment_bytes[i]);
+        for (int32_t m = 0; m < num_local_experts[r]; ++m)
+          main_ptrs[r].push_back(regions[r] + region_offset[i] + m * segment_bytes[i]);
     }
   }
 
@@ -115,8 +116,8 @@ struct World {
       call.addresses = {.bases = bases.data(),
                         .segment_bytes = segment_bytes.data(),
                         .slot_offset = slot_offset.data(),
-                        .mains = mains[r].data(),
-                        .num_mains = num_mains[r],
+                        .main_ptrs = main_ptrs[r].data(),
+                        .num_local_experts = num_local_experts[r],
                         .regions = regions.data(),
                         .region_offset = region_offset.data()};
       call.work = part.worklist.list;
@@ -139,7 +140,7 @@ struct World {
     for (int32_t e = 0; e < base_case.num_experts; ++e)
       for (size_t i = 0; i < segment_bytes.size() && base_case.home[e] == rank; ++i)
         for (int64_t at = 0; at < segment_bytes[i]; ++at)
-          weights[rank][region_offset[i] + main_idx[e] * segment_bytes[i] + at] =
+          weights[rank][region_offset[i] + local_idx[e] * segment_bytes[i] + at] =
               payload(epoch, e, i, at);
   }
 
@@ -160,13 +161,13 @@ struct World {
   std::vector<int64_t> segment_bytes, slot_offset, region_offset;
   Tiles tiles;
   uec::SymmetricLayout layout;
-  std::vector<int32_t> main_idx, num_mains;
+  std::vector<int32_t> local_idx, num_local_experts;
   std::vector<std::vector<uint64_t>> memory;
   std::vector<std::vector<std::atomic<int32_t>>> counts;  // publishes to each flag
   std::vector<std::vector<uint8_t>> weights;
   std::vector<uint8_t*> bases;
   std::vector<const uint8_t*> regions;
-  std::vector<std::vector<const uint8_t*>> mains;
+  std::vector<std::vector<const uint8_t*>> main_ptrs;
   std::vector<std::atomic<bool>> gone;
   std::vector<std::vector<int32_t>> plans;
   std::vector<std::vector<std::unique_ptr<Part>>> parts;  // [call][rank]
@@ -210,7 +211,9 @@ class TeamMover : public uec::DeliveryPolicy {
     if (destination != nullptr) std::memcpy(destination, ring_.source[k % Ring::kStages], bytes);
     team_.sync();
   }
-  uint32_t commit(uint32_t) { return team_.share(team_.leader() ? ++ring_.commits : 0); }
+  uint32_t commit_and_wait_source(uint32_t) {
+    return team_.broadcast(team_.leader() ? ++ring_.commits : 0);
+  }
   bool reusable(uint32_t) {
     return told([&] { return draw(ring_.dice, 0, 2) > 0; });
   }
@@ -218,8 +221,8 @@ class TeamMover : public uec::DeliveryPolicy {
     if (team_.leader()) ring_.released.store(k + 1, std::memory_order_release);
   }
   template <class F>
-  bool when_delivered(uint32_t, bool idle, F&& then) {
-    if (!told([&] { return idle || draw(ring_.dice, 0, 2) == 0; })) return false;
+  bool wait_delivered(uint32_t, bool may_block, F&& then) {
+    if (!told([&] { return may_block || draw(ring_.dice, 0, 2) == 0; })) return false;
     then(delivered());
     return true;
   }
@@ -228,7 +231,7 @@ class TeamMover : public uec::DeliveryPolicy {
  private:
   template <class F>
   bool told(F&& look) {
-    return team_.share(team_.leader() && look());
+    return team_.broadcast(team_.leader() && look());
   }
 
   Ring& ring_;
@@ -245,7 +248,7 @@ Fields fields_of(const Wait& w) {
 template <class Team, class Side>
 void agree_on(Side& side, Step step) {
   uint64_t answer = uec::mix(static_cast<uint64_t>(step), static_cast<uint64_t>(side.fault()));
-  if (step == Step::kBlocked || step == Step::kFailed)
+  if (step == Step::kWaitsForPeer || step == Step::kFailed)
     for (const int64_t field : fields_of(side.wait())) answer = uec::mix(answer, field);
   agree<Team>(answer);
 }

@@ -18,7 +18,7 @@ constexpr int32_t kRanks = 5;
 constexpr uint64_t kEpoch = 9;
 
 struct FakeMemory {
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   std::map<int64_t, uint64_t> words{};
   std::vector<bool> gone = std::vector<bool>(kRanks, false);
@@ -36,12 +36,13 @@ struct Seen {
     call.addresses.bases = bases;
     for (uint8_t*& base : bases) base = &byte;
   }
-  Seen& word(int32_t rank, int32_t waited_for, int32_t told_by) {
-    memory.words[call.layout.abort(rank)] = AbortWord::make(kEpoch, waited_for, told_by).word;
+  Seen& word(int32_t rank, int32_t waited_for, int32_t aborted_by) {
+    memory.words[call.layout.abort(rank)] = AbortWord::make(kEpoch, waited_for, aborted_by).word;
     return *this;
   }
-  Seen& later_word(int32_t rank, int32_t waited_for, int32_t told_by) {
-    memory.words[call.layout.abort(rank)] = AbortWord::make(kEpoch + 1, waited_for, told_by).word;
+  Seen& later_word(int32_t rank, int32_t waited_for, int32_t aborted_by) {
+    memory.words[call.layout.abort(rank)] =
+        AbortWord::make(kEpoch + 1, waited_for, aborted_by).word;
     return *this;
   }
   Seen& record(int32_t rank, CallRecord record) {
@@ -149,7 +150,7 @@ void check_reports() {
 
   report = {.fault = Fault::kAborted, .wait = {.peer = 4}, .aborter = 2};
   const AbortWord word = abort_word(seen.call, report);
-  CHECK(word.waited_for() == 4 && word.told_by() == 2);
+  CHECK(word.waited_for() == 4 && word.aborted_by() == 2);
   CHECK(abort_word(seen.call, {.fault = Fault::kCancelled, .wait = {.peer = 4}}).by_itself());
   CHECK(abort_word(seen.call, {.fault = Fault::kRejected, .wait = {.peer = 0}}).by_itself());
 

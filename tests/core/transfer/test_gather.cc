@@ -16,12 +16,12 @@ using team_tests::agree;
 using team_tests::kFirstEpoch;
 using team_tests::kSizes;
 using team_tests::record_of;
-using uec::Alone;
 using uec::Call;
 using uec::CallRecord;
 using uec::Fault;
 using uec::FlagKind;
 using uec::RecordKind;
+using uec::SingleThread;
 using uec::Step;
 
 int32_t load_of(uint64_t epoch, int32_t rank, int32_t expert) {
@@ -93,17 +93,19 @@ class TeamMover : public uec::DeliveryPolicy {
     source_ = source;
   }
   bool loaded(uint32_t) {
-    return team_.share(team_.leader() && stores_.loads_left.fetch_sub(1) <= 0);
+    return team_.broadcast(team_.leader() && stores_.loads_left.fetch_sub(1) <= 0);
   }
   void store(uint32_t, uint8_t* destination, int64_t bytes) {
     CHECK_EQ(bytes, bytes_);
     if (destination != nullptr) pending_.push_back(destination);
     team_.sync();
   }
-  uint32_t commit(uint32_t) { return team_.share(team_.leader() ? ++stores_.commits : 0); }
+  uint32_t commit_and_wait_source(uint32_t) {
+    return team_.broadcast(team_.leader() ? ++stores_.commits : 0);
+  }
   template <class F>
-  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (!team_.share(idle)) return false;
+  bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
+    if (!team_.broadcast(may_block)) return false;
     if (ticket > 0) {
       for (uint8_t* const to : pending_) std::memcpy(to, source_, bytes_);
       pending_.clear();
@@ -155,7 +157,7 @@ int run_rank(World& world, int32_t rank, int32_t num_calls, Shared& shared) {
       agree<Crowd>(static_cast<uint64_t>(step));
       CHECK(step != Step::kFailed);
       if (step == Step::kFinished) break;
-      if (step == Step::kBlocked) Fibers::pause();
+      if (step == Step::kWaitsForPeer) Fibers::pause();
     }
     // Every member may read all of it.
     for (int32_t r = 0; r < world.num_ranks; ++r)
@@ -232,7 +234,7 @@ Answer expect(World& world, int32_t rank, const std::vector<Trouble>& troubles) 
         break;
       case Trouble::kMissing:
         record = record_of(kFirstEpoch - 1);
-        answer.step = Step::kBlocked;
+        answer.step = Step::kWaitsForPeer;
         answer.fault = Fault::kNone;
         break;
       case Trouble::kMismatch:
@@ -249,7 +251,7 @@ Answer expect(World& world, int32_t rank, const std::vector<Trouble>& troubles) 
         break;
       case Trouble::kRowMissing:
         row = kFirstEpoch - 1;
-        answer.step = Step::kBlocked;
+        answer.step = Step::kWaitsForPeer;
         answer.fault = Fault::kNone;
         answer.wait.flag = FlagKind::kGathered;
         answer.wait.seen = row;
@@ -289,7 +291,7 @@ void check_reports() {
       std::vector<uint8_t> sent(num_ranks);
       std::vector<Answer> answers;
       if (size == 0)
-        answers = {answer_of<Alone>(world, rank, stores, sent.data())};
+        answers = {answer_of<SingleThread>(world, rank, stores, sent.data())};
       else
         answers =
             Crowd::run(size, [&] { return answer_of<Crowd>(world, rank, stores, sent.data()); });

@@ -47,7 +47,7 @@ class Group {
     const ReplicateArgs args{.slot_expert = case_.slot_expert.data(),
                              .plan_digest = choice.plan_digest,
                              .tag = choice.tag,
-                             .mains = nullptr,
+                             .main_ptrs = nullptr,
                              .segments = choice.segments.data(),
                              .num_segments = static_cast<int32_t>(choice.segments.size()),
                              .mode = choice.mode,
@@ -63,7 +63,7 @@ class Group {
       Given given(capacity);
       uint64_t own = 0;
       for (int repeat = 0; repeat < 2; ++repeat)
-        own = prepare_replicate(uec::Alone{}, tables, args, given.arrays, given.schedule,
+        own = prepare_replicate(uec::SingleThread{}, tables, args, given.arrays, given.schedule,
                                 &given.shape, &given.call);
       if (config_.rank > 0) CHECK(own == digest);  // ranks agree
       digest = own;
@@ -83,21 +83,22 @@ class Group {
       const WorklistArrays work(case_, expected.schedule, config_.rank);
       check_equal(given.call.work, work.list, case_.num_ranks);
       // At full capacity: nothing beyond an array is written.
-      given.call.reset_counters(uec::Alone{});
+      given.call.reset_counters(uec::SingleThread{});
       std::fill_n(given.arrays.arrived, capacity.tasks(), -1);
-      std::fill_n(given.arrays.mains, capacity.num_segments * capacity.num_mains, nullptr);
+      std::fill_n(given.arrays.main_ptrs, capacity.num_segments * capacity.num_local_experts,
+                  nullptr);
 
       // An engine's storage holds the same.
       uec::host::Prepared prepared(capacity, 2);
-      CHECK(prepare_replicate(uec::Alone{}, tables, args, prepared.arrays, prepared.schedule,
+      CHECK(prepare_replicate(uec::SingleThread{}, tables, args, prepared.arrays, prepared.schedule,
                               &prepared.shape, &prepared.call) == digest);
       check_equal(prepared.schedule.schedule, expected.schedule, case_.num_ranks);
       check_equal(prepared.call.work, work.list, case_.num_ranks);
-      prepared.call.reset_counters(uec::Alone{});
+      prepared.call.reset_counters(uec::SingleThread{});
       for (int32_t worker = 0; worker < 2; ++worker) {
         const uec::StripeScratch& scratch = prepared.scratch(worker);
         std::memset(scratch.open, 0xFF, case_.num_ranks);
-        std::memset(scratch.groups(), 0xFF, capacity.pieces() * sizeof(uec::OwnGroups));
+        std::memset(scratch.groups(), 0xFF, capacity.pieces() * sizeof(uec::QueuedGroups));
       }
       check_equal(prepared.call.work, work.list, case_.num_ranks);
     }

@@ -19,7 +19,7 @@ void check_large(Random& random) {
   c.plan.resident.clear();  // all are moved
   c.mode = static_cast<int32_t>(uec::Mode::kPush);
   Given expected(c.capacity()), given(c.capacity());
-  const PrepareAnswer answer = prepare_call(uec::Alone{}, c, expected);
+  const PrepareAnswer answer = prepare_call(uec::SingleThread{}, c, expected);
   CHECK(expected.shape.num_replicas > 1 << 16);
   for (const PrepareAnswer& own : Crowd::run(66, [&] { return prepare_call(Crowd{}, c, given); }))
     CHECK(own == answer);

@@ -12,12 +12,12 @@ using uec::AbortWord;
 using uec::CallRecord;
 using uec::Epoch;
 using uec::Fault;
+using uec::FlagState;
 using uec::RecordKind;
-using uec::Verdict;
 
 // Answers each observe with the next value of the word, and repeats the last one.
 struct FakeMemory {
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   std::map<int64_t, std::deque<uint64_t>> words;
   bool gone = false;
@@ -75,81 +75,81 @@ void check_abort_words() {
   CHECK(!AbortWord{}.set());
   for (const uint64_t number : {uint64_t{0}, uint64_t{7}, (uint64_t{1} << 32) + 5}) {
     for (const int32_t waited_for : {-1, 0, 1, 71, 32765})
-      for (const int32_t told_by : {-1, 0, 5, 32765}) {
-        const AbortWord abort = AbortWord::make(number, waited_for, told_by);
+      for (const int32_t aborted_by : {-1, 0, 5, 32765}) {
+        const AbortWord abort = AbortWord::make(number, waited_for, aborted_by);
         CHECK(abort.set());
         CHECK_EQ(abort.waited_for(), waited_for);
-        CHECK_EQ(abort.told_by(), told_by);
-        CHECK_EQ(abort.by_itself(), waited_for < 0 && told_by < 0);
+        CHECK_EQ(abort.aborted_by(), aborted_by);
+        CHECK_EQ(abort.by_itself(), waited_for < 0 && aborted_by < 0);
         CHECK(abort.word >> 32 == static_cast<uint32_t>(number));
       }
   }
 }
 
 struct Judged {
-  Verdict verdict;
+  FlagState verdict;
   Fault fault;
 };
 
-Judged judge_call(std::deque<uint64_t> record, uint64_t number, bool gone = false) {
+Judged check_call(std::deque<uint64_t> record, uint64_t number, bool gone = false) {
   FakeMemory memory{{{kCall, std::move(record)}}, gone};
-  Judged judged{Verdict::kWaiting, Fault::kNone};
-  judged.verdict = uec::judge_call(memory, kCall, 3, epoch_of(number), &judged.fault);
-  CHECK_EQ(memory.acquires, judged.verdict == Verdict::kArrived);  // not at each look
-  CHECK_EQ(judged.verdict == Verdict::kFault, judged.fault != Fault::kNone);
+  Judged judged{FlagState::kWaiting, Fault::kNone};
+  judged.verdict = uec::check_call(memory, kCall, 3, epoch_of(number), &judged.fault);
+  CHECK_EQ(memory.acquires, judged.verdict == FlagState::kArrived);  // not at each look
+  CHECK_EQ(judged.verdict == FlagState::kFault, judged.fault != Fault::kNone);
   return judged;
 }
 
 void check_judge_call(uint64_t k) {
-  CHECK(judge_call({word(k)}, k).verdict == Verdict::kArrived);
-  CHECK(judge_call({word(k)}, k, true).verdict == Verdict::kArrived);  // what it said stands
-  CHECK(judge_call({0}, 1).verdict == Verdict::kWaiting);
-  CHECK(judge_call({word(k - 1)}, k).verdict == Verdict::kWaiting);
-  CHECK(judge_call({word(k - 1, kOther)}, k).verdict == Verdict::kWaiting);
-  CHECK(judge_call({word(k - 1)}, k, true).fault == Fault::kGone);
+  CHECK(check_call({word(k)}, k).verdict == FlagState::kArrived);
+  CHECK(check_call({word(k)}, k, true).verdict == FlagState::kArrived);  // what it said stands
+  CHECK(check_call({0}, 1).verdict == FlagState::kWaiting);
+  CHECK(check_call({word(k - 1)}, k).verdict == FlagState::kWaiting);
+  CHECK(check_call({word(k - 1, kOther)}, k).verdict == FlagState::kWaiting);
+  CHECK(check_call({word(k - 1)}, k, true).fault == Fault::kGone);
   // It called between the two looks, and then ended.
-  CHECK(judge_call({word(k - 1), word(k)}, k, true).verdict == Verdict::kWaiting);
-  CHECK(judge_call({word(k, kOther)}, k).fault == Fault::kMismatch);
-  CHECK(judge_call({word(k + 1)}, k).fault == Fault::kMismatch);
-  CHECK(judge_call({word(k, kDigest, RecordKind::kRejected)}, k).fault == Fault::kRejected);
-  CHECK(judge_call({word(k, kOther, RecordKind::kRejected)}, k).fault == Fault::kRejected);
-  CHECK(judge_call({word(k, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
+  CHECK(check_call({word(k - 1), word(k)}, k, true).verdict == FlagState::kWaiting);
+  CHECK(check_call({word(k, kOther)}, k).fault == Fault::kMismatch);
+  CHECK(check_call({word(k + 1)}, k).fault == Fault::kMismatch);
+  CHECK(check_call({word(k, kDigest, RecordKind::kRejected)}, k).fault == Fault::kRejected);
+  CHECK(check_call({word(k, kOther, RecordKind::kRejected)}, k).fault == Fault::kRejected);
+  CHECK(check_call({word(k, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
   // It has finished this call, or another one in its place, without us.
-  CHECK(judge_call({word(k + 1, kOther, RecordKind::kClosed)}, k).fault == Fault::kMismatch);
-  CHECK(judge_call({word(k + 2, kDigest, RecordKind::kClosed)}, k).fault == Fault::kMismatch);
+  CHECK(check_call({word(k + 1, kOther, RecordKind::kClosed)}, k).fault == Fault::kMismatch);
+  CHECK(check_call({word(k + 2, kDigest, RecordKind::kClosed)}, k).fault == Fault::kMismatch);
 }
 
-Judged judge_flag(std::deque<uint64_t> flag, std::deque<uint64_t> record, uint64_t number,
+Judged check_flag(std::deque<uint64_t> flag, std::deque<uint64_t> record, uint64_t number,
                   bool gone = false) {
   FakeMemory memory{{{kFlag, std::move(flag)}, {kCall, std::move(record)}}, gone};
-  Judged judged{Verdict::kWaiting, Fault::kNone};
+  Judged judged{FlagState::kWaiting, Fault::kNone};
   uint64_t seen = ~uint64_t{0};
-  judged.verdict = uec::judge_flag(memory, kFlag, kCall, 3, epoch_of(number), &judged.fault, &seen);
-  CHECK_EQ(judged.verdict == Verdict::kFault, judged.fault != Fault::kNone);
-  CHECK_EQ(judged.verdict == Verdict::kArrived, seen == number);
+  judged.verdict = uec::check_flag(memory, kFlag, kCall, 3, epoch_of(number), &judged.fault, &seen);
+  CHECK_EQ(judged.verdict == FlagState::kFault, judged.fault != Fault::kNone);
+  CHECK_EQ(judged.verdict == FlagState::kArrived, seen == number);
   CHECK_EQ(memory.acquires, seen == number);
   return judged;
 }
 
 void check_judge_flag(uint64_t k) {
-  CHECK(judge_flag({k}, {0}, k).verdict == Verdict::kArrived);
-  CHECK(judge_flag({k - 1}, {word(k)}, k).verdict == Verdict::kWaiting);
-  CHECK(judge_flag({k - 1}, {word(k - 1)}, k).verdict == Verdict::kWaiting);
+  CHECK(check_flag({k}, {0}, k).verdict == FlagState::kArrived);
+  CHECK(check_flag({k - 1}, {word(k)}, k).verdict == FlagState::kWaiting);
+  CHECK(check_flag({k - 1}, {word(k - 1)}, k).verdict == FlagState::kWaiting);
   // Epochs are compared whole: the same low 32 bits are another epoch.
-  CHECK(judge_flag({k + (uint64_t{1} << 32)}, {word(k)}, k).verdict == Verdict::kWaiting);
-  CHECK(judge_flag({k - 1}, {word(k, kOther)}, k).fault == Fault::kMismatch);
-  CHECK(judge_flag({k - 1}, {word(k + 1)}, k).fault == Fault::kMismatch);
-  CHECK(judge_flag({k - 1}, {word(k, kDigest, RecordKind::kRejected)}, k).fault ==
+  CHECK(check_flag({k + (uint64_t{1} << 32)}, {word(k)}, k).verdict == FlagState::kWaiting);
+  CHECK(check_flag({k - 1}, {word(k, kOther)}, k).fault == Fault::kMismatch);
+  CHECK(check_flag({k - 1}, {word(k + 1)}, k).fault == Fault::kMismatch);
+  CHECK(check_flag({k - 1}, {word(k, kDigest, RecordKind::kRejected)}, k).fault ==
         Fault::kRejected);
-  CHECK(judge_flag({k - 1}, {word(k, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
-  CHECK(judge_flag({k - 1}, {word(k + 1, kDigest, RecordKind::kClosed)}, k).fault ==
+  CHECK(check_flag({k - 1}, {word(k, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
+  CHECK(check_flag({k - 1}, {word(k + 1, kDigest, RecordKind::kClosed)}, k).fault ==
         Fault::kMismatch);
-  CHECK(judge_flag({k - 1, k}, {word(k + 1, kDigest, RecordKind::kClosed)}, k).verdict ==
-        Verdict::kArrived);
-  CHECK(judge_flag({k - 1}, {word(k)}, k, true).fault == Fault::kGone);
+  CHECK(check_flag({k - 1, k}, {word(k + 1, kDigest, RecordKind::kClosed)}, k).verdict ==
+        FlagState::kArrived);
+  CHECK(check_flag({k - 1}, {word(k)}, k, true).fault == Fault::kGone);
   // A record that is ahead is ordered after the flag, so the flag is read again before blaming.
-  CHECK(judge_flag({k - 1, k}, {word(k + 1)}, k).verdict == Verdict::kArrived);
-  CHECK(judge_flag({k - 1, k}, {word(k)}, k, true).verdict == Verdict::kArrived);
+  CHECK(check_flag({k - 1, k}, {word(k + 1)}, k).verdict == FlagState::kArrived);
+  CHECK(check_flag({k - 1, k}, {word(k)}, k, true).verdict == FlagState::kArrived);
 }
 
 void check_find_abort() {

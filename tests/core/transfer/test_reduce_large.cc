@@ -11,9 +11,9 @@
 
 namespace {
 
-using uec::Alone;
 using uec::GradType;
 using uec::Mode;
+using uec::SingleThread;
 using uec::Step;
 
 // Addresses, of which the first `used` bytes may be followed.
@@ -61,7 +61,7 @@ struct Large {
       memory.push_back(std::make_unique<Reserved>(layout.total, layout.slots_base));
       bases.push_back(memory.back()->base());
       for (int32_t i = 0; i < c.num_segments(); ++i)
-        mains.push_back(std::make_unique<Reserved>(main_bytes(i)));
+        main_grads.push_back(std::make_unique<Reserved>(main_bytes(i)));
     }
   }
 
@@ -88,7 +88,7 @@ struct Large {
 
   ReduceCase c;
   uec::SymmetricLayout layout;
-  std::vector<std::unique_ptr<Reserved>> memory, mains;  // [ranks], [ranks * segments]
+  std::vector<std::unique_ptr<Reserved>> memory, main_grads;  // [ranks], [ranks * segments]
   std::vector<uint8_t*> bases;
   std::map<const uint8_t*, Part> sums;
   std::map<std::tuple<int32_t, int32_t, int64_t>, int64_t> added;  // main, segment, from: bytes
@@ -124,7 +124,7 @@ class NotingAdder : public uec::DeliveryPolicy {
     CHECK_EQ(part.expert, rank_);  // expert r is at home on rank r
     CHECK(main_type == large_.c.main_type[part.segment]);
     const int64_t at =
-        large_.mains[rank_ * large_.c.num_segments() + part.segment]->offset_of(main);
+        large_.main_grads[rank_ * large_.c.num_segments() + part.segment]->offset_of(main);
     CHECK_EQ(at / bytes_of(main_type), part.offset / bytes_of(large_.c.grad_type[part.segment]));
     CHECK(large_.added.insert({{rank_, part.segment, at}, elements * bytes_of(main_type)}).second);
   }
@@ -137,13 +137,13 @@ class NotingAdder : public uec::DeliveryPolicy {
   static bool vacant() { return true; }
   static uint32_t ticket() { return 0; }
   template <class F>
-  bool when_delivered(uint32_t, F&& then) {
+  bool try_delivered(uint32_t, F&& then) {
     then(delivered());
     return true;
   }
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {
-    return when_delivered(0, then);
+  bool wait_delivered(uint32_t, bool, F&& then) {
+    return try_delivered(0, then);
   }
   void loads_complete() {}
 
@@ -174,7 +174,7 @@ void check(Mode mode) {
   Large large;
   ReduceCase& c = large.c;
   c.mode = static_cast<int32_t>(mode);
-  using Memory = reducing::PlainMemory<Alone>;
+  using Memory = reducing::PlainMemory<SingleThread>;
   std::vector<std::unique_ptr<Given>> given;
   std::vector<Memory> memories;
   std::vector<NotingAdder> adders;
@@ -182,21 +182,21 @@ void check(Mode mode) {
   for (int32_t r = 0; r < 3; ++r) {
     given.push_back(std::make_unique<Given>(c.capacity(r)));
     uec::Call& call = given[r]->call;
-    const uint64_t digest = prepare_reduction(Alone{}, c, r, *given[r]);
+    const uint64_t digest = prepare_reduction(SingleThread{}, c, r, *given[r]);
     call.rank = r;
     call.num_ranks = 3;
     call.layout = large.layout;
     call.epoch = {1, uec::CallRecord::make(1, digest, uec::RecordKind::kCall)};
     call.addresses.bases = large.bases.data();
-    call.addresses.num_mains = 1;
+    call.addresses.num_local_experts = 1;
     for (int32_t i = 0; i < c.num_segments(); ++i)
-      given[r]->arrays.mains[i] = large.mains[r * c.num_segments() + i]->base();
-    call.reset_counters(Alone{});
+      given[r]->arrays.main_ptrs[i] = large.main_grads[r * c.num_segments() + i]->base();
+    call.reset_counters(SingleThread{});
     scratch.emplace_back(3, c.capacity(r).striped());
     memories.emplace_back(large.bases.data(), r);
     adders.emplace_back(large, r);
   }
-  uec::HeldGroup held[3][uec::kMaxHeld];
+  uec::UnpublishedGroup held[3][uec::kMaxUnpublished];
   std::vector<uec::Reducer<Memory, NotingAdder>> reducers;
   for (int32_t r = 0; r < 3; ++r) {
     uec::announce_call(given[r]->call, memories[r], adders[r]);

@@ -46,7 +46,7 @@ Answer prepare(Team team, const ReduceCase& c, int32_t rank, Given& given) {
                       c.mode, c.cost, given.schedule.scratch, &given.shape, s);
   answer.schedule = sight_of(s, c.plan.num_ranks);
   team.sync();
-  uec::build_reductions(team, tables.topology, given.call.tiles, s, tables.main_idx, rank, c.zero,
+  uec::build_reductions(team, tables.topology, given.call.tiles, s, tables.local_idx, rank, c.zero,
                         given.call.work);
   answer.worklist = sight_of(given.call.work, c.plan.num_ranks);
   return answer;
@@ -75,7 +75,7 @@ int main() {
     int32_t rank = draw(random, 0, c.plan.num_ranks - 1);
     if (seed % 2 == 1) rank = busiest_home(c.plan);
     Given expected(c.capacity(rank));
-    const Answer answer = prepare(uec::Alone{}, c, rank, expected);
+    const Answer answer = prepare(uec::SingleThread{}, c, rank, expected);
     wide += expected.shape.max_fanout >= 8;
     reductions += expected.call.work.num_reductions;
     for (const int32_t size : kSizes) {
@@ -84,7 +84,7 @@ int main() {
         ReduceCase other = c;
         other.mode = static_cast<int32_t>(uec::Mode::kDirect);
         other.zero = !c.zero;
-        prepare(uec::Alone{}, other, rank, given);
+        prepare(uec::SingleThread{}, other, rank, given);
       }
       for (const Answer& own : Crowd::run(size, [&] { return prepare(Crowd{}, c, rank, given); }))
         CHECK(own == answer);

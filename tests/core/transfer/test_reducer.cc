@@ -11,7 +11,7 @@ int main() {
   for (int repeat = 0; repeat < scaled(200); ++repeat) {
     const ReduceCase c = reducing::draw_reduction(random, 6);
     reducing::Reduced(c, draw(random, 1, 3), random).run([](const auto& steps) {
-      steps(uec::Alone{});
+      steps(uec::SingleThread{});
     });
   }
   for (int repeat = 0; repeat < scaled(120); ++repeat) {

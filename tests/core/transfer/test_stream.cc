@@ -23,7 +23,7 @@ constexpr uint64_t kEpoch = 9, kDigest = 0x123456789ABCDEF;
 
 // Rank 0's memory, seen by one worker. `before_look` runs once, ahead of a look at a flag.
 struct FakeMemory {
-  using Team = uec::Alone;
+  using Team = uec::SingleThread;
 
   std::map<int64_t, uint64_t>& words;
   std::map<std::pair<int32_t, int64_t>, uint64_t>& published;
@@ -51,9 +51,9 @@ struct FakeMover : uec::DeliveryPolicy, uec::LocalRing<4> {
     std::memcpy(to, source[k % kStages], bytes);
   }
   bool reusable(uint32_t) const { return true; }
-  uint32_t commit(uint32_t) { return 0; }
+  uint32_t commit_and_wait_source(uint32_t) { return 0; }
   template <class F>
-  bool when_delivered(uint32_t, bool, F&& then) {
+  bool wait_delivered(uint32_t, bool, F&& then) {
     then(delivered());
     return true;
   }
@@ -73,19 +73,20 @@ struct Sender {
         uec::SymmetricLayout::make(group.topology(), 1, num_groups, 1, &bytes, &slot_offset);
     memory.assign(call.layout.total, 0);
     bases[1] = memory.data();
-    mains[0] = weights.data();
+    main_ptrs[0] = weights.data();
     call.num_ranks = 2;
     call.epoch = {kEpoch, CallRecord::make(kEpoch, kDigest, RecordKind::kCall)};
     call.tiles = tiles.map();
     call.addresses = {.bases = bases,
                       .segment_bytes = &bytes,
                       .slot_offset = &slot_offset,
-                      .mains = mains,
-                      .num_mains = 1};
+                      .main_ptrs = main_ptrs,
+                      .num_local_experts = 1};
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.arrived = arrived;
-    uec::build_worklist(uec::Alone{}, group.topology(), schedule->schedule, main_idx, 0, call.work);
-    call.reset_counters(uec::Alone{});
+    uec::build_worklist(uec::SingleThread{}, group.topology(), schedule->schedule, local_idx, 0,
+                        call.work);
+    call.reset_counters(uec::SingleThread{});
     peer_is_at(kEpoch);
   }
 
@@ -100,14 +101,14 @@ struct Sender {
   std::vector<uint8_t> weights, memory;
   std::unique_ptr<ScheduleArrays> schedule;
   uint8_t* bases[2] = {};
-  const uint8_t* mains[1] = {};
+  const uint8_t* main_ptrs[1] = {};
   uec::Task tasks[2];
   uec::Piece pieces[4];
   uec::Destination destinations[4];
   uec::Expected expected[4];
   uint8_t opens[2], involved[2], needs[2];
   int32_t arrived[2];
-  const int32_t main_idx[2] = {0, 0};
+  const int32_t local_idx[2] = {0, 0};
   uec::Call call;
   std::map<int64_t, uint64_t> words;
   std::map<std::pair<int32_t, int64_t>, uint64_t> published;
@@ -131,7 +132,7 @@ Step run(Worker& worker) {
     const Step step = worker.step();
     if (step != Step::kProgress) return step;
   }
-  return Step::kBlocked;
+  return Step::kWaitsForPeer;
 }
 
 // Before a worker looks at the gate of a peer that nothing of its own touches, others send all that
@@ -183,7 +184,7 @@ void check_wait_for_an_own_group() {
   FakeMemory memory{sender.words, sender.published, nullptr};
   Lone second(sender.call, memory, {1, 2});
   sender.words[sender.call.layout.ready(0, 1)] = kEpoch - 7;
-  CHECK(run(second.worker) == Step::kBlocked);
+  CHECK(run(second.worker) == Step::kWaitsForPeer);
   CHECK(second.worker.wait().flag == uec::FlagKind::kReady);
   CHECK_EQ(second.worker.wait().seen, kEpoch - 7);
 }
@@ -192,14 +193,14 @@ void check_wait_for_an_own_group() {
 // so: as a device, whose waits count commits.
 struct LateMover : FakeMover {
   uint32_t commits = 0, read = 0;
-  uint32_t commit(uint32_t) {
+  uint32_t commit_and_wait_source(uint32_t) {
     read = commits;
     return ++commits;
   }
   bool reusable(uint32_t k) const { return k < read || k >= commits; }
   template <class F>
-  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
-    if (ticket > read && !idle) return false;
+  bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
+    if (ticket > read && !may_block) return false;
     read = std::max(read, ticket);
     then(delivered());
     return true;
@@ -228,12 +229,12 @@ void check_gate() {
   Lone lone(sender.call, memory);
   auto& worker = lone.worker;
   sender.peer_is_at(kEpoch - 1);
-  CHECK(run(worker) == Step::kBlocked);
+  CHECK(run(worker) == Step::kWaitsForPeer);
   CHECK(worker.wait().flag == uec::FlagKind::kCall);
   sender.peer_is_at(kEpoch);
   sender.words[sender.call.layout.open(1)] =
       CallRecord::make(kEpoch - 1, kDigest, RecordKind::kCall).word;
-  CHECK(run(worker) == Step::kBlocked);
+  CHECK(run(worker) == Step::kWaitsForPeer);
   CHECK(worker.wait().flag == uec::FlagKind::kOpen);
   CHECK_EQ(worker.wait().seen, kEpoch - 1);
   CHECK_EQ(sender.memory[sender.slot_offset], 0);
@@ -249,7 +250,7 @@ void check_sides_see_each_other() {
     Lone lone(sender.call, memory);
     auto& worker = lone.worker;
     sender.peer_is_at(kEpoch + 1);
-    CHECK(worker.store_step() == Step::kIdle);
+    CHECK(worker.store_step() == Step::kNeedsFetch);
     CHECK(worker.fetch_step() == Step::kFailed);
     CHECK(worker.store_step() == Step::kFailed);
   }

@@ -50,7 +50,7 @@ std::vector<Fields> make_call(World& world, uint32_t seed) {
         const Step step = fetches ? s.fetcher.step() : s.storer.step();
         fetches ? agree_on<Team>(s.fetcher, step) : agree_on<Team>(s.storer, step);
         trace[r].push_back(static_cast<int64_t>(step) * 2 + fetches);
-        if (step == Step::kBlocked)
+        if (step == Step::kWaitsForPeer)
           for (const int64_t field : fields_of(s.fetcher.wait())) trace[r].push_back(field);
         CHECK(step != Step::kFailed);
         if (!fetches && step == Step::kFinished) phase[r] = kFinish;
@@ -94,7 +94,7 @@ void check_same_call() {
       return world;
     };
     const auto expected = make_world();
-    const std::vector<Fields> trace = make_call<Alone>(*expected, repeat);
+    const std::vector<Fields> trace = make_call<SingleThread>(*expected, repeat);
     for (const auto& counts : expected->counts) {
       for (const auto& count : counts) CHECK(count.load() <= 1);
       for (int64_t s = 0; s < group.slots_per_rank; ++s)
@@ -142,7 +142,7 @@ Outcome outcome_of(World& world, int32_t rank) {
   Outcome outcome;
   const auto answer = [](auto& side, Step step) {
     agree_on<Team>(side, step);
-    const bool waits = step == Step::kBlocked || step == Step::kFailed;
+    const bool waits = step == Step::kWaitsForPeer || step == Step::kFailed;
     return Answer{step, side.fault(), waits ? side.wait() : Wait{}};
   };
   Step fetched = Step::kProgress, stored = Step::kProgress, finished = Step::kProgress;
@@ -150,7 +150,7 @@ Outcome outcome_of(World& world, int32_t rank) {
     fetched = s.fetcher.step();
     stored = s.storer.step();
     agree<Team>(static_cast<uint64_t>(fetched) * 16 + static_cast<uint64_t>(stored));
-  } while ((stored != Step::kIdle || fetched == Step::kProgress) && stored != Step::kFailed &&
+  } while ((stored != Step::kNeedsFetch || fetched == Step::kProgress) && stored != Step::kFailed &&
            stored != Step::kFinished && fetched != Step::kFailed);
   outcome.fetch = answer(s.fetcher, fetched);
   outcome.store = answer(s.storer, stored);
@@ -184,19 +184,19 @@ Outcome outcome_of(World& world, int32_t rank) {
 // larger team finds a fault that is farther down the list.
 Answer answer_of_finish(World& world, int32_t rank, int32_t team_size) {
   const Call& call = world.parts[0][rank]->call;
-  TeamMemory<Alone> memory(world, rank);
+  TeamMemory<SingleThread> memory(world, rank);
   std::map<int32_t, Answer> unmet[2];  // waiting, faulty
   for (int32_t member = 0; member < team_size; ++member)
     for (int32_t i = member; i < call.work.num_expected; i += team_size) {
       const uec::Expected& e = call.work.expected[i];
       const bool done = e.kind == uec::Expected::kDone;
       Answer a;
-      const uec::Verdict verdict = judge_flag(
+      const uec::FlagState verdict = check_flag(
           memory, done ? call.layout.done(e.idx, e.peer) : call.layout.pulled(e.idx, e.peer),
           call.layout.call(e.peer), e.peer, call.epoch, &a.fault, &a.wait.seen);
-      if (verdict == uec::Verdict::kArrived) continue;
-      const bool faulty = verdict == uec::Verdict::kFault;
-      a.step = faulty ? Step::kFailed : Step::kBlocked;
+      if (verdict == uec::FlagState::kArrived) continue;
+      const bool faulty = verdict == uec::FlagState::kFault;
+      a.step = faulty ? Step::kFailed : Step::kWaitsForPeer;
       a.wait = {done ? FlagKind::kDone : FlagKind::kPulled,
                 e.peer,
                 e.expert,
@@ -219,7 +219,7 @@ void show_all(World& world, int32_t rank) {
     world.word(rank, layout.open(r)) = record_of(kFirstEpoch);
     for (int32_t s = 0; s < world.base_case.slots_per_rank; ++s)
       world.word(rank, layout.done(s, r)) = kFirstEpoch;
-    for (int32_t m = 0; m < world.num_mains[rank]; ++m)
+    for (int32_t m = 0; m < world.num_local_experts[rank]; ++m)
       world.word(rank, layout.pulled(m, r)) = kFirstEpoch;
   }
   for (int32_t s = 0; s < world.base_case.slots_per_rank; ++s)
@@ -239,7 +239,7 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
   };
   const auto owe = [&] {
     for (int32_t s = 0; s < slots; ++s) set(layout.done(s, peer), kFirstEpoch - 1);
-    for (int32_t m = 0; m < world.num_mains[rank]; ++m)
+    for (int32_t m = 0; m < world.num_local_experts[rank]; ++m)
       set(layout.pulled(m, peer), kFirstEpoch - 1);
   };
   const auto lack = [&](int64_t first_group) {
@@ -277,7 +277,7 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
       world.gone[peer] = true;
       return;
     case 11:
-      for (int32_t m = 0; m < world.num_mains[rank]; ++m)
+      for (int32_t m = 0; m < world.num_local_experts[rank]; ++m)
         set(layout.pulled(m, peer), kFirstEpoch - 1);
       return;
     default:
@@ -330,12 +330,12 @@ void check_same_reports() {
       return world;
     };
     const auto alone = make_world();
-    Outcome expected = outcome_of<Alone>(*alone, rank);
+    Outcome expected = outcome_of<SingleThread>(*alone, rank);
     CHECK(expected.finish == answer_of_finish(*alone, rank, 1));
-    if (expected.fetch.step == Step::kBlocked) ++blocked[expected.fetch.wait.flag];
+    if (expected.fetch.step == Step::kWaitsForPeer) ++blocked[expected.fetch.wait.flag];
     if (expected.fetch.step == Step::kFailed) ++failed[expected.fetch.wait.flag];
     if (expected.store.step == Step::kFailed) ++failed[FlagKind::kPulled];
-    if (expected.finish.step == Step::kBlocked) ++unfinished[expected.finish.wait.flag];
+    if (expected.finish.step == Step::kWaitsForPeer) ++unfinished[expected.finish.wait.flag];
     if (expected.finish.step == Step::kFailed) ++failed_late[expected.finish.wait.flag];
     const int32_t size = kSizes[draw(random, 0, 4)];
     const auto world = make_world();
@@ -369,11 +369,11 @@ struct Both {
 template <class Side>
 bool drive(TeamMemory<Crowd>& memory, const Call& call, Side& side, Both& both) {
   for (;;) {
-    if (Crowd::share(both.fault.load()) != Fault::kNone) return false;
+    if (Crowd::broadcast(both.fault.load()) != Fault::kNone) return false;
     const Step step = side.step();
     agree_on<Crowd>(side, step);
     if (step == Step::kFinished) return true;
-    if (step == Step::kFailed || step == Step::kBlocked) {
+    if (step == Step::kFailed || step == Step::kWaitsForPeer) {
       const uec::Report report = report_step(memory, call, side.fault(), side.wait());
       Crowd::agree(static_cast<uint64_t>(report.fault));
       Fault first = Fault::kNone;

@@ -37,11 +37,11 @@ bool Machine::run(Warp& w, int budget) {
   bool moved = false;
   uint32_t ready = 0;
   each_lane(w.live, [&](int l) {
-    const bool goes_on =
+    const bool continues =
         (w.status[l] == Status::kAtBulk && random(8) == 0 && finish_bulk_wait(w, l)) ||
         (w.status[l] == Status::kAtCluster && pass_cluster(w, l)) ||
         (w.status[l] == Status::kAtQuiet && is_quiet(w, l));
-    if (goes_on) {
+    if (continues) {
       w.status[l] = Status::kRuns;
       ++w.pc[l];
       moved = true;

@@ -69,7 +69,7 @@ class Case:
                     cost=self.cost,
                     call_timeout=0,
                     wait_timeout=0,
-                    banks=2,
+                    num_banks=2,
                 )
             )
             for rank in range(self.num_ranks)
@@ -165,7 +165,7 @@ def make_call(
     call = _core.TransferCall(
         operation=_core.Operation.REDUCE if reduces else _core.Operation.REPLICATE,
         plan=view,
-        mains=0,
+        main_ptrs=0,
         num_segments=len(case.dtypes) if reduces else len(chosen),
         mode=mode,
         background=True,
@@ -385,7 +385,7 @@ def test_slots_become_what_the_mains_are(case: Case, data: st.DataObject, seed: 
             np.testing.assert_array_equal(found, wanted)
         assert came == {
             (rank, slot, segment): case.segments[segment]
-            for rank, slot in np.argwhere(ledgers[0].moves()).tolist()
+            for rank, slot in np.argwhere(ledgers[0].slots_to_fill()).tolist()
             for segment in segments
         }
         held = np.where(plan >= 0, plan, held).astype(np.int32)
@@ -434,7 +434,7 @@ def test_mains_get_the_sum_in_the_order_of_ranks(
     ledgers = case.ledgers()
     steps = submit(ledgers, make_call(case, plan, quota=quota, mode=mode))
     check_ends(steps)
-    np.testing.assert_array_equal(ledgers[0].moves(), with_tokens >= 0)
+    np.testing.assert_array_equal(ledgers[0].slots_to_fill(), with_tokens >= 0)
 
     Part = tuple[int, int, int]  # gate, segment, offset
     parts: list[dict[Part, dict[int, torch.Tensor]]] = [{} for _ in steps]

@@ -184,7 +184,7 @@ class C10dEngine:
                 main = _mains(bound.tensors, self._slots.grad_names, as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
-                    read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
+                    read = self._ledger.slots_to_fill()[self._rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
                 self._counts["replicate"] += 1
@@ -491,10 +491,10 @@ class C10dEngine:
         with self._changed:
             return self._ledger.version(bank)
 
-    def moves(self) -> NDArray[np.bool_]:
+    def slots_to_fill(self) -> NDArray[np.bool_]:
         """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads."""
         with self._changed:
-            return self._ledger.moves()
+            return self._ledger.slots_to_fill()
 
     def reader(self, bank: int) -> int:
         """Return the call that fills a bank, if it has not finished, else 0."""

@@ -173,7 +173,7 @@ class CudaEngine:
         """Return 0: :meth:`invalidate` follows the calls so far on the device."""
         return 0
 
-    def moves(self) -> None:
+    def slots_to_fill(self) -> None:
         """Return None: the device finds out."""
 
     def invalidate(self, bank: int) -> None:

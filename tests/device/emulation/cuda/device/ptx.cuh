@@ -10,7 +10,7 @@
 
 #define UEC_DEVICE inline
 #define UEC_ROLE inline
-#define UEC_APART inline
+#define UEC_DEVICE_NOINLINE inline
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
