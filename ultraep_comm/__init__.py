@@ -32,7 +32,8 @@ _HOMES = {
     "plan.plan": ("Plan", "PlanCost"),
     "plan.topology": ("slots_for_exact",),
     "recording.recorder": ("Recorder",),
-    "weights.segments": ("BoundWeights", "Segment"),
+    "weights.binding": ("Binding",),
+    "weights.segments": ("Segment",),
 }
 _PACKAGES = ("adapters", "interop", "model", "nn")
 

@@ -23,12 +23,13 @@ from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan, PlanCost
 from ultraep_comm.plan.topology import slots_for_exact
 from ultraep_comm.recording.recorder import Recorder
-from ultraep_comm.weights.segments import BoundWeights, Segment
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Segment
 
 __version__: str
 __all__ = [
     "Bank",
-    "BoundWeights",
+    "Binding",
     "Group",
     "GroupHealth",
     "GroupMemory",

@@ -34,9 +34,11 @@ def new_groups(num_ranks: int, *, engine: str = "host", **options: Any) -> list[
     return uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 
-def plan_of(slots: list[list[int]], bank: int | None = 0, **fields: Any) -> uec.Plan:
+def plan_of(
+    slots: list[list[int]], bank: int = 0, *, reuse: bool = True, **fields: Any
+) -> uec.Plan:
     return uec.Plan.from_slots(
-        torch.tensor(slots, dtype=torch.int32), num_experts=E, bank=bank, **fields
+        torch.tensor(slots, dtype=torch.int32), num_experts=E, bank=bank, reuse=reuse, **fields
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +70,9 @@ class Model:
         calls = [(layer, mb) for layer in range(num_layers) for mb in range(num_microbatches)]
         self.plans = {call: self.plan() for call in calls}
         if banks > 1:
-            self.plans = {call: replace(plan, bank=call[0]) for call, plan in self.plans.items()}
+            self.plans = {
+                call: plan.in_bank(call[0], reuse=True) for call, plan in self.plans.items()
+            }
         self.instances = {
             (rank, *call): self.choose(rank, self.plans[call], num_tokens)
             for rank in range(num_ranks)

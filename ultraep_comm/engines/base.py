@@ -21,8 +21,8 @@ from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables, BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Segment
+from ultraep_comm.weights.binding import Binding, PutAddresses
+from ultraep_comm.weights.segments import Segment
 
 Tensor = torch.Tensor
 Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
@@ -102,9 +102,7 @@ class Engine(Protocol):
     def has_shape(self, plan: _core.PlanView) -> bool:
         """Return whether a plan is for as many ranks, slots and experts as the group."""
 
-    def transfer(
-        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
-    ) -> tuple[int, _core.Mode | None]:
+    def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).
 
         ``bound``: what it moves; most engines read the addresses in ``call``.
@@ -243,11 +241,13 @@ class LocalStages(Protocol):
         home: int32 ``[E]``, on the group's device; shared by all plans made there.
         domains: int32 ``[G]``, likewise.
         marks: int64, zeroed: one for each plan that graphs save.
+        put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
     """
 
     home: Tensor
     domains: Tensor
     marks: Tensor
+    put_addresses: PutAddresses | None
 
     def holds(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
@@ -329,7 +329,6 @@ class LocalStages(Protocol):
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,
     ) -> Plan:
@@ -369,9 +368,6 @@ class LocalStages(Protocol):
 
         ``in_use``, one of ``marks``, is that of a captured save; see ``PlanStore``.
         """
-
-    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return address tables on the device; None: there is no device."""
 
     def finish_replays(self) -> None:
         """Wait for launches outside the engine, those of graph replays included."""

@@ -34,7 +34,7 @@ from ultraep_comm.fabrics.sockets import Listener, cannot_listen
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables
+from ultraep_comm.weights.binding import PutAddresses
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
@@ -98,6 +98,7 @@ class HostStages:
     """Count, plan and reroute on the CPU; see :class:`LocalStages`."""
 
     marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
+    put_addresses: PutAddresses | None = None
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology = topology
@@ -189,7 +190,6 @@ class HostStages:
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,  # of a device
     ) -> Plan:
@@ -225,7 +225,6 @@ class HostStages:
             load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
             domains=domains,
             moves=moves,
-            bank=bank,
         )
 
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
@@ -290,10 +289,6 @@ class HostStages:
         """Copy a plan's tensors, given as pairs (destination, source)."""
         for to, source in fields:
             to.copy_(source)
-
-    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return None: the engine reads addresses on the CPU."""
-        return None
 
     def finish_replays(self) -> None:
         """Do nothing: there are no replays."""

@@ -77,7 +77,8 @@ def test_a_batch_is_waited_for_before_the_next(
 
     def run(rank: int) -> list[BaseException | None]:
         own = {"w": weights_of(0)[rank * M : (rank + 1) * M]}
-        balancer, other = Balancer(groups[rank], own), Balancer(groups[rank], own, bank=1)
+        balancer = Balancer(groups[rank], own)
+        other = Balancer(groups[rank], own, bank=1, reuse=True)
         early = raised(balancer.wait)
         balancer.begin(ids)
         other.begin(ids)  # which has slots of its own

@@ -222,14 +222,14 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         slots = list(group.slots.values())
         arguments = (
             *(tensors, [-1, -1], names, *plan_fields(plan)),
-            *(slots, names, ORDER, "auto", None, None, None, group.name),
+            *(slots, names, ORDER, "auto", 0, False, None, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
         token = OPERATORS.start_replicate_experts(*arguments)
         opcheck(
             OPERATORS.wait_replicate_experts.default,
-            (token, tensors, plan.slot_expert, slots, names, ORDER, None, group.name, False),
+            (token, tensors, plan.slot_expert, slots, names, ORDER, 0, group.name, False),
         )
         grads = [tensor.float() for tensor in tensors]
         slot_grads = list(group.slot_grads.values())
@@ -237,7 +237,7 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
             OPERATORS.reduce_expert_grads.default,
             (
                 *(grads, [-1, -1], names, *plan_fields(plan)),
-                *(slot_grads, ORDER, "auto", True, None, group.name),
+                *(slot_grads, ORDER, "auto", True, 0, False, group.name),
             ),
         )
 
@@ -262,12 +262,12 @@ def test_copies_of_slots_receive_what_the_slots_would(
         mains = list(make_mains(rank, 0).values())
         arguments = (
             *(mains, [-1, -1], names, *plan_fields(plan), *rest),
-            *("auto", None, None, None, group.name),
+            *("auto", 0, False, None, None, group.name),
         )
         if async_op:
             token = OPERATORS.start_replicate_experts(*arguments)
             OPERATORS.wait_replicate_experts(
-                token, mains, plan.slot_expert, *rest, None, group.name, False
+                token, mains, plan.slot_expert, *rest, 0, group.name, False
             )
         else:
             OPERATORS.replicate_experts(*arguments)
@@ -371,7 +371,7 @@ def test_weights_and_plans_of_every_form(groups: list[uec.Group]) -> None:
     cost = uec.PlanCost(token=1e-6, expert_byte=1e-12)
 
     def calls(
-        load: torch.Tensor, stacked: Weights, bound: uec.BoundWeights, group: uec.Group
+        load: torch.Tensor, stacked: Weights, bound: uec.Binding, group: uec.Group
     ) -> uec.Plan:
         plan = uec.plan_replicas(load, group=group, target=1.1)
         uec.replicate_experts(bound, plan, group=group, mode="push")

@@ -89,7 +89,7 @@ def test_instances_of_each_bank(device: EmulatedDevice, on_device: bool) -> None
     last = [0, 0]
     for epoch, (mode, bank) in enumerate(itertools.product(MODES, range(2)), 1):
         drawn = random_plan(epoch, 3, 6, 2)
-        plan = uec.Plan.from_slots(drawn.slot_expert, num_experts=6, bank=bank)
+        plan = uec.Plan.from_slots(drawn.slot_expert, num_experts=6, bank=bank, reuse=True)
         for group in groups:
             fill_weights(group, mains[bank][group.rank], epoch)
         last[bank] = epoch

@@ -81,7 +81,7 @@ def test_expert_pointers_are_mains_then_slots() -> None:
 def test_bound_weights_are_checked_against_the_group() -> None:
     one, other = _groups(1), _groups(1, num_experts=E + 1)
     bound = one[0].bind(make_weights(one[0]))
-    assert bound.names == {"w", "s"}
+    assert set(bound.tensors) == {"w", "s"}
     assert bound.region == -1
     assert one[0].bind(bound) is bound
     plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E + 1)
@@ -114,6 +114,54 @@ def test_bound_addresses_are_those_of_the_tensors() -> None:
     # One expert's bytes for all; and a segment that is left out.
     same = stacked["w"][3].expand(E, *SMALL["w"].shape)
     assert list(group.bind({"w": same}).addresses) == [same.data_ptr()] * E + [0] * 2 * E
+    close_all([group])
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+def test_an_update_is_for_later_calls(engine: str) -> None:
+    groups = _groups(2, engine=engine)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    weights: list[Any] = [make_weights(group) for group in groups]
+    bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
+    for epoch in (1, 2):
+        prepare_all(groups, weights, epoch)
+        works = start_all(groups[:1], bound, plan)
+        before, weights = weakref.ref(weights[0]["w"]), [make_weights(group) for group in groups]
+        bound[0].update(weights[0])
+        assert before() is not None  # the call in flight reads it
+        works += start_all(groups[1:], bound, plan)
+        for work in works:
+            work.synchronize()
+        bound[1].update(weights[1])
+        assert [wrong_bytes(group, plan, epoch) for group in groups] == [0, 0]
+    assert bound[0].addresses == groups[0].bind(weights[0]).addresses
+    close_all(groups)
+
+
+def test_an_update_is_of_the_same_segments_dtypes_and_region() -> None:
+    (group,) = _groups(1, grads=torch.float32)
+    first, second, plain = group.empty_weights(), group.empty_weights(), make_weights(group)
+    bound, shared = group.bind({"w": plain["w"]}), group.bind(first)
+    before = bound.addresses
+    for other in (plain, {"s": plain["s"]}, {}):
+        with pytest.raises(errors.InvalidWeightsError, match="of other names or dtypes"):
+            bound.update(other)
+    for other in (second, plain):
+        with pytest.raises(errors.InvalidWeightsError, match="captured calls may pull from"):
+            shared.update(other)
+    with pytest.raises(errors.InvalidWeightsError, match="has shape"):
+        bound.update({"w": plain["w"][1:]})
+    assert bound.addresses is before
+    bound.update({"w": first["w"]})
+    assert bound.region == -1  # captured calls do not know the region
+    grads = {name: tensor.float() for name, tensor in plain.items()}
+    main = group.bind_grads(grads)
+    with pytest.raises(errors.InvalidGradientsError, match="of other names or dtypes"):
+        main.update({**grads, "w": grads["w"].bfloat16()})
+    with pytest.raises(errors.InvalidGradientsError, match="bound to another group"):
+        main.update(bound)
+    with pytest.raises(errors.InvalidArgumentError, match="a copy of a binding"):
+        copy.deepcopy(bound).update(plain)
     close_all([group])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -80,7 +79,7 @@ def _walk(
 
     ``layers``: the bank of each, and its tensors by rank.
     """
-    first, versions = groups[0].rank, itertools.count(1)
+    first = groups[0].rank
     for layer, (_, tensors) in enumerate(layers):
         for group in groups:
             _check_mains(group, tensors[group.rank - first], 0)
@@ -91,20 +90,13 @@ def _walk(
                 for group in groups:
                     _clear(group.bank(bank), group)
                 given = {g.rank: _mains(g, tensors[g.rank - first]) for g in groups}
-                # A newer version, so that nothing is taken to be there already.
-                newer = {"version": next(versions)} if bank else {}
-                in_bank = _in_bank(plan, bank or None)
-                synchronize_all(start_all(groups, given, in_bank, mode=mode, **newer))
+                synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
                 for group in groups:
                     for other, (same, shown) in enumerate(layers):
                         own = shown[group.rank - first]
                         _check_mains(group, own, other + 1)
                         if same == bank:
                             _check_slots(group, own, plan, layer + 1)
-
-
-def _in_bank(plan: uec.Plan, bank: int | None) -> uec.Plan:
-    return uec.Plan.from_slots(plan.slot_expert, num_experts=E, home=plan.home, bank=bank)
 
 
 def _plans(num_ranks: int, home: Any = None) -> list[uec.Plan]:
@@ -218,8 +210,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
                 assert torch.equal(group.bank(bank).slot_grads[name], tensor[-S:])
         before.append([{name: t.clone() for name, t in own.items()} for own in tensors])
         given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
-        in_bank = _in_bank(plan, bank)
-        synchronize_all(start_all(groups, given, in_bank, call=uec.reduce_expert_grads))
+        synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
         rows = plan.slot_expert.tolist()
         for group, own in zip(groups, tensors, strict=True):
             for i, expert in enumerate(group.topology.mains(group.rank).tolist()):

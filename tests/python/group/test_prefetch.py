@@ -50,7 +50,7 @@ def test_the_exact_plan_moves_what_the_forecast_missed(method: Any) -> None:
             uec.prefetch_experts(weights[r], forecasts[r], bank=1, group=groups[r])
             for r in range(num_ranks)
         ]
-        plans = [uec.plan_replicas(load, group=group, bank=1) for group in groups]
+        plans = [uec.plan_replicas(load, group=group, bank=1, reuse=True) for group in groups]
         exact = start_all(groups, weights, plans)  # while the prefetch is under way
         synchronize_all(exact)
         for work in works:
@@ -73,7 +73,7 @@ def test_a_forecast_that_comes_true_leaves_nothing_to_move() -> None:
     weights, (load,) = filled_weights(groups, 0), _loads(4, 1)
     for group in groups:
         uec.prefetch_experts(weights[group.rank], load, bank=group.bank(0), group=group)
-    plan = uec.plan_replicas(load, group=groups[0], bank=0)
+    plan = uec.plan_replicas(load, group=groups[0], reuse=True)
     assert plan.num_moves == 0
     assert plan.num_replicas > 0
     replicate(groups, weights, plan)

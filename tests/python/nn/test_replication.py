@@ -234,7 +234,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     "distributed tensors": ("distributed", False, None, {}, [{}], False),
     "recomputed": ("tensors", False, "reentrant", {}, [{}, {}], False),
     "recomputed without reentrance": ("sequences", True, "other", {}, [{}, {}], True),
-    "banks of their own": ("tensors", False, None, {"banks": 2}, [{"bank": 0}, {"bank": 1}], True),
+    "banks of their own": (
+        "tensors",
+        False,
+        None,
+        {"banks": 2},
+        [{"bank": i, "reuse": True} for i in (0, 1)],
+        True,
+    ),
     "two live microbatches": ("tensors", False, None, {"banks": 2}, [{"live": 2}] * 2, True),
     "no replicas for few tokens": ("tensors", False, None, {}, [{"min_tokens": 10_000}], False),
 }

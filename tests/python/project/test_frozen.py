@@ -55,6 +55,10 @@ READERS = {
 CONSTRUCTED = {"ExpertPass", "Machine", "Plan", "PlanCost", "ReplicatedExperts", "Segment"}
 # For other modules, and in no page of the documentation.
 INTERNAL = {
+    "Binding.addresses",
+    "Binding.owner",
+    "Binding.region",
+    "Binding.types",
     "ExpertPass.calls",
     "Group.session",
     "PlanHandle.saved",
@@ -62,7 +66,6 @@ INTERNAL = {
     "Recorder.enter",
     "Work.epoch",
 }
-OPAQUE = {"BoundWeights"}
 
 
 class _Bare(str):
@@ -180,8 +183,7 @@ def python_names() -> Section:
     for name, instance in sorted(instances.items()):
         cls = instance if isinstance(instance, type) else type(instance)
         made = [signature(cls).removesuffix(" -> None")] * (name in CONSTRUCTED)
-        if name not in OPAQUE:
-            found[name] = "; ".join([*made, *members(cls, instance)])
+        found[name] = "; ".join([*made, *members(cls, instance)])
     return found
 
 

@@ -78,14 +78,10 @@ class Way:
             self._payload.fill(row, epoch=layer, expert=int(expert), segment=_NAME)
         return {_NAME: weights}
 
-    @property
-    def _has_banks(self) -> bool:
-        return self.name != "empty"
-
     def step(self, layer: int, load: torch.Tensor, counts: bool) -> None:
         """Plan and transfer one layer of one step; with ``counts`` its figures are kept."""
         groups, seen = self.groups, self.seen
-        bank = layer % len(groups[0].banks) if self._has_banks else None
+        bank = layer % len(groups[0].banks)
         prefetched, missed = 0, float("nan")
         forecast = self._forecasts[layer]
         if self.name == "prefetch":
@@ -113,7 +109,8 @@ class Way:
                 missed = float(off)
             forecast.update(load)
         start = time.perf_counter()
-        plan = plan_replicas(load, group=groups[0], bank=bank, target=self._settings.target)
+        reuse, target = self.name != "empty", self._settings.target
+        plan = plan_replicas(load, group=groups[0], bank=bank, reuse=reuse, target=target)
         planned = time.perf_counter()
         before = self._stored()
         begun = time.perf_counter()
@@ -126,7 +123,7 @@ class Way:
             work.synchronize()
         ended = time.perf_counter()
         moves = self._stored() - before
-        seen.wrong += self._count_wrong(plan, layer, bank or 0)
+        seen.wrong += self._count_wrong(plan, layer, bank)
         if moves != plan.num_moves:
             seen.wrong += 1
         if not counts:
