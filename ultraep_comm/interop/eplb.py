@@ -90,43 +90,45 @@ def home_from_eplb(
     *,
     num_ranks: int,
     num_experts: int,
-    max_mains: int | None = None,
+    max_local_experts: int | None = None,
 ) -> torch.Tensor:
     """Return int32 ``[E]``: homes on which EPLB's placement has a row of every expert.
 
-    The rank with most mains has as few as the placement allows. That may be more than E / G: EPLB
-    puts many cold experts on one rank, and hot ones twice. If no rank needs more than E / G rounded
-    up, none has fewer than E / G rounded down where that is possible. Contiguous homes are tried
-    first. Homes may differ between layers, while a group has one home map.
+    The largest number of local experts on a rank is the lowest that the placement allows. That may
+    be more than E / G: EPLB puts many cold experts on one rank, and hot ones twice. If no rank
+    needs more than E / G rounded up, none has fewer than E / G rounded down where that is possible.
+    Contiguous homes are tried first. Homes may differ between layers; a group has one home map.
 
     Args:
         physical_to_logical: as in :func:`from_eplb`.
         num_ranks: G.
         num_experts: E.
-        max_mains: the most experts that may be at home on a rank; None: any number.
+        max_local_experts: the limit of a rank; None: any number.
 
     Raises:
-        InvalidPlanError: as in :func:`from_eplb`, or more than ``max_mains`` experts for each of
-            some ranks have all their rows on these. The message names them.
+        InvalidPlanError: as in :func:`from_eplb`, or some ranks have all rows of more experts than
+            ``max_local_experts`` each. The message names them.
     """
     num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
     rows, _ = read_rows(physical_to_logical, num_ranks, num_experts)
-    per_rank = len(rows) // num_ranks  # that many mains always suffice: every expert has a row
-    limit = per_rank if max_mains is None else min(per_rank, as_count(max_mains, "max_mains"))
+    limit = len(rows) // num_ranks  # always suffices: every expert has a row
+    if max_local_experts is not None:
+        limit = min(limit, as_count(max_local_experts, "max_local_experts"))
+    per_rank = len(rows) // num_ranks
     ranks_of = [
         list(dict.fromkeys(row // per_rank for row in own)) for own in _rows_of(rows, num_experts)
     ]
     home = [-1] * num_experts
-    mains: list[set[int]] = [set() for _ in range(num_ranks)]
+    local: list[set[int]] = [set() for _ in range(num_ranks)]
     stuck: list[int] = []
-    # What a rank has it keeps: paths pass through it, or end there.
-    for most in range(min(num_experts // num_ranks, limit), limit + 1):
+    # Raise the capacity step by step: a path never takes a local expert from a rank for good.
+    for capacity in range(min(num_experts // num_ranks, limit), limit + 1):
         for expert, rank in enumerate(_homes(None, num_ranks, num_experts)):
-            if home[expert] < 0 and rank in ranks_of[expert] and len(mains[rank]) < most:
+            if home[expert] < 0 and rank in ranks_of[expert] and len(local[rank]) < capacity:
                 home[expert] = rank
-                mains[rank].add(expert)
+                local[rank].add(expert)
         homeless = [expert for expert in range(num_experts) if home[expert] < 0]
-        found = [_find_home(expert, ranks_of, home, mains, most) for expert in homeless]
+        found = [_find_home(expert, ranks_of, home, local, capacity) for expert in homeless]
         stuck = next(filter(None, found), [])
         if not stuck:
             return torch.tensor(home, dtype=torch.int32, device="cpu")
@@ -134,7 +136,7 @@ def home_from_eplb(
     raise InvalidPlanError(
         f"no home map with at most {limit} experts on a rank: the {len(stuck)} experts"
         f" {sorted(stuck)} have all their rows on ranks {ranks}, which can be homes of"
-        f" {limit * len(ranks)}. Raise max_mains, or have EPLB place more redundant experts"
+        f" {limit * len(ranks)}. Raise max_local_experts, or have EPLB place more redundant experts"
     )
 
 
@@ -142,29 +144,29 @@ def _find_home(
     expert: int,
     ranks_of: Sequence[Sequence[int]],
     home: list[int],
-    mains: Sequence[set[int]],
-    most: int,
+    local: Sequence[set[int]],
+    capacity: int,
 ) -> list[int]:
-    """Give an expert a home by an augmenting path, on which other experts move one rank on.
+    """Find a home for an expert by an augmenting path, along which other experts change homes.
 
-    Returns nothing, or else the experts for which Hall's condition fails: all their rows are on
-    ranks with room for one expert less.
+    Returns an empty list, or the experts for which Hall's condition fails: all their rows are on
+    ranks that have room for one expert less.
     """
-    mover_to: dict[int, int] = {}  # of each rank reached, the expert that would move there
+    mover_to: dict[int, int] = {}  # by rank reached: the expert that would move there
     queue = [expert]
     for mover in queue:
         for rank in [r for r in ranks_of[mover] if r not in mover_to]:
             mover_to[rank] = mover
-            if len(mains[rank]) == most:
-                queue.extend(sorted(mains[rank]))
+            if len(local[rank]) == capacity:
+                queue.extend(sorted(local[rank]))
                 continue
             free = rank
             while free >= 0:
                 moved = mover_to[free]
-                mains[free].add(moved)
+                local[free].add(moved)
                 free, home[moved] = home[moved], free
                 if free >= 0:
-                    mains[free].remove(moved)
+                    local[free].remove(moved)
             return []
     return queue
 

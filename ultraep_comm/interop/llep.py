@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.interop.tables import as_count, fit_slots, mains_of_each, make_plan
+from ultraep_comm.interop.tables import as_count, fit_slots, local_experts_of_each, make_plan
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import as_int
 
@@ -23,7 +23,7 @@ def from_llep(
 ) -> Plan:
     """Make a plan of an assignment by LLEP (arXiv 2601.17111, Salesforce's LeastLoadedEP).
 
-    LLEP keeps to no slot budget: a rank needs a slot for each expert that it computes for others.
+    LLEP has no slot budget: a rank needs a slot for each expert that it computes for others.
 
     Args:
         lpt_plan: what ``compute_llep_lpt_plan`` returns under this name: by expert, its chunks
@@ -39,8 +39,8 @@ def from_llep(
             needs more than ``slots_per_rank``; or as in :meth:`Plan.from_slots`.
     """
     num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
-    mains = mains_of_each(num_ranks, num_experts, "LLEP")
-    homes = [expert // mains for expert in range(num_experts)]
+    per_rank = local_experts_of_each(num_ranks, num_experts, "LLEP")
+    homes = [expert // per_rank for expert in range(num_experts)]
     if not isinstance(lpt_plan, Mapping):
         raise InvalidPlanError(
             f"lpt_plan is a {type(lpt_plan).__name__}; expected a mapping from experts to chunks:"

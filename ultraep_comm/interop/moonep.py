@@ -9,7 +9,7 @@ from ultraep_comm.interop.tables import (
     as_count,
     check_experts,
     fit_slots,
-    mains_of_each,
+    local_experts_of_each,
     make_plan,
 )
 from ultraep_comm.plan.plan import Plan, as_int_tensor
@@ -50,8 +50,8 @@ def from_moonep(
     slots: list[list[int]] = copies.tolist()
     for rank, row in enumerate(slots):
         check_experts(row, f"experts_to_copy[{rank}]", num_experts)
-    mains = mains_of_each(num_ranks, num_experts, "MoonEP")
-    homes = [expert // mains for expert in range(num_experts)]
+    per_rank = local_experts_of_each(num_ranks, num_experts, "MoonEP")
+    homes = [expert // per_rank for expert in range(num_experts)]
     tokens = None
     if alloc is not None:
         given = as_int_tensor(alloc, "alloc").cpu()

@@ -47,8 +47,8 @@ def check_experts(row: Sequence[int], name: str, num_experts: int) -> None:
             )
 
 
-def mains_of_each(num_ranks: int, num_experts: int, system: str) -> int:
-    """Return E / G, of systems that have as many experts at home on each rank."""
+def local_experts_of_each(num_ranks: int, num_experts: int, system: str) -> int:
+    """Return E / G, for systems with equally many local experts on each rank."""
     if num_experts % num_ranks:
         raise InvalidPlanError(
             f"num_experts is {num_experts} for {num_ranks} ranks; expected a multiple: {system} has"
@@ -58,7 +58,7 @@ def mains_of_each(num_ranks: int, num_experts: int, system: str) -> int:
 
 
 def fit_slots(slots: Iterable[list[int]], slots_per_rank: int | None, advice: str) -> torch.Tensor:
-    """Return slots ``[G, S]``: of a longer row the filled ones, and empty ones behind a shorter."""
+    """Return slots ``[G, S]``: rows cut to their filled slots, then padded with empty ones."""
     rows = list(slots)
     size = (
         max(map(len, rows)) if slots_per_rank is None else as_int(slots_per_rank, "slots_per_rank")
@@ -83,7 +83,7 @@ def make_plan(
     device: torch.device,
     load: torch.Tensor | None,
 ) -> Plan:
-    """Return a plan on a device. ``tokens`` are those of mains and of replicas; None: no quotas."""
+    """Return a plan on a device; ``tokens`` of all instances, or None: no quotas."""
     slot_quota = home_quota = None
     if tokens is not None:
         for (rank, expert), count in tokens.items():
@@ -97,8 +97,8 @@ def make_plan(
             for rank, row in enumerate(slots.tolist())
         ]
         slot_quota = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        mains = [tokens.get((rank, expert), 0) for expert, rank in enumerate(homes)]
-        home_quota = torch.tensor(mains, dtype=torch.int64, device="cpu")
+        at_home = [tokens.get((rank, expert), 0) for expert, rank in enumerate(homes)]
+        home_quota = torch.tensor(at_home, dtype=torch.int64, device="cpu")
     return Plan.from_slots(
         slots.to(device),
         num_experts=len(homes),

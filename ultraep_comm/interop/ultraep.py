@@ -11,7 +11,7 @@ from ultraep_comm.interop.tables import (
     Tokens,
     as_count,
     fit_slots,
-    mains_of_each,
+    local_experts_of_each,
     make_plan,
     read_rows,
 )
@@ -33,8 +33,7 @@ def from_ultraep(
 
     Args:
         physical_to_logical: integers ``[P]``, ``manager.physical_to_logical_map[layer]``. Each rank
-            has E / G masters, which are its mains and make it their home, then its slots; -1:
-            unused.
+            has E / G masters, its local experts, then its slots; -1: unused.
         num_ranks: G.
         num_experts: E, a multiple of G.
         logical_to_physical: integers ``[E, X]``, ``manager.logical_to_physical_map[layer]``: the
@@ -51,7 +50,10 @@ def from_ultraep(
     """
     num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
     rows, device = read_rows(physical_to_logical, num_ranks, num_experts)
-    per_rank, masters = len(rows) // num_ranks, mains_of_each(num_ranks, num_experts, "UltraEP")
+    per_rank, masters = (
+        len(rows) // num_ranks,
+        local_experts_of_each(num_ranks, num_experts, "UltraEP"),
+    )
     if per_rank < masters:
         raise InvalidPlanError(
             f"a rank has {per_rank} of {len(rows)} rows; expected its {masters} masters, then its"
@@ -99,7 +101,7 @@ def _by_instance(
     places: Sequence[Sequence[int]],
     counts: Sequence[Sequence[int]],
 ) -> Tokens:
-    """Return the tokens of rows that UltraEP's two maps agree on."""
+    """Return the tokens of each row; raise InvalidPlanError if UltraEP's two maps disagree."""
     tokens: dict[tuple[int, int], int] = {}
     for expert, own in enumerate(places):
         for index, row in enumerate(own):

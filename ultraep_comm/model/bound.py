@@ -26,9 +26,9 @@ def transfer_bound_us(
     Each replicated expert leaves its holders at least once, and each slot that does not hold its
     expert already is filled once. Holders are the home and the slots that do; it may leave several
     in parts. If homes are the only holders, no rank both exports and imports, and egress is not
-    slower than ingress, the busiest link gives T*. Otherwise a linear program does, over how much
-    of each expert each rank sends. With several domains, a rank's near and far links are added up,
-    and everything that has to enter or leave a domain passes its far links: a lower bound, not
+    slower than ingress, the busiest link determines T*. Otherwise a linear program does, over how
+    much of each expert each rank sends. With several domains, a rank's near and far links are added
+    up, and everything that has to enter or leave a domain passes its far links: a lower bound, not
     always tight. If cores copy in one memory, any rank with an instance can make a copy, so only
     the sum of all copies counts, at the rate of as many concurrent stores as the memory sustains.
 
@@ -36,7 +36,7 @@ def transfer_bound_us(
         slot_expert: ``[G, S]``, a legal plan; -1: empty.
         home: ``[E]``.
         expert_bytes: W, of the transferred segments.
-        machine: its rates count in full; efficiencies are ignored.
+        machine: its full rates are used, without efficiencies.
         residents: ``[G, S]``, the expert that each slot holds already; -1, or None: none.
 
     Raises:
@@ -61,13 +61,13 @@ def transfer_bound_us(
     in_us = expert_bytes / (machine.ingress_gbps + far_gbps) / 1e3
     imports = np.bincount(rank, minlength=num_ranks)
     exports = np.bincount(holder, minlength=num_ranks)
-    most_out, most_in = float(exports.max()), float(imports.max())
+    max_exports, max_imports = float(exports.max()), float(imports.max())
     # If no rank both exports and imports, no set of ranks has to send more per rank than the
     # busiest home exports or the fullest rank imports.
     chained = bool(((exports > 0) & (imports > 0)).any())
-    if chained or len(resident) or (most_in > most_out and out_us > in_us):
-        most_out = _least_egress(rank, expert, holder, held, num_ranks)
-    bound = max(out_us * most_out, in_us * most_in)
+    if chained or len(resident) or (max_imports > max_exports and out_us > in_us):
+        max_exports = _min_egress(rank, expert, holder, held, num_ranks)
+    bound = max(out_us * max_exports, in_us * max_imports)
     if far_gbps:
         bound = max(bound, crossings.max() * expert_bytes / far_gbps / 1e3)
     return bound
@@ -76,7 +76,7 @@ def transfer_bound_us(
 def _crossings(
     rank: Int64Array, expert: Int64Array, holder: Int64Array, held: Int64Array, machine: Machine
 ) -> NDArray[np.float64]:
-    """Return the least number of experts that enter or leave each domain, per rank of the domain.
+    """Return how many experts at least enter or leave each domain, per rank of the domain.
 
     Empty if no expert has instances in several domains.
 
@@ -102,10 +102,10 @@ def _crossings(
     return np.concatenate(counts) / size
 
 
-def _least_egress(
+def _min_egress(
     rank: Int64Array, expert: Int64Array, holder: Int64Array, held: Int64Array, num_ranks: int
 ) -> float:
-    """Return the least possible egress of the busiest rank, in experts.
+    """Return the lowest possible egress of the busiest rank, in experts.
 
     The instances of an expert with n replicas send it n times in total, its holders at least once.
     Arguments are those of `_crossings`.
@@ -117,7 +117,7 @@ def _least_egress(
     count, first = len(sender), len(holder)
     columns, ranks = np.arange(count), np.arange(num_ranks)
     in_all = coo_array((np.ones(count), (of, columns)), (len(experts), count + 1))
-    at_most = coo_array(  # a row for each rank, and one for the holders of each expert
+    upper = coo_array(  # a row for each rank, and one for the holders of each expert
         (
             np.concatenate([np.ones(count), np.full(num_ranks, -1.0), np.full(first, -1.0)]),
             (
@@ -131,7 +131,7 @@ def _least_egress(
         np.append(np.zeros(count), 1.0),
         A_eq=in_all,
         b_eq=copies,
-        A_ub=at_most,
+        A_ub=upper,
         b_ub=np.append(np.zeros(num_ranks), np.full(len(experts), -1.0)),
     )
     if not solution.success:

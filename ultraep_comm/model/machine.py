@@ -18,7 +18,7 @@ _HOST_TILE_BYTES, _HOST_STAGES = 64 << 10, 4  # of the host engine
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A described machine. Rates are in 10^9 bytes per second, one way; times in microseconds.
+    """A machine's parameters. Rates are in 10^9 bytes per second, one way; times in microseconds.
 
     Raises InvalidArgumentError, with the attribute's name and value, for an impossible value.
 
@@ -40,18 +40,18 @@ class Machine:
         cross_gbps: rate of a rank's separate link to other domains, each way; None: no such link.
         cross_us: additional time of a delivery, a flag or a load between domains.
         call_us: fixed time of a call before anything else.
-        leave_us: fixed time behind everything else.
+        leave_us: fixed time after everything else.
         launch_us: of a kernel, before the call.
         schedule_us: fixed time in which a kernel makes the schedule of a plan in device memory.
         schedule_replica_us: the same for each replica of the plan.
-        look_us: a worker's look at the flags that it waits for.
-        fetch_us: what a worker's loads spend on a tile besides the time for its bytes.
-        store_us: what its stores do.
-        publish_us: of a flag to a peer.
-        gather_us: what a block of a reduction spends on directing one addition, which is of
-            several tiles if experts are large.
-        add_us: what its adding warps spend on a tile of one replica behind its load.
-        clear_us: what they do on clearing a tile.
+        look_us: time in which a worker polls the flags that it waits for.
+        fetch_us: time of a worker's loads for a tile, besides the time for its bytes.
+        store_us: time of its stores for a tile, likewise.
+        publish_us: time to publish a flag to a peer.
+        gather_us: time in which a block of a reduction issues one addition, which is of several
+            tiles if experts are large.
+        add_us: time in which its adding warps add a tile of one replica, once it is loaded.
+        clear_us: time in which they clear a tile.
         unloaded_gbps: rate of a link while no other rank's link out is busy, at least both rates;
             between that and all links the time of a byte is taken to be linear. None: one rate.
         parallel: None: ranks have links. Else ranks are processes whose cores copy in one memory,
@@ -104,8 +104,8 @@ class Machine:
             optional = name not in ("egress_gbps", "ingress_gbps")
             if optional and getattr(self, name) is None:
                 continue
-            least = max(self.egress_gbps, self.ingress_gbps) if name[0] == "u" else _MIN_GBPS
-            self._check(name, least, _MAX_GBPS)
+            lowest = max(self.egress_gbps, self.ingress_gbps) if name[0] == "u" else _MIN_GBPS
+            self._check(name, lowest, _MAX_GBPS)
         for field in fields(self):
             if field.name.endswith("_us"):
                 self._check(field.name, 0.0, _MAX_US)
@@ -165,16 +165,16 @@ class Machine:
                 " copy in one memory are one domain"
             )
 
-    def _check(self, name: str, least: float, most: float) -> None:
+    def _check(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not least <= value <= most:
-            raise InvalidArgumentError(f"{name} is {value!r}; expected {least:g} to {most:g}")
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            raise InvalidArgumentError(f"{name} is {value!r}; expected {low:g} to {high:g}")
 
-    def _check_int(self, name: str, most: int) -> None:
+    def _check_int(self, name: str, high: int) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise InvalidArgumentError(f"{name} is {value!r}; expected an integer, 1 to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+            raise InvalidArgumentError(f"{name} is {value!r}; expected an integer, 1 to {high}")
 
     @property
     def stages(self) -> int:
@@ -187,9 +187,9 @@ class Machine:
         return self.deliver_us + self.flag_us
 
 
-# What the CUDA engine's compiled kernels spend on a machine that executes PTX: fitted to transfers
-# of 1 to 4 MiB among 2 to 8 ranks, and held to them by tests/ptx/test_charged_model.py. That hubs
-# read memory twice is in `fetch_us`; what memory carries, several times a link, is not charged.
+# Times of the CUDA engine's compiled kernels in an interpreter of PTX: fitted to transfers of 1 to
+# 4 MiB among 2 to 8 ranks; tests/ptx/test_charged_model.py compares them. `fetch_us` includes that
+# hubs read memory twice; memory bandwidth, several times a link's, is not charged.
 _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in near caches
     "call_us": 1.4,
     "leave_us": 1.4,
@@ -240,14 +240,14 @@ _NICS: dict[str, Any] = {"cross_gbps": 45.0, "cross_us": 3.0}  # 400 Gb/s, not c
 MACHINES = {
     machine.name: machine
     for machine in (
-        # The links alone, as if workers took no time: what schedules are judged by. A hop of 2 us
-        # fits the published times.
+        # The links alone, as if workers took no time, to compare schedules by. A hop of 2 us fits
+        # the published times.
         Machine(name="nvl72-links", egress_gbps=_LOADED, ingress_gbps=_LOADED, domain_size=72),
         Machine(name="nvl72", **_RACK, **_FAST_WORKERS),
         # The same rack of GPUs of two dies each: flags and tables may lie in the other die's cache.
         Machine(name="gb200", **_RACK, **_SLOW_WORKERS),
         Machine(name="nvl72-racks", **_RACK, **_FAST_WORKERS, **_NICS),
-        # Nodes of 8 H100 or H200: of 450 GB/s each way by the data sheet what NCCL counts on. Not
+        # Nodes of 8 H100 or H200, at the rate that NCCL assumes of 450 GB/s each way. Not
         # calibrated.
         Machine(
             name="hgx8",

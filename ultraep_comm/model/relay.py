@@ -17,7 +17,7 @@ from ultraep_comm.model.machine import Machine
 from ultraep_comm.model.predict import ExpertBytes, Prediction, run_transfer
 from ultraep_comm.plan.plan import Plan
 
-MIN_RELAYED = 4  # replicas from which an expert is relayed
+MIN_RELAYED = 4  # replicas; an expert with fewer is sent directly
 CHUNK_TILES = 8
 
 

@@ -43,9 +43,9 @@ def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: i
 
         A <= q * t + C
 
-    For q = G that is the mean; without slots and for q = 1, a rank's mains. t is the least number
-    for which it holds for the q fullest ranks, for every q. Reaching it is bin packing: it is a
-    bound, and some loads have no plan that reaches it.
+    For q = G that is the mean; without slots and for q = 1, a rank's local experts. t is the lowest
+    number for which it holds for the q fullest ranks, for every q. Reaching it is bin packing: some
+    loads have no plan that does.
 
     Takes O(E log E + G log G) for each t that is tried: one if the mean holds, else as many as it
     has bits.
@@ -57,11 +57,11 @@ def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: i
         slots: S.
     """
     ends = np.bincount(home, minlength=len(domains)).cumsum()
-    mains = np.split(load[np.argsort(home, kind="stable")], ends[:-1])  # of each rank
+    local_loads = np.split(load[np.argsort(home, kind="stable")], ends[:-1])
     found = TokenBound(tokens=-1, reason="", ranks=())
     for name in np.unique(domains):
         inside = np.flatnonzero(domains == name)
-        tokens, ranks = _least_in_domain([mains[r].tolist() for r in inside], slots)
+        tokens, ranks = _bound_in_domain([local_loads[r].tolist() for r in inside], slots)
         if tokens > found.tokens:
             reason = "slots" if len(ranks) < len(inside) else "mean"
             found = TokenBound(tokens=tokens, reason=reason, ranks=tuple(inside[ranks].tolist()))
@@ -71,21 +71,26 @@ def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: i
     return replace(found, reason="domains") if found.reason == "mean" else found
 
 
-def _least_in_domain(mains: list[list[int]], slots: int) -> tuple[int, list[int]]:
-    """Return the bound for one domain, and the ranks that break it for one token less.
+def _bound_in_domain(local_loads: list[list[int]], slots: int) -> tuple[int, list[int]]:
+    """Return the bound for one domain, and the ranks for which one token less is impossible.
 
-    Ranks by position; all of them if it is their mean.
+    Args:
+        local_loads: the loads of each rank's local experts.
+        slots: S.
+
+    Returns:
+        Tokens, and positions of ranks; all of them if the bound is their mean.
     """
-    own = [sum(loads) for loads in mains]
+    own = [sum(loads) for loads in local_loads]
     order = sorted(range(len(own)), key=lambda r: -own[r])
 
     def breaks(t: int) -> list[int]:
-        """Return the q fullest ranks, the least q of those for which it does not hold."""
+        """Return the q fullest ranks for the lowest q at which t is impossible; empty: none."""
         inside = shed = 0
-        pieces: list[int] = []  # the largest, in a heap
+        pieces: list[int] = []  # heap of the largest
         for q, rank in enumerate(order, 1):
             inside += own[rank]
-            for load in mains[rank]:
+            for load in local_loads[rank]:
                 full, rest = divmod(load, t)
                 for piece in (*[t] * full, rest):
                     heappush(pieces, piece)
@@ -97,7 +102,7 @@ def _least_in_domain(mains: list[list[int]], slots: int) -> tuple[int, list[int]
         return []
 
     mean = -(-sum(own) // len(own))
-    low, high, ranks = mean - 1, max(own), order  # low breaks it, high does not
+    low, high, ranks = mean - 1, max(own), order  # low is impossible, high is not
     tried = mean
     while low + 1 < high:
         broken = breaks(tried)
@@ -148,29 +153,33 @@ def find_transfer_bound(slot_expert: IntArray, home: IntArray) -> TransferBound:
     num_ranks = len(slot_expert)
     exports = np.bincount(home[replicated], minlength=num_ranks)
     imports = np.bincount(rank, minlength=num_ranks)
-    most_out, most_in = int(exports.max()), int(imports.max())
-    most, reason = Fraction(max(most_out, most_in)), "none"
+    max_exports, max_imports = int(exports.max()), int(imports.max())
+    experts, reason = Fraction(max(max_exports, max_imports)), "none"
     ranks: tuple[int, ...] = ()
     if ((exports > 0) & (imports > 0)).any():
-        most, ranks = densest_set(rank, expert, home, num_ranks, least=most)
+        experts, ranks = densest_set(rank, expert, home, num_ranks, above=experts)
     if ranks:
         reason = "set"
-    elif most > 0:
-        reason, of = ("exports", exports) if most == most_out else ("imports", imports)
-        ranks = tuple(np.flatnonzero(of == most).tolist())
+    elif experts > 0:
+        reason, of = ("exports", exports) if experts == max_exports else ("imports", imports)
+        ranks = tuple(np.flatnonzero(of == experts).tolist())
     return TransferBound(
-        experts=most, reason=reason, ranks=ranks, max_exports=most_out, max_imports=most_in
+        experts=experts,
+        reason=reason,
+        ranks=ranks,
+        max_exports=max_exports,
+        max_imports=max_imports,
     )
 
 
 def densest_set(
-    rank: Int64Array, expert: IntArray, home: IntArray, num_ranks: int, *, least: Fraction
+    rank: Int64Array, expert: IntArray, home: IntArray, num_ranks: int, *, above: Fraction
 ) -> tuple[Fraction, tuple[int, ...]]:
     """Return the set of ranks that is to send most on average, and how many experts that is.
 
     The maximum, over sets Q of ranks, of the replicated experts at home in Q, plus n - 1 for each
-    expert with the home and all n replicas in Q, divided by the ranks of Q; ``(least, ())`` if none
-    is above ``least``. By Dinkelbach's method: for the best average so far find the set that
+    expert with the home and all n replicas in Q, divided by the ranks of Q; ``(above, ())`` if none
+    is above ``above``. By Dinkelbach's method: for the best average so far find the set that
     exceeds it by most, in all its ranks together. Such sets get smaller and smaller, so there are
     at most G rounds; each is one maximum flow.
 
@@ -179,7 +188,7 @@ def densest_set(
         expert: ``[R]``, in that slot.
         home: ``[E]``.
         num_ranks: G.
-        least: at least the most replicated experts at home on a rank.
+        above: at least the largest number of replicated experts at home on a rank.
     """
     exports = np.bincount(home[np.unique(expert)], minlength=num_ranks).tolist()
     by_expert = np.argsort(expert, kind="stable")
@@ -190,60 +199,61 @@ def densest_set(
         for e, (a, b) in zip(names, spans, strict=True)
         if b - a > 1
     ]
-    most, found = least, set[int]()
+    best, found = above, set[int]()
     while True:
-        scale, rooms = most.denominator, [most.numerator - most.denominator * k for k in exports]
+        scale, rooms = best.denominator, [best.numerator - best.denominator * k for k in exports]
         supply = [scale * (len(ranks) - 2) for ranks in instances]
         exceeding = _exceeding_set(supply, instances, rooms)
         if not exceeding:
-            return most, tuple(sorted(found))
+            return best, tuple(sorted(found))
         found = exceeding
         sends = sum(exports[r] for r in found)
         sends += sum(len(ranks) - 2 for ranks in instances if found.issuperset(ranks))
-        most = Fraction(sends, len(found))
+        best = Fraction(sends, len(found))
 
 
 def _exceeding_set(supply: list[int], instances: list[list[int]], room: list[int]) -> set[int]:
-    """Return ranks with less room than the supply of experts that have no others, by the most.
+    """Return the ranks whose room is exceeded most by the supply that only they can take.
 
-    Empty if all supply finds room. Experts supply their instances' ranks, by shortest augmenting
-    paths: O(V * R**2) for V experts and ranks and R instances. What is reached when there is no
-    path left is the smaller side of a minimum cut. ``supply`` and ``room`` are used up.
+    Empty if all supply finds room. A maximum flow from experts to their instances' ranks, by
+    shortest augmenting paths: O(V * R**2) for V experts and ranks and R instances. What is reached
+    when there is no path left is the smaller side of a minimum cut. Changes ``supply`` and
+    ``room``.
     """
     sent = [dict.fromkeys(ranks, 0) for ranks in instances]
-    at: list[set[int]] = [set() for _ in room]  # experts that have sent to a rank
+    senders: list[set[int]] = [set() for _ in room]  # experts that have sent to a rank
     while True:
         queue = [e for e, left in enumerate(supply) if left]
-        came: dict[int, int] = dict.fromkeys(queue, -1)  # to an expert: from a rank that it sent to
-        by: dict[int, int] = {}  # to a rank: from an expert
+        rank_before: dict[int, int] = dict.fromkeys(queue, -1)
+        expert_before: dict[int, int] = {}
         end = -1
         for e in queue:
             for r in instances[e]:
-                if r in by:
+                if r in expert_before:
                     continue
-                by[r] = e
+                expert_before[r] = e
                 if room[r]:
                     end = r
                     break
-                for other in at[r] - came.keys():
-                    came[other] = r
+                for other in senders[r] - rank_before.keys():
+                    rank_before[other] = r
                     queue.append(other)
             if end >= 0:
                 break
         else:
-            return set(by)
-        path = [(by[end], end)]  # (expert, rank), back to an expert with supply
-        while came[path[-1][0]] >= 0:
-            r = came[path[-1][0]]
-            path.append((by[r], r))
-        back = [(e, came[e]) for e, _ in path[:-1]]
+            return set(expert_before)
+        path = [(expert_before[end], end)]  # (expert, rank), back to an expert with supply
+        while rank_before[path[-1][0]] >= 0:
+            r = rank_before[path[-1][0]]
+            path.append((expert_before[r], r))
+        back = [(e, rank_before[e]) for e, _ in path[:-1]]
         amount = min(room[end], supply[path[-1][0]], *(sent[e][r] for e, r in back))
         room[end] -= amount
         supply[path[-1][0]] -= amount
         for e, r in path:
             sent[e][r] += amount
-            at[r].add(e)
+            senders[r].add(e)
         for e, r in back:
             sent[e][r] -= amount
             if not sent[e][r]:
-                at[r].discard(e)
+                senders[r].discard(e)

@@ -17,7 +17,7 @@ from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD
 from ultraep_comm.plan.topology import IntsLike
 
 Int64Array = NDArray[np.int64]
-_NAMED = 4  # ranks in a text
+_NAMED = 4  # ranks that a text lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class PlanCertificate:
 
     @property
     def fullest_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that have as many."""
-        most = self.max_tokens
-        return tuple(r for r, tokens in enumerate(self.rank_tokens) if tokens == most)
+        """Return the ranks that have :attr:`max_tokens`."""
+        fullest = self.max_tokens
+        return tuple(r for r, tokens in enumerate(self.rank_tokens) if tokens == fullest)
 
     @property
     def mean_tokens(self) -> Fraction:

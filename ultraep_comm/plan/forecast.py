@@ -10,7 +10,7 @@ import torch
 from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError
 from ultraep_comm.plan.topology import as_int, as_number, check_load_form
 
-_FRACTION = 256  # of a token in the mean, and of the decay
+_FRACTION = 256  # parts of a token in the mean, and steps of the decay
 _METHODS = ("last", "mean")
 Method = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -18,8 +18,8 @@ Method = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 class LoadForecast:
     """Predicts the load of a layer's next microbatch. One for each layer, the same on every rank.
 
-    In integers, so that ranks that have seen the same loads predict the same. A wrong forecast
-    costs transfers that bring nothing, never balance: the exact load is planned on top.
+    It computes in integers, so that ranks that have seen the same loads predict the same. A wrong
+    forecast costs transfers, never balance: the exact load is planned on top.
 
     Args:
         method: "last": the last load; "mean": their mean, each counting ``decay`` times as much as
@@ -49,7 +49,7 @@ class LoadForecast:
         self._loads: deque[torch.Tensor] = deque(maxlen=as_int(history, "history"))
 
     def update(self, load: torch.Tensor) -> None:
-        """Take in the load of a microbatch, once it is known.
+        """Add the load of a microbatch, once it is known.
 
         Args:
             load: int32 or int64 ``[G, E]`` by source rank, or ``[E]``.

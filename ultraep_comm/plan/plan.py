@@ -33,15 +33,16 @@ class Plan:
 
     Attributes:
         slot_expert: ``[G, S]``, the expert in each slot; -1: empty. Slot s of rank r has the
-            physical id ``r * P + M + s``, M being that rank's mains: :func:`reroute`.
+            physical id ``r * P + M + s``, where M is that rank's number of local experts: see
+            :func:`reroute`.
         home: ``[E]``, the rank that owns each expert.
         slot_quota: ``[G, S]`` tokens for each replica; None: the plan cannot be rerouted.
         home_quota: ``[E]`` tokens for each main instance; None like ``slot_quota``.
         load: ``[G, E]`` tokens by source rank; None: the plan cannot be rerouted.
         domains: ``[G]``, or None for a single domain.
-        moves: bool ``[G, S]``, the slots that were to be written when the plan was made, on top of
-            what a bank held; None: all filled ones. A call finds out anew.
-        bank: the bank whose slots are meant.
+        moves: bool ``[G, S]``, the slots to write, given what the bank held when the plan was made;
+            None: all filled ones. A call determines them again.
+        bank: the bank whose slots the plan fills.
         reuse: a call keeps what these hold, and writes only to those that lack their expert; False:
             they count as empty.
     """
@@ -160,7 +161,7 @@ class Plan:
         return replace(self, **moved)
 
     def in_bank(self, bank: int, *, reuse: bool = False) -> Plan:
-        """Return the plan for the slots of a bank; its moves, if any, are not known there."""
+        """Return the plan for the slots of a bank; which ones it moves there is not known."""
         return replace(self, bank=as_int(bank, "bank"), reuse=reuse, moves=None)
 
     # ---- rules ----------------------------------------------------------------------------
@@ -262,7 +263,7 @@ class Plan:
 
     @property
     def num_moves(self) -> int:
-        """Return the number of slots that were to be written when the plan was made."""
+        """Return the number of slots to write, as of when the plan was made."""
         return self.num_replicas if self.moves is None else int(self.moves.sum())
 
     @property
@@ -304,7 +305,7 @@ class Plan:
         return _sum_by_rank(self.slot_quota, self.home_quota, self.home)
 
     def _domains(self) -> IntArray:
-        """Return ``[G]``, the domains that replicas stay inside; one if some do not."""
+        """Return ``[G]``, the domains; a single one if a replica lies outside its home's."""
         slots, home = self.slot_expert.cpu().numpy(), self.home.cpu().numpy()
         one = np.zeros(self.num_ranks, np.int32)
         domains = one if self.domains is None else self.domains.cpu().numpy()
@@ -312,7 +313,7 @@ class Plan:
         return one if (domains[home[slots[rank, slot]]] != domains[rank]).any() else domains
 
     def _expert_tokens(self) -> npt.NDArray[np.int64]:
-        """Return ``[E]``, the quotas of each expert's instances, which a plan has."""
+        """Return ``[E]``, the sums of each expert's quotas; the plan must have quotas."""
         assert self.slot_quota is not None
         assert self.home_quota is not None
         slots, quota = self.slot_expert.cpu().numpy(), self.slot_quota.cpu().numpy()
@@ -324,8 +325,8 @@ class Plan:
     def is_exact(self) -> bool:
         """Return whether every rank has the mean, rounded down or up; False without quotas.
 
-        Plans with a target of 1.0 are, in a single domain: with `slots_for_exact` slots for every
-        load, and for most loads with a single one.
+        Plans with a target of 1.0 in a single domain are exact for every load with
+        `slots_for_exact` slots, and for most loads with one.
         """
         ranks = self._rank_tokens()
         return ranks is not None and int(ranks.max() - ranks.min()) <= 1
@@ -334,8 +335,9 @@ class Plan:
     def limited_by(self) -> str | None:
         """Return why the plan is not exact; None: it is, or has no quotas.
 
-        "domains": there are several, which are not levelled to the token. "slots": a target of 1.0
-        is not exact either, with fewer than `slots_for_exact`. "target": a target of 1.0 is.
+        "domains": there are several, which the planner does not balance to the token. "slots": a
+        plan with a target of 1.0 is not exact either, with fewer slots than `slots_for_exact`.
+        "target": a plan with a target of 1.0 is.
         """
         ranks = self._rank_tokens()
         if ranks is None or self.is_exact:

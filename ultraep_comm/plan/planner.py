@@ -61,7 +61,7 @@ class _Pool:
 
     ranks: list[int]  # by descending load, then id
     rank_load: list[int]  # [G] without replicas; see `_pad`
-    mains: list[list[int]]  # [G] experts at home on a rank, by descending load, then id
+    local_experts: list[list[int]]  # [G], by descending load, then id
     load: list[int]  # [E]
     largest: int  # tokens of the largest expert
     slots: int
@@ -79,7 +79,7 @@ class _Pool:
     @property
     def last_cap(self) -> int:
         """Lowest cap on exports and imports that limits nothing."""
-        return max(self.slots, *map(len, self.mains))
+        return max(self.slots, *map(len, self.local_experts))
 
     def caps(self, first: int = 1) -> Iterator[int]:
         """Iterate over caps: one by one up to the number of slots, then doubling."""
@@ -88,16 +88,16 @@ class _Pool:
             yield cap
             cap = cap + 1 if cap < self.slots else 2 * cap
 
-    def least_cap(self, threshold: int) -> int:
+    def min_cap(self, threshold: int) -> int:
         """Return the lowest cap that lets every rank export its excess over the threshold."""
-        least = 1
+        cap = 1
         for rank in self.ranks:
             excess, exports = self.rank_load[rank] - threshold, 0
             while excess > 0:
-                excess -= self.load[self.mains[rank][exports]]
+                excess -= self.load[self.local_experts[rank][exports]]
                 exports += 1
-            least = max(least, exports)
-        return least
+            cap = max(cap, exports)
+        return cap
 
 
 def plan_slots(
@@ -159,11 +159,11 @@ def plan_slots(
 def _plan_by_target(pool: _Pool, wanted: int, mean: int, is_exact: bool) -> Replicas:
     # Exact plans nearly always exist with one import a rank, and as little transfer.
     pools = [replace(pool, slots=1), pool] if is_exact and pool.slots > 1 else [pool]
-    threshold, cap, pool_ = wanted, pool.least_cap(wanted), pools[0]
+    threshold, cap, pool_ = wanted, pool.min_cap(wanted), pools[0]
     found = _fewest(pool_, threshold, cap, VARIANTS[:1])  # suffices for nearly every load
     if found is None:
         threshold = _lowest_threshold(pool, wanted, mean)
-        for cap, pool_ in product(pool.caps(pool.least_cap(threshold)), pools):
+        for cap, pool_ in product(pool.caps(pool.min_cap(threshold)), pools):
             found = _fewest(pool_, threshold, cap, VARIANTS)
             if found is not None:
                 break
@@ -185,19 +185,19 @@ def _plan_by_target(pool: _Pool, wanted: int, mean: int, is_exact: bool) -> Repl
 
 
 def _plan_by_cost(pools: list[_Pool], mean: int, fullest: int, costs: Costs) -> Replicas:
-    least, best = costs.per_token * fullest, Replicas()
+    min_cost, best = costs.per_token * fullest, Replicas()
     thresholds = [mean + ((fullest - mean) >> i) for i in range(13)] + [mean]
     for cap in pools[0].caps():
         for threshold in thresholds:
             fixed = costs.per_token * threshold + costs.per_transfer * cap
-            if fixed >= least or any(pool.least_cap(threshold) > cap for pool in pools):
+            if fixed >= min_cost or any(pool.min_cap(threshold) > cap for pool in pools):
                 continue
             found = [_fewest(pool, threshold, cap, VARIANTS) for pool in pools]
             plans = [plan for plan, _ in filter(None, found)]
             replicas = [replica for plan in plans for replica in plan]
             cost = fixed + costs.per_replica * len(replicas)
-            if len(plans) == len(pools) and cost < least:
-                least, best = cost, replicas
+            if len(plans) == len(pools) and cost < min_cost:
+                min_cost, best = cost, replicas
     return best
 
 
@@ -253,31 +253,31 @@ def _nth_hot(hot: list[int], order: int, n: int) -> int:
 
 @dataclass
 class _CoolRank:
-    """A rank below the threshold, and what it can still take."""
+    """A rank below the threshold."""
 
-    slack: int  # tokens it may still take
+    slack: int  # tokens that it can still take
     rank: int
-    left: int  # replicas it may still take
+    left: int  # replicas that it can still take
 
     def lost(self, pool: _Pool, quota: int = 0) -> int:
-        """Return the room that no replicas can fill once one more has taken `quota`."""
+        """Return the room that its last replicas cannot fill, once one more has taken `quota`."""
         return max(self.slack - quota - (self.left - (quota > 0)) * pool.largest, 0)
 
-    def costs(self, pool: _Pool, quota: int) -> int:
-        """Return how much more room is lost once one more replica has taken `quota`."""
+    def waste_of(self, pool: _Pool, quota: int) -> int:
+        """Return how much more room is lost by one more replica that takes `quota`."""
         return self.lost(pool, quota) - self.lost(pool)
 
 
 def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas | None:
     """Bring every rank of the pool down to the threshold; None if there is no room.
 
-    A hot rank exports the one of its `cap` largest mains that has the most tokens left. What it
-    needs to export goes whole to the cool rank with the least sufficient slack ("wide": with the
-    most). If that would lose more room than the pool can spare, a rank's slack is filled entirely
-    instead: the largest slack below the need, or one above it, with more than the need. In the
-    latter case the exporter drops below the threshold and becomes a cool rank: a chain, which moves
-    room from a rank without imports left to one that has some. "tight" chains only if no slack is
-    below the need, "early" and "wide" as soon as they can.
+    A hot rank exports, of its `cap` largest local experts, the one with the most tokens left. What
+    it needs to export goes whole to the cool rank with the smallest sufficient slack ("wide": with
+    the largest). If that would waste more room than the pool has to waste, a rank's slack is filled
+    entirely instead: the largest slack below the need, or one above it, with more than the need. In
+    the latter case the exporter drops below the threshold and becomes a cool rank: a chain, which
+    moves room from a rank without imports left to one that has some. "tight" chains only if no
+    slack is below the need, "early" and "wide" as soon as they can.
     """
     if variant.style == "level":
         return _level(pool, threshold, cap)
@@ -285,37 +285,37 @@ def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas 
     hot = [r for r in pool.ranks if pool.rank_load[r] > threshold]
     slacks = [(threshold - pool.rank_load[r], r) for r in pool.ranks]
     cool = [_CoolRank(slack, r, imports) for slack, r in slacks if slack > 0]  # by ascending slack
-    spare = sum(slack for slack, _ in slacks) - sum(c.lost(pool) for c in cool)
-    if hot and spare < 0:
+    waste_left = sum(slack for slack, _ in slacks) - sum(c.lost(pool) for c in cool)
+    if hot and waste_left < 0:
         return None
     replicas: Replicas = []
     for n in range(len(hot)):
         rank = _nth_hot(hot, variant.order, n)
         excess = pool.rank_load[rank] - threshold
-        mains = pool.mains[rank][:cap]
-        have = [pool.load[e] for e in mains]
+        experts = pool.local_experts[rank][:cap]
+        tokens_left = [pool.load[e] for e in experts]
         while excess > 0:
-            main = have.index(max(have))
-            need = min(have[main], excess)
+            best = tokens_left.index(max(tokens_left))
+            need = min(tokens_left[best], excess)
             above = bisect_left(cool, need, key=lambda c: c.slack)
             room = range(above, len(cool))
             if variant.style == "wide":
                 room = room[::-1]
-            fits = [i for i in room if cool[i].costs(pool, need) <= spare]
+            fits = [i for i in room if cool[i].waste_of(pool, need) <= waste_left]
             if fits:
                 at, quota = fits[0], need
             else:
                 at = above - 1
                 if room and (above == 0 or variant.style != "tight"):
-                    brim = min(have[main], cool[room[0]].slack)
-                    at = room[0] if cool[room[0]].costs(pool, brim) <= spare else at
+                    brim = min(tokens_left[best], cool[room[0]].slack)
+                    at = room[0] if cool[room[0]].waste_of(pool, brim) <= waste_left else at
                 if at < 0:
                     return None
-                quota = min(have[main], cool[at].slack)
-            spare -= cool[at].costs(pool, quota)
+                quota = min(tokens_left[best], cool[at].slack)
+            waste_left -= cool[at].waste_of(pool, quota)
             c = cool.pop(at)
-            replicas.append((mains[main], c.rank, quota))
-            have[main] -= quota
+            replicas.append((experts[best], c.rank, quota))
+            tokens_left[best] -= quota
             excess -= quota
             if c.left > 1 and c.slack > quota:
                 rest = _CoolRank(c.slack - quota, c.rank, c.left - 1)
@@ -328,15 +328,15 @@ def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas 
 def _level(pool: _Pool, threshold: int, cap: int) -> Replicas | None:
     """Bring every rank of the pool down to the threshold; None if that takes too many slots.
 
-    The emptiest rank is filled to the brim by the fullest one, from the main that has most left,
-    until nobody is above the threshold. So a rank is filled once, by one rank, which may end up
-    below the threshold and is filled later.
+    The fullest rank fills the emptiest one up, from its expert with the most tokens left, until no
+    rank is above the threshold. So a rank is filled once, by one rank, which may end up below the
+    threshold and is then filled later.
 
-    At the mean, exactly, it takes at most ceil(M (G - 1) / G) slots, where M is the most mains of a
-    rank: `level_probe()` in `core/plan/probe.hpp` has the proof.
+    At the mean, exactly, it takes at most ceil(M (G - 1) / G) slots, where M is the largest number
+    of local experts on a rank: `level_probe()` in `core/plan/probe.hpp` has the proof.
     """
     slack = [threshold - pool.rank_load[r] for r in pool.ranks]
-    have = [[pool.load[e] for e in pool.mains[r][:cap]] for r in pool.ranks]
+    tokens_left = [[pool.load[e] for e in pool.local_experts[r][:cap]] for r in pool.ranks]
     if sum(slack) < 0:
         return None
     replicas: Replicas = []
@@ -344,13 +344,13 @@ def _level(pool: _Pool, threshold: int, cap: int) -> Replicas | None:
         fullest, emptiest = slack.index(min(slack)), slack.index(max(slack))
         giver, taker = pool.ranks[fullest], pool.ranks[emptiest]
         for _ in range(min(cap, pool.slots)):
-            left = have[fullest]
-            main = left.index(max(left))
-            quota = min(left[main], slack[emptiest])
+            left = tokens_left[fullest]
+            best = left.index(max(left))
+            quota = min(left[best], slack[emptiest])
             if quota == 0:
                 break
-            replicas.append((pool.mains[giver][main], taker, quota))
-            left[main] -= quota
+            replicas.append((pool.local_experts[giver][best], taker, quota))
+            left[best] -= quota
             slack[fullest] += quota
             slack[emptiest] -= quota
         if slack[emptiest] > 0:
@@ -384,9 +384,9 @@ def checked(
 
 
 def _pad(rank_load: Int64Array) -> None:
-    """Make the mean a whole number: the emptiest ranks count a token more.
+    """Make the mean a whole number: count one token more on the emptiest ranks.
 
-    So a plan that brings all ranks down to this mean leaves each its floor or its ceiling.
+    A plan that brings all ranks down to this mean leaves each the mean's floor or ceiling.
     """
     missing = -int(rank_load.sum()) % len(rank_load)
     rank_load[np.argsort(-rank_load, kind="stable")[len(rank_load) - missing :]] += 1
@@ -407,12 +407,12 @@ def pools_of(
         _pad(rank_load)
     by_load = np.argsort(-rank_load, kind="stable")
     experts = np.argsort(-load, kind="stable")
-    mains = [experts[home[experts] == r].tolist() for r in range(num_ranks)]
+    local_experts = [experts[home[experts] == r].tolist() for r in range(num_ranks)]
     return [
         _Pool(
             ranks=by_load[pool_of[by_load] == p].tolist(),
             rank_load=rank_load.tolist(),
-            mains=mains,
+            local_experts=local_experts,
             load=load.tolist(),
             largest=int(load.max(initial=0)),
             slots=slots,

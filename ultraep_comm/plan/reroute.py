@@ -16,14 +16,14 @@ Int32Array = NDArray[np.int32]
 
 
 def instance_stride(home: Int32Array, slots_per_rank: int) -> int:
-    """Return P, the stride of ranks in physical ids: the most mains on a rank, plus the slots."""
+    """Return P, the stride of ranks in physical ids: the most local experts, plus the slots."""
     return int(np.bincount(home).max()) + slots_per_rank
 
 
 def list_instances(home: Int32Array, slot_expert: Int32Array) -> list[list[tuple[int, int, int]]]:
     """Return each expert's instances by ascending rank: `(rank, physical id, slot or -1)`.
 
-    A physical id is `rank * P + index`: mains first in expert order, then slots.
+    A physical id is `rank * P + index`: local experts first, ascending, then slots.
 
     Args:
         home: `[E]`, rank of each main instance.
@@ -33,12 +33,12 @@ def list_instances(home: Int32Array, slot_expert: Int32Array) -> list[list[tuple
     stride = instance_stride(home, slots_per_rank)
     instances: list[list[tuple[int, int, int]]] = [[] for _ in home]
     for rank in range(num_ranks):
-        mains = np.flatnonzero(home == rank).tolist()
-        for index, expert in enumerate(mains):
+        local_experts = np.flatnonzero(home == rank).tolist()
+        for index, expert in enumerate(local_experts):
             instances[expert].append((rank, rank * stride + index, -1))
         for slot, expert in enumerate(slot_expert[rank].tolist()):
             if expert != -1:
-                physical_id = rank * stride + len(mains) + slot
+                physical_id = rank * stride + len(local_experts) + slot
                 instances[expert].append((rank, physical_id, slot))
     return instances
 
@@ -48,7 +48,7 @@ def source_shares(
 ) -> list[int]:
     """Return how many tokens of one expert rank `source` sends to each instance.
 
-    First every rank uses the quota of its own instance. The rest follows in rank order: a source
+    First every rank uses the quota of its own instance. Then, in rank order, a source
     with L tokens left, over the remaining quotas with prefix sums C and total R, sends instance i
     `floor(L * C[i + 1] / R) - floor(L * C[i] / R)`, which is then taken off the quotas. No share is
     negative or above its quota; over the instances they sum to the source's load, over all sources
@@ -60,19 +60,19 @@ def source_shares(
         quotas: quota of each instance; they sum to the load.
         source: the source rank.
     """
-    rest = list(load)
+    left = list(load)
     quota = list(quotas)
     share = [0] * len(quota)
     for i, rank in enumerate(ranks):
-        kept = min(rest[rank], quota[i])
-        rest[rank] -= kept
+        kept = min(left[rank], quota[i])
+        left[rank] -= kept
         quota[i] -= kept
         if rank == source:
             share[i] = kept
     for rank in range(source + 1):
-        if rest[rank] == 0:
+        if left[rank] == 0:
             continue
-        upto = [rest[rank] * int(c) // sum(quota) for c in np.cumsum(quota, dtype=np.int64)]
+        upto = [left[rank] * int(c) // sum(quota) for c in np.cumsum(quota, dtype=np.int64)]
         given = np.diff(upto, prepend=0).tolist()
         quota = [q - g for q, g in zip(quota, given, strict=True)]
         if rank == source:

@@ -20,44 +20,44 @@ MAX_TRIALS = 5
 MAX_SOURCES = 8
 
 
-class Verdict(NamedTuple):
-    """What a plan is judged by; less is better, the first that differs decides."""
+class Score(NamedTuple):
+    """The objectives of a plan, in order; lower is better."""
 
-    fullest: int  # tokens of the fullest rank, or the threshold if that is more
-    transfer: int  # the most moves to a rank, or experts at home on one that move
+    fullest: int  # tokens of the fullest rank, at least the threshold
+    transfer: int  # the largest number of moves to a rank, or of experts that leave one
     moves: int
-    instances: int  # slots in use
+    instances: int  # slots with a quota
 
 
 class _Source(NamedTuple):
-    """An expert of which more ranks should have a replica. The least one is the best."""
+    """An expert that may get another replica. The lowest tuple is the best."""
 
-    supply: int  # minus the tokens that would go there if there were room
-    need: int  # minus its load; each replica that it has already quarters it
+    supply: int  # minus the tokens that could go to the replica
+    need: int  # minus its load, divided by four for each replica that it has
     expert: int
 
 
 class _Move(NamedTuple):
-    """A move that might help. The least one is the best."""
+    """A candidate move. The lowest tuple is the best."""
 
-    left: int  # excess that would stay
-    price: int  # room that would stay, and what the slot's resident is worth
+    left: int  # excess that remains
+    price: int  # room that remains, plus the cost of evicting the slot's resident
     expert: int
     slot: int
 
 
 @dataclass(kw_only=True)
-class _Holding:
-    """Who holds what, and every instance's quota. Slot s of rank r is r * S + s."""
+class _Assignment:
+    """The expert in every slot, and every instance's quota. Slot s of rank r is r * S + s."""
 
     tokens: list[int]  # [G]
     home_quota: list[int]  # [E]
     slot_quota: list[int]  # [G * S]
     slot_expert: list[int]  # [G * S]
-    slots_of: list[list[int]]  # [E] the last to be filled is the first
+    slots_of: list[list[int]]  # [E], the most recently filled first
 
-    def copy(self) -> _Holding:
-        return _Holding(
+    def copy(self) -> _Assignment:
+        return _Assignment(
             tokens=self.tokens[:],
             home_quota=self.home_quota[:],
             slot_quota=self.slot_quota[:],
@@ -75,12 +75,12 @@ class _Instance(NamedTuple):
 
 @dataclass
 class _Reach:
-    """Ranks that a rank can hand tokens to, in the order of the search."""
+    """The ranks that a rank can shift tokens to, in the order of the search."""
 
     ranks: list[int]
     before: dict[int, int] = field(default_factory=dict)
-    given: dict[int, _Instance] = field(default_factory=dict)  # whose tokens go
-    taken: dict[int, _Instance] = field(default_factory=dict)  # what takes them
+    given: dict[int, _Instance] = field(default_factory=dict)  # the instance that gives tokens
+    taken: dict[int, _Instance] = field(default_factory=dict)  # the instance that takes them
 
 
 def plan_slots_with_residents(
@@ -145,11 +145,11 @@ def plan_slots_with_residents(
         residents=residents_.reshape(-1).tolist(),
         slots=slots,
     )
-    if not search.repair(threshold) or search.verdict.transfer > 1:
+    if not search.repair(threshold) or search.score.transfer > 1:
         slot_expert, slot_quota, _ = from_empty()
-        search.lay_over(threshold, slot_expert.tolist(), slot_quota.tolist())
-        if search.verdict.fullest > threshold:
-            search.repair(search.verdict.fullest)
+        search.overlay_empty_plan(threshold, slot_expert.tolist(), slot_quota.tolist())
+        if search.score.fullest > threshold:
+            search.repair(search.score.fullest)
     best = search.best
     return (
         np.array(best.slot_expert, np.int32).reshape(num_ranks, slots),
@@ -167,28 +167,28 @@ class _Search:
     residents: list[int]  # [G * S]
     slots: int
     threshold: int = 0
-    now: _Holding = field(init=False)
-    best: _Holding = field(init=False)
-    verdict: Verdict = field(init=False)
+    now: _Assignment = field(init=False)
+    best: _Assignment = field(init=False)
+    score: Score = field(init=False)
     imports: list[int] = field(init=False)  # [G] moves to a rank
-    exported: list[set[int]] = field(init=False)  # [G] experts at home there that move
+    exported: list[set[int]] = field(init=False)  # [G] local experts that move
 
     def __post_init__(self) -> None:
         ranks = range(len(self.rank_load))
-        self.mains = [[e for e, home in enumerate(self.home) if home == r] for r in ranks]
-        self.verdict = Verdict(2**62, 0, 0, 0)
+        self.local_experts = [[e for e, home in enumerate(self.home) if home == r] for r in ranks]
+        self.score = Score(2**62, 0, 0, 0)
 
     def repair(self, threshold: int) -> bool:
-        """Keep the residents, and move what is needed under the threshold.
+        """Keep the residents, and make the moves that bring every rank down to the threshold.
 
-        Returns whether there is a way, with the least transfer that has one.
+        Returns whether that is possible; the cap on transfers is the lowest that allows it.
         """
         self.threshold = threshold
-        last_cap = max(self.slots, *map(len, self.mains))
+        last_cap = max(self.slots, *map(len, self.local_experts))
         cap = 1
         while cap < 2 * last_cap:
             for is_retry in (False, True):
-                self._hold_residents()
+                self._reset_to_residents()
                 if self._move_all(cap, is_retry):
                     self._undo_needless()
                     self._empty_slots()
@@ -197,12 +197,12 @@ class _Search:
             cap = cap + 1 if cap < self.slots else 2 * cap
         return False
 
-    def lay_over(
+    def overlay_empty_plan(
         self, threshold: int, slot_expert: list[list[int]], slot_quota: list[list[int]]
     ) -> None:
-        """Take the plan from empty slots, and leave in place what is there already."""
+        """Take the plan made for empty slots, without moving what is in place already."""
         self.threshold = threshold
-        self._hold_residents()
+        self._reset_to_residents()
         now = self.now
         for rank, row in enumerate(slot_expert):
             slots = self._slots_of_rank(rank)
@@ -214,12 +214,12 @@ class _Search:
             for expert, quota in planned:
                 if expert not in held:
                     free = [slot for slot in slots if now.slot_quota[slot] == 0]
-                    at = min(free, key=lambda slot: (self._worth(slot), slot))
+                    at = min(free, key=lambda slot: (self._eviction_cost(slot), slot))
                     self._replace(at, expert)
                     self._give(at, quota)
         self._keep_better()
 
-    # ---- the holding
+    # ---- the assignment
 
     def _slots_of_rank(self, rank: int) -> range:
         return range(rank * self.slots, (rank + 1) * self.slots)
@@ -227,14 +227,14 @@ class _Search:
     def _has_moved(self, slot: int) -> bool:
         return self.now.slot_expert[slot] != self.residents[slot]
 
-    def _worth(self, slot: int) -> int:
-        """Return the load of the slot's expert, halved by each other replica; -1 if it is empty."""
+    def _eviction_cost(self, slot: int) -> int:
+        """Return the load of the slot's expert, halved for each other replica; -1: empty."""
         expert = self.now.slot_expert[slot]
         if expert < 0:
             return -1
         return self.load[expert] >> min(len(self.now.slots_of[expert]) - 1, 32)
 
-    def _hold_residents(self) -> None:
+    def _reset_to_residents(self) -> None:
         ranks = range(len(self.rank_load))
         self.imports = [0 for _ in ranks]
         self.exported = [set() for _ in ranks]
@@ -242,7 +242,7 @@ class _Search:
         for slot, expert in enumerate(self.residents):
             if expert >= 0:
                 slots_of[expert].append(slot)
-        self.now = _Holding(
+        self.now = _Assignment(
             tokens=self.rank_load[:],
             home_quota=self.load[:],
             slot_quota=[0] * len(self.residents),
@@ -291,26 +291,26 @@ class _Search:
         else:
             self.now.slot_quota[instance.slot] += tokens
 
-    def _ways(self, rank: int) -> list[tuple[_Instance, _Instance]]:
-        """Return which instances can give tokens to which, from this rank."""
+    def _offers(self, rank: int) -> list[tuple[_Instance, _Instance]]:
+        """Return pairs of instances: one of this rank with tokens, and one that can take them."""
         now = self.now
-        ways = []
-        for expert in self.mains[rank]:
+        offers = []
+        for expert in self.local_experts[rank]:
             if now.home_quota[expert] > 0:
                 main = _Instance(expert, -1)
-                ways += [(main, _Instance(expert, to)) for to in now.slots_of[expert]]
+                offers += [(main, _Instance(expert, to)) for to in now.slots_of[expert]]
         for slot in self._slots_of_rank(rank):
             if now.slot_quota[slot] > 0:
                 expert = now.slot_expert[slot]
                 others = [-1] + [to for to in now.slots_of[expert] if to != slot]
-                ways += [(_Instance(expert, slot), _Instance(expert, to)) for to in others]
-        return ways
+                offers += [(_Instance(expert, slot), _Instance(expert, to)) for to in others]
+        return offers
 
     def _search(self, start: int, stuck: set[int]) -> tuple[_Reach, int | None]:
         """Search breadth first, and return the first rank with room."""
         reach = _Reach([start])
-        for rank in reach.ranks:  # which grows
-            for given, taken in self._ways(rank):
+        for rank in reach.ranks:  # grows in the loop
+            for given, taken in self._offers(rank):
                 to = self.home[taken.expert] if taken.slot < 0 else taken.slot // self.slots
                 if to == start or to in reach.before or to in stuck:
                     continue
@@ -321,9 +321,9 @@ class _Search:
         return reach, None
 
     def _relieve(self, rank: int, stuck: set[int] | None = None) -> _Reach | None:
-        """Hand a rank's excess on, as far as it goes; return its reach if some stays.
+        """Shift a rank's excess to ranks with room; return its reach if some excess remains.
 
-        The ranks in reach have no room, and hold all that they could hand on.
+        The ranks in reach then have no room.
         """
         while self._excess(rank) > 0:
             reach, end = self._search(rank, stuck or set())
@@ -343,7 +343,7 @@ class _Search:
         return None
 
     def _supplies(self, reach: _Reach) -> dict[int, int]:
-        """Return how many tokens may leave from each rank for the good of those with too many."""
+        """Return how many tokens could leave each rank in reach to relieve those with excess."""
         supply = {reach.ranks[0]: self._excess(reach.ranks[0])}
         for r in reach.ranks[1:]:
             passed = min(supply[reach.before[r]], self._quota(reach.given[r]))
@@ -353,9 +353,9 @@ class _Search:
     # ---- moves
 
     def _move_all(self, cap: int, is_retry: bool) -> bool:
-        """Relieve one hot rank after the other.
+        """Relieve the hot ranks one after the other, those with the least excess first.
 
-        A retry begins at the other end, and looks at more experts.
+        A retry takes those with the most first, and considers more experts for each.
         """
         stuck: set[int] = set()
         for rank in range(len(self.rank_load)):
@@ -369,7 +369,7 @@ class _Search:
             if reach is None:
                 continue
             sources = self._find_sources(reach, cap, MAX_SOURCES if is_retry else 1)
-            # What a rank cannot take itself, others of its group may.
+            # A rank without room may still pass tokens on to others of its group.
             own_room = list(map(self._room, range(len(self.rank_load))))
             if not any(
                 self._try_moves(reach, sources, cap, room)
@@ -378,17 +378,17 @@ class _Search:
                 return False
         return True
 
-    def _find_sources(self, reach: _Reach, cap: int, most: int) -> list[_Source]:
-        """Return the experts of which ranks in reach have tokens.
+    def _find_sources(self, reach: _Reach, cap: int, count: int) -> list[_Source]:
+        """Return the best ``count`` experts of which ranks in reach have tokens.
 
-        All who have such tokens, and the home, are in reach.
+        All ranks with such tokens, and the expert's home, are in reach.
         """
         now = self.now
         supply = self._supplies(reach)
         excess = sum(map(self._excess, reach.ranks))
         sources = []
         for rank in reach.ranks:
-            for expert in self.mains[rank]:
+            for expert in self.local_experts[rank]:
                 if len(self.exported[rank]) >= cap and expert not in self.exported[rank]:
                     continue
                 replicas = now.slots_of[expert]
@@ -399,10 +399,10 @@ class _Search:
                 if tokens > 0:
                     need = self.load[expert] >> min(2 * len(replicas), 32)
                     sources.append(_Source(-min(tokens, excess), -need, expert))
-        return sorted(sources)[:most]
+        return sorted(sources)[:count]
 
     def _group_room(self) -> list[int]:
-        """Return the room of each rank's group: ranks that can hand tokens to one another."""
+        """Return the room of each rank's group: the ranks that can shift tokens to each other."""
         now = self.now
         group = list(range(len(self.rank_load)))
         for expert, slots in enumerate(now.slots_of):
@@ -418,14 +418,14 @@ class _Search:
     def _try_moves(
         self, reach: _Reach, sources: list[_Source], cap: int, shared_room: list[int]
     ) -> bool:
-        """Make a move that helps the ranks in reach; return whether one does.
+        """Make a move that relieves the ranks in reach; return whether there is one.
 
-        It is the first that does all that is expected of it, of the few that look best, or the one
-        that does most.
+        Of the best candidates, the first that relieves as much as predicted, else the one that
+        relieves most.
         """
         hot = [r for r in reach.ranks if self._excess(r) > 0]
         excess, total = sum(map(self._excess, hot)), self._total_excess()
-        most, best = 0, None
+        max_gain, best = 0, None
         before = self.now
         for move in self._find_moves(reach, sources, cap, shared_room):
             self.now = before.copy()
@@ -434,8 +434,8 @@ class _Search:
             if gain > 0 and gain >= excess - move.left:
                 self._record(move.slot, move.expert)
                 return True
-            if gain > most:
-                most, best = gain, move
+            if gain > max_gain:
+                max_gain, best = gain, move
         self.now = before
         if best is None:
             return False
@@ -468,11 +468,11 @@ class _Search:
             for slot in slots:
                 if self._has_moved(slot) or slot in empty[1:]:
                     continue
-                # What the resident has taken goes home first, where there may be no room for it.
+                # The resident's tokens go back to its home, which may lack room for them.
                 quota, old = now.slot_quota[slot], now.slot_expert[slot]
                 back = max(quota - max(self._room(self.home[old]), 0), 0) if quota > 0 else 0
                 room = max(self._room(rank) + quota, shared)
-                price = 2 * (quota + self._worth(slot))
+                price = 2 * (quota + self._eviction_cost(slot))
                 for source in sources:
                     expert = source.expert
                     here = {self.residents[i] for i in slots}
@@ -486,24 +486,24 @@ class _Search:
         home = self.home[expert]
         return home != rank and self.pool_of[home] == self.pool_of[rank]
 
-    # ---- what is left when no rank has too many
+    # ---- improvements, once no rank has excess
 
     def _undo_needless(self) -> None:
-        """Undo moves that later ones have made needless.
+        """Undo moves that later ones have made unnecessary.
 
-        One with a large quota next to the room that all ranks have hardly ever is.
+        A move whose quota is large next to all ranks' room hardly ever is: it is not tried.
         """
         all_room = sum(map(self._room, range(len(self.rank_load))))
         for slot, resident in enumerate(self.residents):
             if self._has_moved(slot) and 4 * self.now.slot_quota[slot] <= all_room:
                 before = self.now.copy()
                 home = self._replace(slot, resident)
-                assert home is not None  # whatever has moved there has one
+                assert home is not None  # the slot held an expert
                 if self._relieve(home) is not None:
                     self.now = before
 
     def _empty_slots(self) -> None:
-        """Let residents give their tokens back to homes that have room."""
+        """Return residents' tokens to homes that have room, so that fewer slots are in use."""
         for slot, quota in enumerate(self.now.slot_quota):
             if quota == 0 or self._has_moved(slot):
                 continue
@@ -511,17 +511,17 @@ class _Search:
                 self._give(slot, -quota)
 
     def _keep_better(self) -> None:
-        verdict = self._judge()
-        if verdict < self.verdict:
-            self.verdict, self.best = verdict, self.now
+        score = self._score()
+        if score < self.score:
+            self.score, self.best = score, self.now
 
-    def _judge(self) -> Verdict:
+    def _score(self) -> Score:
         ranks = range(len(self.rank_load))
         self.imports, self.exported = [0 for _ in ranks], [set() for _ in ranks]
         moved = [slot for slot in range(len(self.residents)) if self._has_moved(slot)]
         for slot in moved:
             self._record(slot, self.now.slot_expert[slot])
-        return Verdict(
+        return Score(
             fullest=max(self.threshold, *self.now.tokens),
             transfer=max(*self.imports, *map(len, self.exported)),
             moves=len(moved),

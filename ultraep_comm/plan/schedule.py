@@ -24,17 +24,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from ultraep_comm import _core
 
-MODES = {mode.name.lower(): mode for mode in _core.Mode}  # by the names that users give
-EGRESS_UNIT = 1 << 16  # one expert, in the fixed point that egress is counted in
+MODES = {mode.name.lower(): mode for mode in _core.Mode}  # by name
+EGRESS_UNIT = 1 << 16  # one expert, in fixed point
 GROUP_BYTES = 32 << 10
-MAIN_SLOT = -1  # where an expert is sent from: its main weights
+MAIN_SLOT = -1  # the source is the home's main weights, not a slot
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Which rank hands out what. It has X entries, and R slots are filled.
+    """Which rank hands out which flag groups. There are X entries, and R slots are filled.
 
     An entry is a replicated expert, by ascending id, or, where plans cross domains, an expert and a
     domain: once for each domain with replicas of it, by ascending number. Slots that hold their
@@ -146,7 +146,8 @@ def make_schedule(
         is_foreign = (
             replicas.domain[source_rank] != replicas.domain[replicas.rank[replicas.first[:-1]]]
         )
-        skipped = is_foreign.astype(np.int64)  # hubs: the source of a foreign entry makes no copies
+        # The source of a foreign entry is no hub.
+        skipped = is_foreign.astype(np.int64)
         senders = [ranks[k:] for ranks, k in zip(hubs, skipped, strict=True)]
         copies = [n - 1 for n in replicas.num]
         shares = _share(exports, senders, copies, passes=4 if chained else 2)
@@ -194,7 +195,7 @@ def transfer_bound(
     bound = float(max(exports.max(), replicas.imports.max()))
     if held_at_home.all() and not ((exports > 0) & (replicas.imports > 0)).any():
         return bound
-    # All else that is to be sent, and which ranks could: copies, and what leaves several holders.
+    # What else is sent, and by which ranks it could be: copies, and experts with several holders.
     senders = [np.append(a, b) for a, b in zip(replicas.holders, replicas.ranks, strict=True)]
     senders += [ranks for ranks in replicas.holders if len(ranks) > 1]
     copies = [n - 1 for n in replicas.num] + [1] * int((~held_at_home).sum())
@@ -203,7 +204,7 @@ def transfer_bound(
     place = np.argsort(order)
     must_send = exports[order]
     for n, ranks in zip(copies, senders, strict=True):
-        must_send[place[ranks].max()] += n  # from this k on, Q has all ranks that could
+        must_send[place[ranks].max()] += n  # from this k on, Q has all of them
     return max(bound, float((must_send.cumsum() / np.arange(1, len(order) + 1)).max()))
 
 
@@ -216,9 +217,9 @@ class _Replicas:
     first: Int64Array
     rank: Int64Array
     slot: Int64Array
-    ranks: list[Int64Array]  # of the replicas of each
-    # Ranks that may send it: the home, then those with a slot that keeps the expert. Only those in
-    # the replicas' domain, if there are any.
+    ranks: list[Int64Array]  # of each entry's replicas
+    # Ranks that may send each entry: the home, then those with a slot that keeps the expert. Only
+    # those in the replicas' domain, if there are any.
     holders: list[Int64Array]
     holding: list[Int64Array]  # their slots that hold it, or `MAIN_SLOT`
     imports: Int64Array  # [G] slots to be filled
@@ -307,9 +308,9 @@ def _choose_sources(replicas: _Replicas) -> tuple[Int64Array, Int64Array]:
 def _share(
     exports: Int64Array, senders: Sequence[Int64Array], copies: Sequence[int], *, passes: int
 ) -> list[Int64Array]:
-    """Return how much each of some ranks sends of some copies, beyond what leaves ranks anyway.
+    """Return how much of each entry's copies each of its senders sends, besides the exports.
 
-    Those with the most copies go first: they have the most to send, and the most hubs for it.
+    Entries with the most copies go first: they have the most to send, and the most hubs.
     """
     shares = [np.zeros(len(ranks), np.int64) for ranks in senders]
     egress = _egress(exports, senders, shares)
@@ -326,8 +327,8 @@ def _share(
 def _fill(egress: Int64Array, total: int) -> Int64Array:
     """Distribute `total` over hubs by water-filling: those that get a share end at one level.
 
-    For every k the k lowest hubs get at most `total`, which bounds the level; the least of these
-    bounds is the level. The rest goes to the first hubs at the level, one unit each.
+    For every k, the k lowest hubs get at most `total`, which bounds the level; the lowest of these
+    bounds is the level. What remains goes to the first hubs at the level, one unit each.
     """
     level = ((total + np.sort(egress).cumsum()) // np.arange(1, len(egress) + 1)).min()
     extra: Int64Array = np.maximum(level - egress, 0)

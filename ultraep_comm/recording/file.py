@@ -310,25 +310,25 @@ def read_arrays(
     """
     with path.open("rb") as file:
         try:
-            # NumPy would advise to load other files unsafely.
+            # For other files NumPy's error suggests to load pickles.
             if file.read(2) != b"PK":
                 raise ValueError("it is not an .npz file")
             file.seek(0)
             with np.load(file, allow_pickle=False) as archive:
                 total = sum(member.file_size for member in archive.zip.infolist())
-                most = physical_bytes() // 2
-                if total > most:
+                max_bytes = physical_bytes() // 2
+                if total > max_bytes:
                     raise ValueError(
-                        f"its arrays take {total} bytes; expected at most {most}, half of this"
+                        f"its arrays take {total} bytes; expected at most {max_bytes}, half of this"
                         " machine's memory"
                     )
-                # A member that is no array comes as bytes.
+                # NumPy returns a member that is no array as bytes.
                 found = {name: np.asarray(archive[name]) for name in names if name in archive}
                 for array in found.values():
-                    repr(array)  # fails now, not where it is quoted, if a string has no characters
+                    repr(array)  # raises here, not in an error's text, if a string is invalid
                 if not found:
                     raise ValueError(f"it has the arrays {sorted(archive.files)[:20]}")
-        except Exception as problem:  # of any type: damage raises a dozen
+        except Exception as problem:  # damage raises a dozen types
             text = str(problem)[:_TEXT]
             raise error(f"{path} is not {expected}, or is damaged: {text}") from problem
     return found

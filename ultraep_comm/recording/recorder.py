@@ -71,7 +71,7 @@ class Recorder:
         slots, experts = (count, t.num_ranks, t.slots_per_rank), t.num_experts
         # Filled rather than empty: the first calls must not take page faults.
         self._calls = np.full(count, -1, CALL)
-        self._epochs, self._ends = self._calls["epoch"], self._calls["end_ns"]  # views
+        self._epochs, self._ends = self._calls["epoch"], self._calls["end_ns"]  # views of the ring
         self._slot_expert = np.full(slots, -1, np.int32)
         self._kept = np.full(slots, False, np.bool_)
         self._slot_quota = np.full(slots, 0, np.int32)
@@ -148,7 +148,7 @@ class Recorder:
         self._slot_expert[i] = plan.slot_expert.numpy()
         moves = self._moves() if plan.reuse else None
         if moves is None and plan.reuse and plan.moves is not None:
-            moves = plan.moves.numpy()  # as it was made: the device finds out
+            moves = plan.moves.numpy()  # as planned: the host does not know the call's own
         self._kept[i] = False if moves is None else ~moves
         if plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS
@@ -254,11 +254,12 @@ def check_capacity(capacity: int, topology: Topology, *, loads: bool, what: str)
     slots = t.num_ranks * t.slots_per_rank
     numbers = 2 * slots + t.num_experts
     numbers += t.num_ranks * t.num_experts if loads else 0
-    num_bytes, most = capacity * (CALL.itemsize + 4 * numbers + slots), physical_bytes() // 2
-    if num_bytes > most:
+    num_bytes = capacity * (CALL.itemsize + 4 * numbers + slots)
+    max_bytes = physical_bytes() // 2
+    if num_bytes > max_bytes:
         raise InvalidArgumentError(
-            f"{what} is {capacity}, which takes {num_bytes} bytes; expected at most half of this"
-            f" machine's memory, {most} bytes: fewer calls{', or loads=False' if loads else ''}"
+            f"{what} is {capacity}, which takes {num_bytes} bytes; expected at most {max_bytes},"
+            f" half of this machine's memory: fewer calls{', or loads=False' if loads else ''}"
         )
 
 

@@ -150,13 +150,13 @@ def test_the_most_even_home_map_is_found(
     assert mains.max() == least
     if any(found.max() == math.ceil(even) and found.min() == math.floor(even) for found in maps):
         assert mains.min() == math.floor(even)
-    assert interop.home_from_eplb(rows, **sizes, max_mains=least).tolist() == home
+    assert interop.home_from_eplb(rows, **sizes, max_local_experts=least).tolist() == home
     check_eplb(rows, num_ranks, home, data)
     most = data.draw(st.integers(0, least - 1))
     if not most:
         return
     with pytest.raises(InvalidPlanError, match=f"no home map with at most {most} exp") as caught:
-        interop.home_from_eplb(rows, **sizes, max_mains=most)
+        interop.home_from_eplb(rows, **sizes, max_local_experts=most)
     few, where = (
         {int(word) for word in found.split(",")}
         for found in re.findall(r"\[(.*?)\]", str(caught.value))
@@ -201,4 +201,6 @@ def test_too_many_experts_in_one_place_are_named() -> None:
         InvalidPlanError,
         match=r"at most 1 experts on a rank: the 2 experts \[2, 3\] .* on ranks \[3\], .* 1\.",
     ):
-        interop.home_from_eplb([0, 1, 0, 1, 0, 1, 2, 3], num_ranks=4, num_experts=4, max_mains=1)
+        interop.home_from_eplb(
+            [0, 1, 0, 1, 0, 1, 2, 3], num_ranks=4, num_experts=4, max_local_experts=1
+        )
