@@ -15,7 +15,6 @@ from ultraep_comm.engines.base import (
     Form,
     LocalStages,
     Parts,
-    ProcessGroupLoads,
     make_parts,
 )
 from ultraep_comm.engines.options import Options
@@ -25,6 +24,7 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
     UnsupportedError,
+    name_ranks,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, show_again
@@ -97,7 +97,7 @@ def check_load_values(load: Tensor) -> None:
 class HostStages:
     """Count, plan and reroute on the CPU; see :class:`LocalStages`."""
 
-    lends_entries = False
+    marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
     put_addresses: PutAddresses | None = None
 
     def __init__(self, topology: Topology, rank: int) -> None:
@@ -280,8 +280,8 @@ class HostStages:
     # ---- saved plans ----------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed memory, uint8."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        """Return uninitialised memory, uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
@@ -341,7 +341,7 @@ def make_shm_parts(
     Raises:
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
-        UnsupportedError: the domains need another engine.
+        UnsupportedError: the ranks are on several machines.
     """
     num_cores = len(os.sched_getaffinity(0))
     listener, error, hello = None, None, Hello()
@@ -367,15 +367,12 @@ def make_shm_parts(
         if listener is not None:
             listener.close()
 
-    ranks_here = sum(h.machine == hellos[meeting.rank].machine for h in hellos)
     parts = None
     try:
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
-        config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
-        # The fabric reaches one machine; the process group reaches all.
-        loads = None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting)
+        config.num_workers = options.num_sms or max(1, min(8, num_cores // meeting.num_ranks))
         try:
-            parts = _make_parts(meeting.rank, topology, options, config, fabric, loads)
+            parts = _make_parts(meeting.rank, topology, options, config, fabric)
         except NoThreadError as no_thread:  # all ranks know of other errors already
             error = no_thread
         meeting.agree(error, last=True)
@@ -395,7 +392,6 @@ def _make_parts(
     options: Options,
     config: _core.EngineConfig,
     fabric: Fabric,
-    loads: ProcessGroupLoads | None = None,
 ) -> Parts:
     return make_parts(
         rank,
@@ -405,7 +401,6 @@ def _make_parts(
         fabric,
         partial(HostStages, topology, rank),
         partial(_start_engine, rank),
-        loads=loads,
     )
 
 
@@ -425,29 +420,20 @@ def _start_engine(rank: int, config: _core.EngineConfig, _local: LocalStages) ->
 
 
 def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
-    """Check that the ranks agree, and set the domains. Same result or error on every rank."""
+    """Check that the ranks agree and share memory, and set the domains: alike on every rank."""
     check_same_arguments(hellos)
     if unknown := say_unknown(hellos):
         raise UnsupportedError(
             f"{unknown}, by which the host engine finds the ranks that share memory. Use"
             " engine='c10d'"
         )
-    machines = {machine: i for i, machine in enumerate(dict.fromkeys(h.machine for h in hellos))}
-    machine = np.array([machines[h.machine] for h in hellos], np.int32)
-    if topology.allow_cross_domain and len(machines) > 1:
+    apart = [rank for rank, hello in enumerate(hellos) if hello.machine != hellos[0].machine]
+    if apart:
         raise UnsupportedError(
-            f"allow_cross_domain=True over {len(machines)} machines: the host engine reaches only"
-            " the memory of one machine"
+            f"the host engine reaches only the memory of one machine, but rank 0 and"
+            f" {name_ranks(apart)} of {len(hellos)} are on different ones. Use engine='c10d'"
         )
-    if not given_domains:
-        return topology.with_domains(machine)
-    for domain in np.unique(topology.domain):
-        if len(np.unique(machine[topology.domain == domain])) > 1:
-            raise UnsupportedError(
-                f"domain {domain} spans several machines; the host engine reaches only the memory"
-                " of one machine. Leave domains=None to detect them"
-            )
-    return topology
+    return topology if given_domains else topology.with_domains(np.zeros(len(hellos), np.int32))
 
 
 def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:

@@ -377,7 +377,7 @@ class Group(Shared):
         """Save a plan for later calls of a layer and microbatch. Local.
 
         The group copies the plan, in the current stream's order; the caller may then reuse its
-        memory. On the device of a CUDA group a save can be captured into a CUDA graph: its entry
+        memory. On the device of a CUDA group a save can be captured by torch.cuda.graph: its memory
         belongs to the graph, and every replay saves the plan's current contents. A replay does not
         overwrite a plan whose reduction or captured release has not run: the old plan stays, and
         the next call on the group raises PlanHandleError.
@@ -392,8 +392,8 @@ class Group(Shared):
             InvalidArgumentError: ``layer`` or ``microbatch`` is out of range.
             GroupClosedError: the group is closed or failed earlier.
             PlanHandleError, InvalidLoadError: an earlier launch on the device found the error.
-            UnsupportedError: the current stream is being captured, and no entry is free; see
-                :meth:`reserve_plans`.
+            UnsupportedError: the current stream is being captured, by another library than torch;
+                or graphs have saved as many plans of this group as it can track.
             DeviceError: the CUDA driver refused the launch.
         """
         self._require_plan(plan, "save")
@@ -408,19 +408,6 @@ class Group(Shared):
             check_device_plan(plan, session)
         else:
             check_plan_fits(plan, session)
-
-    def reserve_plans(self, count: int) -> None:
-        """Preallocate ``count`` entries for the plans that a capture saves. Local.
-
-        Outside of captures :meth:`save` allocates by itself and leaves these alone. The host engine
-        needs none.
-
-        Raises:
-            UnsupportedError: the current stream is being captured.
-            OutOfSharedMemoryError: the device has not enough memory.
-        """
-        self.session.require_open("reserve_plans")
-        self.session.plans.reserve(count)
 
     def assert_idle(self) -> None:
         """Raise unless every saved plan was reduced or released, and every call has finished.

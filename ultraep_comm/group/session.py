@@ -71,7 +71,7 @@ class Session(Shared):
         self.memory = parts.memory
         self.engine = parts.engine
         self.local = parts.local
-        self.loads = parts.loads
+        self.exchange_counts = parts.exchange_counts
         self.check = parts.check
         self.banks = parts.banks
         self.grad_banks = parts.grad_banks
@@ -256,18 +256,13 @@ class Session(Shared):
     def fail(self, error: Exception) -> None:
         """Abort a group whose ranks may no longer be at the same call."""
         self.first_error = self.first_error or error
-        self._abort_engine()
+        self.engine.abort()
 
     def abort(self) -> None:
         """Fail the calls in flight; see ``Group.abort``."""
         if self.state == "open":
             self.aborted = True
-            self._abort_engine()
-
-    def _abort_engine(self) -> None:
-        self.engine.abort()
-        if self.loads is not None:
-            self.loads.leave()
+            self.engine.abort()
 
     def start_recording(self, capacity: int, loads: bool) -> Recorder:
         """See ``Group.start_recording``."""
@@ -340,8 +335,6 @@ class Session(Shared):
                 self.recorder.stop()
             peer = engine.close()
             self.fabric.close()
-            if self.loads is not None:
-                self.loads.leave()
             self.plans.close()
             self._in_flight.clear()
             self._captured.clear()

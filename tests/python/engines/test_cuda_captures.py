@@ -215,7 +215,6 @@ def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: ue
     routing = emulated.put(torch.zeros(3, 4, dtype=torch.bool))
     plan = uec.plan_replicas(load, group=group)
     uec.reroute(ids, plan, group=group)
-    group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     spoil(emulated)

@@ -409,39 +409,20 @@ def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
 # ---- several machines ------------------------------------------------------------------------
 
 
-def _two_machines(rank: int, process_group: Any) -> Any:
+def _two_machines(rank: int, process_group: Any) -> str:
     """Pretend that ranks 0 and 1, and ranks 2 and 3, sit on different machines."""
-    kept = host.machine_id
-    host.machine_id = lambda: bytes([rank // 2]) * 24  # type: ignore[attr-defined]
-    try:
-        group = uec.new_group(
-            process_group, num_experts=8, slots_per_rank=1, expert=SMALL, timeout=20.0
-        )
-    finally:
-        host.machine_id = kept  # type: ignore[attr-defined]
-    ids = torch.tensor([[0, 0], [0, 1], [rank, 4]])
-    load = uec.gather_load(ids, group=group)
-    plan = uec.plan_replicas(load, group=group)
-    weights = make_weights(group)
-    fill_weights(group, weights, 1)
-    clear_slots(group)
-    uec.replicate_experts(weights, plan, group=group)
-    wrong = wrong_bytes(group, plan, 1)
-    across = torch.tensor([[4], [-1], [-1], [-1]])
-    crossing = uec.Plan.from_slots(across, num_experts=8)
-    with pytest.raises(errors.InvalidPlanError, match="another domain"):
-        uec.replicate_experts(weights, crossing, group=group)
-    group.close()
-    return wrong, group.topology.domain.tolist(), load.tolist(), plan.slot_expert.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "machine_id", lambda: bytes([rank // 2]) * 24)
+        with pytest.raises(errors.UnsupportedError) as refused:
+            uec.new_group(
+                process_group, num_experts=8, slots_per_rank=1, expert=SMALL, engine="host"
+            )
+    return str(refused.value)
 
 
-def test_ranks_on_two_machines_are_two_domains(ranks: RankPool) -> None:
-    results = ranks.run(4, _two_machines)
-    for wrong, domain, load, slots in results:
-        assert wrong == 0
-        assert domain == [0, 0, 1, 1]
-        assert load[2] == [3, 1, 1, 0, 1, 0, 0, 0]
-        assert slots == [[-1], [0], [-1], [-1]]
+def test_the_host_engine_is_of_one_machine(ranks: RankPool) -> None:
+    for text in ranks.run(4, _two_machines):
+        assert "rank 0 and ranks 2-3 of 4 are on different ones. Use engine='c10d'" in text
 
 
 # ---- groups that are never closed -------------------------------------------------------------

@@ -427,7 +427,7 @@ BAD = {
     "one of the two": ["load", "x.npz", "--trace", "TRACE"],
     "missing.npz: No such file": ["load", "--trace", "missing.npz"],
     "gone.npz: No such file": ["load", "gone.npz"],
-    "no magic string": ["load", "TRACE"],
+    "not a recording": ["load", "TRACE"],
     "target imbalance is 0.5": ["load", "--trace", "TRACE", "--target", "0.5"],
     "--layers is for recordings": ["load", "--trace", "TRACE", "--layers", "2"],
     "damaged": ["load", "--trace", "DAMAGED"],

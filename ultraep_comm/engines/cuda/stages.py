@@ -25,6 +25,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.plan.topology import IntArray, Topology
 
+MAX_CAPTURED_SAVES = 4096  # of a group at a time
 MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
 ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
 Tensor = torch.Tensor
@@ -41,8 +42,6 @@ class CudaStages(HostStages):
         domains: int32 ``[G]``, likewise.
         plan_warps: warps of the plan kernel: as many as asked for, or as fit; 0: none fits.
     """
-
-    lends_entries = True
 
     def __init__(
         self,
@@ -97,6 +96,7 @@ class CudaStages(HostStages):
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
         self._own_mains = maps[before : before + len(topology.mains(rank))]
+        self.marks = device.allocate(8 * MAX_CAPTURED_SAVES).view(torch.int64)
         self._overruns = Overruns(device, rank)
         self._reserve(MIN_RUNS, "")
 
@@ -494,8 +494,18 @@ class CudaStages(HostStages):
         self._device.keep(itertools.chain.from_iterable(fields))
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed uint8 memory on the device."""
-        return self._device.allocate(num_bytes)
+        """Return uninitialised uint8 memory on the device; in a capture, of its graph.
+
+        Raises:
+            UnsupportedError: the current stream is being captured by another library than torch.
+        """
+        if self.is_capturing() and not self._device.has_graph_pool():
+            raise UnsupportedError(
+                f"rank {self._rank}: save in a capture into a CUDA graph that is not one of torch:"
+                " only with torch.cuda.graph does the memory of the plan belong to the graph. Save"
+                " the plan before, or capture with torch.cuda.graph"
+            )
+        return self._device.empty((num_bytes,), torch.uint8)
 
     # ---- faults ---------------------------------------------------------------------------
 
