@@ -156,7 +156,7 @@ def find_version(version: int | None, plan: Plan, session: Session) -> int:
     bank = plan.bank
     known = session.engine.version(bank)
     if version is None:
-        return known + (not plan.reuse)
+        return known if plan.reuse else known + 1
     if not plan.reuse:
         raise InvalidArgumentError(
             f"rank {session.rank}: version={version} was given with a plan without reuse, which"

@@ -242,10 +242,10 @@ def test_operators_with_a_bank() -> None:
     fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     weights, names = list(make_weights(0, 1).values()), list(group.slots)
     slots = list(group.bank(1).slots.values())
-    for version in (None, 2):
+    for version, reuse in ((None, True), (2, True), (None, False)):
         arguments = (
             *(weights, [-1, -1], names, *fields, slots, names),
-            *(ORDER, "auto", 1, True, version, None, group.name),
+            *(ORDER, "auto", 1, reuse, version, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
