@@ -115,7 +115,7 @@ class Callers {
   std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions_;
 };
 
-// A wait for a peer that calls late counts while it goes on, and names the peer.
+// A wait for a peer that calls late counts while it lasts, and names the peer.
 void check_late_peer() {
   Callers callers(2, {});
   const std::vector<int32_t> plan{1, -1};  // rank 0 needs rank 1's expert
