@@ -34,8 +34,8 @@ auto waits(const Engine& engine) {
                          wait.peer, wait.expert, wait.expected);
 }
 
-// (kind, epoch, abort's epoch or 0, waited for, told by, gone, reached) of each rank, with epochs
-// extended to 64 bits.
+// (kind, epoch, abort's epoch or 0, waited for, aborted by, gone, reached) of each rank, with
+// epochs extended to 64 bits.
 auto peer_states(const Engine& engine) {
   const uint64_t now = engine.epoch();
   std::vector<std::tuple<RecordKind, uint64_t, uint64_t, int32_t, int32_t, bool, bool>> list;

@@ -14,7 +14,7 @@ constexpr int32_t kInFlight = 3;
 // The cost model's price of a group is that of a message, over this.
 constexpr int32_t kChunkGroups = 8;
 
-// Of a message. A chunk may be a whole expert, and sizes in it are 32-bit numbers.
+// Bounds a message: a chunk may be a whole expert, and sizes in it are 32-bit numbers.
 constexpr int64_t kMaxPartBytes = 1 << 30;
 
 }  // namespace
@@ -98,7 +98,7 @@ Prepared Ledger::gather() {
 
 // Flag groups of a chunk. A transfer of B bytes over a rank's link in chunks of c bytes takes about
 // (B / c + d) (c / rate + m): d chunks fill the pipeline, and m is what a message costs besides its
-// bytes. That is least at c = sqrt(B m rate / d). What nobody hands on need not be cut.
+// bytes. That is least at c = sqrt(B m rate / d). Data that no rank forwards need not be cut.
 int32_t Ledger::chunk_groups(bool relays) const {
   const int32_t groups = call_.tiles.num_groups();
   if (!relays) return std::max(groups, 1);

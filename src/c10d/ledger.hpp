@@ -49,7 +49,7 @@ struct Prepared {
   std::vector<Step> steps;  // of this rank, by round
 };
 
-// Not synchronised.
+// Needs external synchronisation.
 class Ledger {
  public:
   explicit Ledger(host::EngineConfig config);
@@ -61,7 +61,8 @@ class Ledger {
     return check_plan(SingleThread{}, topology_, slot_expert);
   }
 
-  // Each takes the next number, and chains its digest: ranks that differed once differ for ever.
+  // Each takes the next number, and chains its digest: ranks that differed once differ from then
+  // on.
   Prepared replicate(ReplicateArgs args);
   Prepared reduce(const ReduceArgs& args);
   Prepared gather();

@@ -41,7 +41,7 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
 Engine::~Engine() {
   try {
     close();
-  } catch (const DriverError&) {  // reported before, or there is no one left to tell
+  } catch (const DriverError&) {  // reported before, or there is no caller left to report to
   }
 }
 
@@ -206,7 +206,7 @@ uint64_t Engine::submit_from_device(Request request, const char* missing, const 
     std::byte* const block = launcher_->block(config_.rank, epoch);
     std::copy_n(main_ptrs, num_local_experts, reinterpret_cast<uint64_t*>(block + kHeaderBytes));
     request.device.main_ptrs = launcher_->device_block(config_.rank, epoch) + kHeaderBytes;
-    request.mains_bytes = num_local_experts * static_cast<int64_t>(sizeof(uint64_t));
+    request.main_ptrs_bytes = num_local_experts * static_cast<int64_t>(sizeof(uint64_t));
     return request;
   };
   return submit(fill, stream, interrupted);
@@ -384,7 +384,7 @@ void Engine::fail_here() {
 void Engine::reject() {
   if (launcher_->is_inherited()) return;
   const bool alone = launcher_->config().num_ranks == 1;
-  // Calls submitted before are still owed. If one fails, the peers have been told.
+  // Calls submitted before are still owed. If one fails, the peers know of it.
   if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
   const std::lock_guard lock(submit_mutex_);
   if (has_ended()) return;

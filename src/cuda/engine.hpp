@@ -45,7 +45,7 @@ struct DeviceReplicateArgs {
   const int32_t* known = nullptr;       // for a bank: slot_expert, if the host knows it too
 };
 
-// The same for a reduction.
+// The arguments of a reduction whose plan is on the device.
 struct DeviceReduceArgs {
   Address slot_expert = 0;
   Address slot_quota = 0;
@@ -87,8 +87,8 @@ class Engine {
   uint64_t replicate(const ReplicateArgs& args, bool background, Handle stream,
                      const Interrupted& interrupted, Mode* mode);
 
-  // The same for a plan on the device, which the kernel checks. On a stream that is being captured
-  // the number has the mark kCaptured, and the weights have to be in a table.
+  // Replicates a plan that is on the device, which the kernel checks. On a stream that is being
+  // captured the number has the mark kCaptured, and the weights have to be in a table.
   uint64_t replicate_on_device(const DeviceReplicateArgs& args, bool background, Handle stream,
                                const Interrupted& interrupted);
 
@@ -116,7 +116,7 @@ class Engine {
   // The position and value of the first id that made this rank's device reject its load; -1: none.
   std::pair<int64_t, int64_t> bad_id() const;
 
-  // This rank's input was bad: takes an epoch, tells the peers and poisons the group. Blocks.
+  // This rank's input was bad: takes an epoch, notifies the peers and poisons the group. Blocks.
   void reject();
   // Aborts the calls in flight, here and at the peers. Blocks until the device has ended them.
   void abort();
@@ -126,7 +126,7 @@ class Engine {
   // Makes `stream` wait for the call; blocks only until all ranks of a shared launch have called.
   // False: the call is known to have failed.
   bool wait(uint64_t epoch, Handle stream, const Interrupted& interrupted);
-  // The same for some slots of this rank that the call fills or finds filled.
+  // Waits for some slots of this rank that the call fills or finds filled.
   bool wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handle stream,
                   const Interrupted& interrupted);
   // [S] words in device memory, as in ready.cuh.
@@ -145,14 +145,15 @@ class Engine {
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
   template <class Fill>
   uint64_t submit(Fill&& fill, Handle stream, const Interrupted& interrupted);
-  // For a plan on the host: `prepare(call)` fills the call, and returns what it adds to the digest;
-  // `main_ptrs` are `num_local_experts` addresses.
+  // Submits a plan on the host: `prepare(call)` fills the call, and returns what it adds to the
+  // digest; `main_ptrs` are `num_local_experts` addresses.
   template <class Prepare>
   uint64_t submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
                             const uint64_t* main_ptrs, int64_t num_local_experts, int32_t region,
                             bool background, Handle stream, const Interrupted& interrupted,
                             Mode* mode);
-  // For one on the device; the addresses are in `main_ptrs` if the request has no table of them.
+  // Submits a plan on the device; the addresses are in `main_ptrs` if the request has no table of
+  // them.
   uint64_t submit_from_device(Request request, const char* missing, const uint64_t* main_ptrs,
                               int64_t num_local_experts, Handle stream,
                               const Interrupted& interrupted);

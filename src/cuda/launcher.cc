@@ -347,7 +347,7 @@ bool Launcher::agree(const Entry& e, uint64_t call) {
   return false;
 }
 
-// Copies what the host has put into blocks: all of it, unless every rank's plan is on the device.
+// Copies the host's blocks to the device, unless every rank's plan is there.
 void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   const auto copy = [&](int32_t rank, int64_t offset, int64_t bytes) {
     require(config_.driver,
@@ -360,15 +360,15 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   if (!std::all_of(e.requests.begin(), e.requests.end(), on_device))
     return copy(config_.first_rank, 0, config_.num_ranks * layout_.call_block);
   for (int32_t i = 0; i < config_.num_ranks; ++i) {
-    if (e.requests[i].mains_bytes == 0) continue;
+    if (e.requests[i].main_ptrs_bytes == 0) continue;
     const int32_t rank = config_.first_rank + i;
     const auto offset =
         static_cast<int64_t>(e.requests[i].device.main_ptrs - device_block(rank, call));
-    copy(rank, offset, e.requests[i].mains_bytes);
+    copy(rank, offset, e.requests[i].main_ptrs_bytes);
   }
 }
 
-// No event tells when replays have finished; their own clocks bound them. The driver refuses while
+// No event marks the end of replays; their own clocks bound them. The driver refuses while
 // anything is being captured on the device, by any thread and in any mode.
 void Launcher::await_replays() {
   const ContextScope current = scope();

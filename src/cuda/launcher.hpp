@@ -39,13 +39,13 @@ struct Request {
   uint64_t tag = 0;   // of the plan's handle, the same for all ranks of a launch
   int32_t bank = -1;  // of a plan on the device, likewise
   DeviceCall device;  // of a plan on the device; else the host has filled the call's block
-  // For a plan on the device: addresses of main weights, or of their gradients, in the block.
-  int64_t mains_bytes = 0;
+  // With a plan on the device: addresses of main weights, or of their gradients, in the block.
+  int64_t main_ptrs_bytes = 0;
   LoadCall load;
   // For a load: where its plan goes, a PlanOutput, and what it is made of; 0: no plan is wanted.
   Address plan = 0;
   PlanArgs plan_args;
-  // On the group's own stream, beside the caller's work: with fewer blocks. Ranks may differ.
+  // Runs on the group's own stream, next to the caller's work, with fewer blocks. Ranks may differ.
   bool background = false;
 
   // Whether one launch can serve both.
@@ -57,7 +57,7 @@ struct LauncherConfig {
   Driver driver;
   Handle context = nullptr;
   Handle stream = nullptr;  // the group's own
-  // The same for captured calls: a stream in a capture takes no other calls until that has ended.
+  // The stream of captured calls: a stream in a capture takes no other calls until that has ended.
   Handle captured_stream = nullptr;
   Handle kernel = nullptr;       // ultraep_replicate[_far]
   Handle bank_kernel = nullptr;  // ultraep_replicate_bank[_far]
@@ -113,7 +113,7 @@ class Launcher {
   // launcher has one rank and the call is not a background one; else on the group's own stream.
   // Called inside scope().
   void submit(int32_t rank, uint64_t call, const Request& request, Handle stream);
-  // The same on a stream that is in `capture`. Returns the call's number.
+  // Submits on a stream that is in `capture`. Returns the call's number.
   uint64_t submit_captured(int32_t rank, uint64_t capture, const Request& request, Handle stream);
   // Waits until `call` is launched, which takes all ranks. False as above.
   bool await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted);
@@ -130,7 +130,8 @@ class Launcher {
   void order_behind_start(uint64_t call, Handle stream);
   // Waits until replays of captured calls have finished, if there can be any.
   void await_replays();
-  // Tells the device's peers, after all launches and replays so far, and waits until that is done.
+  // Publishes a notice to the peers, after all launches and replays so far, and waits until that is
+  // done.
   void notify(int32_t rank, Notice notice);
 
   // Calls not launched yet never will be, because of `rank`; with `owing`, only those that the rank
@@ -139,7 +140,7 @@ class Launcher {
   // The report with which `rank` fails because of that, if it has submitted `call`; else epoch 0.
   Report ended(int32_t rank, uint64_t call) const;
 
-  // For all ranks of this launcher together, without notices.
+  // Counts for all ranks of this launcher together, without notices.
   LaunchCounts counts() const {
     const std::lock_guard lock(mutex_);
     return counts_;

@@ -120,7 +120,7 @@ class Stages {
   void plan(const PlanCall& call, Handle stream);
   // The rank's part of PlanArgs: all but the load and the plan.
   PlanArgs plan_args(const Objective& objective) const;
-  // Both kernels, each time: a replay may have overwritten the shares with another plan's.
+  // Launches both kernels each time: a replay may have overwritten the shares with another plan's.
   void reroute(const RerouteCall& call, Handle stream);
 
   // The caller fills all of `args` except the fault.

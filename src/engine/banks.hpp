@@ -11,7 +11,7 @@
 
 namespace uec::host {
 
-// Not synchronised: an engine calls it under the lock that orders its calls.
+// Needs external synchronisation: an engine calls it under the lock that orders its calls.
 class Banks {
  public:
   Banks(const Topology& topology, int32_t count) : topology_(topology), states_(count) {
@@ -21,8 +21,8 @@ class Banks {
     }
   }
 
-  // Ahead of preparing a transfer: forgets what is of another version or of other segments, and
-  // lends the call the rest.
+  // Called before a transfer is prepared: drops residents of another version or of other segments,
+  // and lends the call the rest.
   void enter(ReplicateArgs& args) {
     // Bank 0 also has the slots of calls without a bank, which leave it empty.
     State& bank = states_[std::max(args.bank.index, 0)];
@@ -34,7 +34,7 @@ class Banks {
       clear_residents(SingleThread{}, topology_, bank.table.resident);
     }
   }
-  // Once it has been prepared, as call `epoch`.
+  // Called once it has been prepared, as call `epoch`.
   void note(const ReplicateArgs& args, uint64_t epoch) {
     if (args.bank.index < 0) return;
     note_residents(SingleThread{}, topology_, args.slot_expert, states_[args.bank.index].table);

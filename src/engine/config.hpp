@@ -12,7 +12,7 @@
 
 namespace uec::host {
 
-// Equal on every rank, but for `rank`, `bases` and the descriptors.
+// Equal on every rank, except `rank`, `bases` and the descriptors.
 struct EngineConfig {
   int32_t rank = 0;
   int32_t num_experts = 0;
@@ -34,7 +34,7 @@ struct EngineConfig {
   std::vector<uint8_t*> bases;  // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
   std::vector<uint8_t*> check_bases;  // [G] check regions, zeroed, of CheckLayout::total bytes;
                                       // empty: slots are not checked
-  std::vector<int> peer_sockets;      // [G] end-of-file tells that the peer ended; -1: unknown
+  std::vector<int> peer_sockets;      // [G] at end-of-file once the peer has ended; -1: unknown
   // [G] or empty: readable once the peer's process has ended, even if a child holds its sockets; or
   // -1.
   std::vector<int> peer_processes;
@@ -80,8 +80,8 @@ struct EngineLayout {
   std::vector<int64_t> grad_offset;    // [grad_banks][grad segments] likewise, of slot gradients
   std::vector<int64_t> region_offset;  // [segments] in a region of main weights
   int64_t region_bytes = 0;
-  // Of memory that is laid out like a bank of the symmetric one, if that has room for local
-  // experts: where the slots of each segment lie, and its bytes.
+  // Layout of memory like a bank of the symmetric one, if that has room for local experts: where
+  // the slots of each segment lie, and its bytes.
   int64_t instance_align = 0;
   std::vector<int64_t> instance_offset, grad_instance_offset;
   int64_t instance_bytes = 0, grad_instance_bytes = 0;

@@ -45,7 +45,7 @@ void stream_blocks_128(char* to, const char* from, int64_t bytes) {
                      _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
 }
 
-// With the widest stores that every such processor has: nothing is loaded, so memory is the limit.
+// Uses the widest stores that every such processor has: nothing is loaded, so memory is the limit.
 void zero_blocks(char* to, int64_t bytes) {
   const __m128i zero = _mm_setzero_si128();
   for (int64_t i = 0; i < bytes; i += 64)

@@ -208,7 +208,7 @@ void Engine::reject(const std::function<bool()>& interrupted) {
   if (is_inherited()) return;
   for (;;) {
     const uint64_t before = submitted_.load();
-    // Calls submitted before are still owed. If one fails, the peers have been told.
+    // Calls submitted before are still owed. If one fails, the peers know of it.
     if (before > 0 && !wait(before, interrupted)) return;
     const std::lock_guard running(run_mutex_);
     std::unique_lock lock(submit_mutex_);
@@ -248,7 +248,7 @@ void Engine::cancel() {
   Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell).ring();
 }
 
-// Of those that have been started.
+// Joins the threads that were started: after a failed start there may be fewer.
 void Engine::stop_threads() {
   {
     const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
@@ -323,7 +323,8 @@ bool Engine::slot_ready(uint64_t epoch, int32_t slot) const {
         memory_.observe(call.layout.done(slot, e.peer)) != epoch)
       return false;
   }
-  // A hub in pull is a sender of its own slot, and tells nobody; see Storer::finish_share().
+  // A hub in pull is a sender of its own slot, and publishes no flag for that; see
+  // Storer::finish_share().
   for (int32_t p = 0; p < work.num_pieces; ++p) {
     const Piece& piece = work.pieces[p];
     const Destination* const to = work.destinations + piece.dst_first;

@@ -40,7 +40,7 @@ class Engine {
     std::vector<const uint8_t*> bases;  // [G]
     std::vector<int64_t> offset;        // [segments] of the first main from there, on all ranks
   };
-  // In the order of their collective making.
+  // Must be called in the order in which the ranks make regions together.
   int32_t add_region(Region region);
 
   PlanCheck check(const int32_t* slot_expert) const {
@@ -68,13 +68,13 @@ class Engine {
   // [G][S] the slots that the last call writes to or, of a reduction, reads.
   std::vector<uint8_t> slots_to_fill() const;
 
-  // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
+  // This rank's input was bad: takes an epoch, notifies the peers and poisons the group.
   void reject(const std::function<bool()>& interrupted = {});
   void abort();
   // Says goodbye. Returns a rank that is known to have made a different last call, else -1.
   int32_t close();
   // This process was forked from the engine's: it has none of the threads, and mutexes may stay
-  // locked forever. Only the counters below may be read; destroying the engine tells nobody.
+  // locked forever. Only the counters below may be read; destroying the engine notifies no peer.
   bool is_inherited() const { return threads_.is_inherited(); }
 
   bool is_completed(uint64_t epoch) const;
@@ -96,7 +96,7 @@ class Engine {
   int64_t finished_at(uint64_t epoch) const;
   int64_t bytes_stored() const { return bytes_stored_.load(); }
 
-  // For monitoring. None of these waits for a call, and all work after a failure and a close.
+  // Monitoring: none of these waits for a call, and all work after a failure and a close.
   uint64_t completed() const { return completed_.load(); }
   CallCounts calls() const { return calls_made_.read(); }
   Waits waits() const { return waits_.read(); }
@@ -150,7 +150,7 @@ class Engine {
   Banks banks_;                            // under submit_mutex_
   uint64_t digest_;
   CallRecord last_record_;
-  std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers
+  std::atomic<uint64_t> own_record_{0};  // what this rank has published; for monitoring
   CallCounter calls_made_;
   WaitLog waits_;
 

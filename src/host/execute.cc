@@ -221,7 +221,7 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
 }
 
 // A peer's socket reaches end-of-file when its process ends, however it ends, unless a child that
-// it has forked holds the socket too; then the process descriptor tells.
+// it has forked holds the socket too; then the process descriptor shows it.
 void Engine::poll_peers() {
   const auto is_at_end = [](const std::vector<int>& fds, size_t r, short events) {
     if (r >= fds.size() || fds[r] < 0) return false;
@@ -249,8 +249,9 @@ std::vector<PeerState> Engine::read_peer_states() const {
 
 // ---- failing -----------------------------------------------------------------------------------
 
-// The first fault of a group: tells the peers at once and keeps the report. The abort is in every
-// live peer's memory before the call returns. Other workers of the call stop at their next step.
+// The first fault of a group: notifies the peers at once and keeps the report. The abort is in
+// every live peer's memory before the call returns. Other workers of the call stop at their next
+// step.
 void Engine::report_fault(const Call& call, Report report) {
   worker_failed_.store(true);
   const std::lock_guard once(fault_mutex_);

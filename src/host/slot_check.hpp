@@ -54,18 +54,19 @@ class SlotCheck {
   // Borrows both.
   SlotCheck(const EngineConfig& config, const EngineLayout& layout);
 
-  // Before the call is announced, on the thread that announces it.
+  // Called before the call is announced, on the thread that announces it.
   void remember(const CheckedCall& call);
   // After all that peers owe has arrived. The first difference, by segment and block; kNone: none.
   Damage find_changed_main(const CheckedCall& call) const;
   Damage find_damaged_slot(const CheckedCall& call) const;
 
-  // Tells this rank's readers whether its main weights stayed as they were. Pairs with
+  // Publishes to this rank's readers whether its main weights stayed as they were. Pairs with
   // has_verdict().
   void publish_verdict(const CheckedCall& call, bool changed) const;
   bool has_verdict(const CheckedCall& call, int32_t home, bool* changed) const;
 
-  // Tells the homes of this rank's slots that it has read their copies. Pairs with AwaitChecks.
+  // Publishes to the homes of this rank's slots that it has read their copies. Pairs with
+  // AwaitChecks.
   void publish_checked(const CheckedCall& call) const;
 
  private:
@@ -125,7 +126,8 @@ class AwaitChecks {
     int32_t reader, expert, local_idx;
   };
 
-  // As core/transfer/protocol.hpp judges flags: those of the check region have negative offsets.
+  // For core/transfer/protocol.hpp's checks of flags: those of the check region have negative
+  // offsets.
   struct Memory {
     uint64_t observe(int64_t offset) const;
     bool peer_gone(int32_t rank) const { return memory.peer_gone(rank); }

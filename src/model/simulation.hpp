@@ -48,7 +48,8 @@ struct Outcome {
   std::vector<Span> spans;
 };
 
-// An Agent has two sides, each with a step, as Worker has, and hears when its copies have arrived.
+// An Agent has two sides, each with a step, as Worker has, and is notified when its copies have
+// arrived.
 template <class Agent>
 class Simulation {
  public:

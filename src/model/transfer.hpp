@@ -1,4 +1,5 @@
-// From a plan to its modelled transfer: the core's schedule and worklists, for all ranks at once.
+// Turns a plan into its modelled transfer: the core's schedule and worklists, for all ranks at
+// once.
 #pragma once
 
 #include <algorithm>

@@ -24,7 +24,7 @@ namespace uec::model {
 // The end of the clock, 26 days: no copy or latency takes that long, so sums of two stay in range.
 inline constexpr int64_t kEndOfTime = int64_t{1} << 61;
 
-// As Span in ultraep_comm/model/timeline.py.
+// Mirrors Span in ultraep_comm/model/timeline.py.
 enum class SpanKind : int32_t { kCall = 0, kStore = 1, kLoad = 2, kWait = 3 };
 
 struct Span {

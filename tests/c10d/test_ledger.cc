@@ -269,7 +269,7 @@ void check_reduction(const PlanCase& c, const uec::host::EngineConfig& config,
       ++num_sums;
       CHECK(send.kind == StepKind::kSendSum && receive.kind == StepKind::kAddSum);
       add_to_main(receive, to.rank, sums[from.rank][part(send)]);
-      for (const Step& other : prepared[from.rank].steps)  // all have come by then
+      for (const Step& other : prepared[from.rank].steps)  // all have arrived by then
         if (other.kind == StepKind::kAddGrad && part(other) == part(send))
           CHECK(other.round <= send.behind);
     }

@@ -1,5 +1,5 @@
-// Rounds of any schedule: everything arrives once, what is sent on has come before, few rounds are
-// needed, and ranks that issue theirs in order never wait in a circle.
+// Rounds of any schedule: everything arrives once, what is forwarded has arrived before, few rounds
+// are needed, and ranks that issue theirs in order never wait in a circle.
 #include <algorithm>
 #include <cstdint>
 #include <vector>

@@ -408,7 +408,7 @@ void check_notices() {
     CHECK_EQ(recorder::num_launches(), 1);
   }
   {
-    // Ctrl-C in synchronize(): the kernel is told to end, and is waited for.
+    // Ctrl-C in synchronize(): the kernel is cancelled, and is waited for.
     Ranks ranks(plan, 1, 1);
     recorder::state().on_launch = nullptr;
     recorder::state().complete = false;
@@ -448,7 +448,7 @@ void check_driver_errors() {
   CHECK_EQ(ranks.engines[0]->report().root, 2);
 }
 
-// A call that a capture refuses takes no epoch, and the group goes on.
+// A call that a capture refuses takes no epoch, and the group continues.
 void check_refused_by_captures() {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 0, 1);

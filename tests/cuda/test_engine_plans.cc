@@ -24,7 +24,7 @@ uec::cuda::DeviceReplicateArgs device_args(const Ranks& ranks, int32_t rank) {
   return args;
 }
 
-// Of plans on the device only addresses travel: those of the plan in the arguments, and those of
+// Plans on the device travel as addresses only: those of the plan in the arguments, and those of
 // the weights in the blocks, unless they are on the device too.
 void check_plans_on_device() {
   const PlanCase plan = make_plan();
@@ -147,7 +147,7 @@ void check_queries_beside_a_capture() {
 }
 
 // Waiting for a captured call whose events are used again waits for the later one; a rank that is
-// ahead of others in a capture, or alone in its own, is told.
+// ahead of others in a capture, or alone in its own, gets an error.
 void check_captured_far_ahead() {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 0, 3);
@@ -344,7 +344,7 @@ void check_banks() {
   CHECK(residents(1) == plan.slot_expert);
   CHECK(residents(0) == nothing);
 
-  // Of other weights: the table is emptied ahead of the launch, in the caller's stream.
+  // Other weights empty the table before the launch, in the caller's stream.
   args.version = (uint64_t{7} << 32) + 3;
   const auto log = call();
   const auto first = std::find(log.begin(), log.end(), set);
@@ -377,7 +377,7 @@ void check_banks() {
   CHECK_EQ(waits_of(0), 1);
   args.bank = 1;
 
-  // Behind a plan that only the device knows, its table is read.
+  // After a plan that only the device knows, its table is read.
   args.version = engine.version(1);
   args.known = nullptr;
   call();

@@ -20,7 +20,7 @@ namespace device_tests {
 
 inline constexpr int64_t kTile = 16 << 10;  // or twice that
 
-// Of each of a rank's blocks, on a device with shared memory for them.
+// The most workers of a rank's block, on a device with shared memory for them.
 inline int32_t most_workers(int64_t tile_bytes, int32_t num_blocks = 1) {
   return uec::cuda::block_workers({}, tile_bytes, 1 << 20, num_blocks);
 }
@@ -55,7 +55,7 @@ inline uint8_t payload(uint64_t call, int32_t expert, int32_t segment, int64_t a
   return static_cast<uint8_t>(x >> (8 * (at % 8)));
 }
 
-// Of a plan on the device the kernel makes the call's block.
+// With a plan on the device the kernel makes the call's block.
 enum class Plans { kOnHost, kOnDevice, kMixed };
 
 struct Options {

@@ -59,7 +59,7 @@ inline Plan plan_on_device(const uec::Topology& topology, const std::vector<int3
   return call.plan;
 }
 
-// The same for a bank. `moves` [G, S]: out.
+// Plans in a bank on the device. `moves` [G, S]: out.
 inline Plan plan_in_bank_on_device(const uec::Topology& topology, const std::vector<int32_t>& load,
                                    const uec::BankTable& bank, int64_t target_ppm,
                                    int32_t num_warps, uint64_t* fault,

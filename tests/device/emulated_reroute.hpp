@@ -45,7 +45,7 @@ class EmulatedReroute {
   }
 
   const uec::ShareTable& table() const { return arrays_.table; }
-  // Of the last launch, unless the box was left full before.
+  // The status of the last launch, unless the box was left full before.
   uec::RerouteStatus status() const { return box.routing == 0 ? uec::RerouteStatus{} : box.status; }
 
   void share() {

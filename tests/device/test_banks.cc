@@ -32,7 +32,7 @@ class BankedGroup : public EmulatedGroup {
     poison();
   }
 
-  // The weights change, and all banks are told.
+  // The weights change, and all banks are invalidated.
   void change_weights() {
     weights_ = call_ + 1;
     for (int32_t i = 0; i < options().num_banks; ++i) {

@@ -73,7 +73,7 @@ struct Three {
   EmulatedLoad loads;
 };
 
-// Rank 1 has several bad ids. It says which is the first, and the peers hear of it; the group is
+// Rank 1 has several bad ids. It reports the first, and the peers are notified; the group is
 // poisoned, and what its blocks share is ready for the next launch all the same.
 void check_bad_ids(uint32_t seed) {
   Three group(seed);

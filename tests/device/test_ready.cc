@@ -153,7 +153,7 @@ void check_beside_calls(uint32_t seed) {
 }
 
 // Expert 0 is in rank 1's slot already, and expert 2 cannot come: its home is not launched. What is
-// there is told of at once, and what has not come is not waited for without end.
+// there is published at once, and waits for what has not arrived are bounded.
 void check_what_is_there() {
   PlanCase group = make_group(3, 3, 2);
   Options options = small();
@@ -197,7 +197,7 @@ void check_replays() {
     CHECK(found == ranks.expected(1));
     CHECK_EQ(ranks.ready(1)[0], uint64_t{1});  // not above 1, as by the first call with a number
   }
-  // Of a rank that has failed, nobody waits for the words that a stream clears.
+  // No kernel waits for words that a stream clears on a failed rank.
   ranks.state(1).failed = ranks.state(1).settled = 1;
   ranks.ready(1)[0] = 0;
   ranks.launch(1, 0, false);

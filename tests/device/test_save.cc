@@ -10,7 +10,7 @@ namespace {
 using uec::cuda::SaveArgs;
 using uec::cuda::SaveFaultBox;
 
-// An entry, what its saves copy, and what the host is told.
+// An entry, what its saves copy, and what is reported to the host.
 struct Entry {
   explicit Entry(int32_t size) : to(size + 2, 77), from(size) {}
 

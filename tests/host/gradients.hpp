@@ -51,7 +51,7 @@ class GradientRanks {
     return call.slot_expert[rank * group.slots_per_rank + slot];
   }
 
-  // As `type` keeps it.
+  // The value as rounded to `type`.
   static float value(uint64_t seed, int32_t expert, int32_t replica, size_t segment, int64_t i,
                      uec::GradType type) {
     const uint64_t place = uec::mix(uec::mix(uec::mix(seed, expert), replica + 2), segment);

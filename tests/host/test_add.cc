@@ -20,7 +20,7 @@ uint32_t draw_bits(Random& random) {  // of any number that is none of not-a-num
 }
 
 struct Sources {
-  // At any address, but for the one that takes the sum.
+  // Sources lie at any address, except the one that takes the sum.
   Sources(int32_t n, int64_t elements, GradType of_type, Random& random, int32_t aligned = -1)
       : type(of_type) {
     for (int32_t s = 0; s < n; ++s) {

@@ -66,7 +66,7 @@ class Flags {
     mover.wait_delivered(0, true, [&](Delivered token) { of(from).publish(token, to, 0, epoch); });
   }
 
-  // As an engine waits.
+  // Waits as an engine does.
   void wait(int32_t rank, uint64_t epoch) const {
     for (Backoff backoff(doorbell(rank)); !arrived(rank, epoch);) backoff.pause();
   }

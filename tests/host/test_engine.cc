@@ -202,7 +202,7 @@ void check_random(int repeats, uint32_t seed) {
 }
 
 // A holds [hub of y, home of x], B holds [hub of x, home of y]: a worker that blocked on its hub
-// item would wait for the other's, for ever. One worker per rank, and experts of many groups.
+// item would wait for the other's, forever. One worker per rank, and experts of many groups.
 void check_crossed_hubs() {
   Random random(3);
   for (const Mode mode : {Mode::kPush, Mode::kPull, Mode::kDirect}) {

@@ -161,7 +161,7 @@ void check_many_engines() {
   }
 }
 
-// A forked child ends what it has inherited, in whatever state that is, and its parent goes on.
+// A forked child ends what it has inherited, in whatever state that is, and its parent continues.
 void check_forked_child() {
   for (int repeat = 0; repeat < 5; ++repeat) {
     Ranks ranks(make_group(2, 2, 1), {.segment_bytes = {300'000}, .num_workers = 3});

@@ -270,7 +270,7 @@ void check_abort() {
     own.ranks.engine(0).abort();
     stuck.join();
     CHECK(own.fault(0) == Fault::kCancelled);
-    CHECK(!own.replicate(1, {-1, 0}));  // the peer hears of it when it calls
+    CHECK(!own.replicate(1, {-1, 0}));  // the peer sees it when it calls
     CHECK(own.fault(1) == Fault::kAborted);
   }
 }
@@ -313,7 +313,7 @@ void check_timeout() {
   CHECK(zero.fault == Fault::kAborted || zero.fault == Fault::kTimeout);
   CHECK_EQ(zero.wait.peer, 1);
   CHECK_EQ(zero.root, 2);
-  CHECK(!calls.replicate(2, plan));  // the late one hears that it is over
+  CHECK(!calls.replicate(2, plan));  // the late one sees that the group has failed
   CHECK(calls.fault(2) == Fault::kAborted);
 }
 

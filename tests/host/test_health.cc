@@ -115,7 +115,7 @@ class Callers {
   std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions_;
 };
 
-// A wait for a peer that calls late counts while it goes on, and names the peer.
+// A wait for a peer that calls late counts while it lasts, and names the peer.
 void check_late_peer() {
   Callers callers(2, {});
   const std::vector<int32_t> plan{1, -1};  // rank 0 needs rank 1's expert
@@ -161,7 +161,7 @@ void check_calls() {
 }
 
 // One rank late, one closed, one whose process has ended: rank 0 distinguishes them.
-void check_last_words() {
+void check_peer_states() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
   Callers callers(
@@ -213,7 +213,7 @@ int main() {
   check_meters_beside_each_other();
   check_late_peer();
   check_calls();
-  check_last_words();
+  check_peer_states();
   check_own_words();
   return 0;
 }

@@ -185,7 +185,7 @@ void check_gone() {
   close(ends[1]);
   CHECK(!g.ranks.engine(0).wait(home) && !g.ranks.engine(2).wait(hub));
   CHECK(g.ranks.engine(0).report().fault == Fault::kGone);
-  CHECK(g.ranks.engine(2).report().fault == Fault::kAborted);  // it is told
+  CHECK(g.ranks.engine(2).report().fault == Fault::kAborted);  // it saw the abort
   for (const int32_t rank : {0, 2}) CHECK_EQ(g.ranks.engine(rank).report().root, 1);
   close(ends[0]);
 }

@@ -1,5 +1,5 @@
 // Check mode: clean calls pass, and one wrong byte is found. Its copies are read by peers while
-// their home goes on, so ThreadSanitizer watches.
+// their home continues, so ThreadSanitizer watches.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -77,7 +77,7 @@ class Checked {
   std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions_;
 };
 
-// Weights change at once after each call, and each rank goes on as fast as it can.
+// Weights change at once after each call, and each rank continues as fast as it can.
 void check_clean_calls() {
   constexpr uint64_t kCalls = kSanitized ? 100 : 10;  // a race shows in one of some twenty
   Checked checked;

@@ -79,8 +79,8 @@ ORDERS = {
         calls={
             f"{MEMORY} publish": "store_release_system",
             f"{MEMORY} observe": "load_acquire_system",
-            f"{ADDER} when_delivered": "sync_warp then",
-            "cuda/device/warp.cuh from": "sync_warp shuffle",
+            f"{ADDER} try_delivered": "sync_warp then",
+            "cuda/device/warp.cuh read_from": "sync_warp shuffle",
         },
     ),
     # Bytes stored by bulk stores of any lane.
@@ -94,9 +94,9 @@ ORDERS = {
         never=("r=0",),
         weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE, NO_SHARED_FENCE, NO_WARP_BARRIER),
         calls={
-            f"{MOVER} when_delivered": "wait_for_all_but fence_proxy_async_global sync_warp then",
+            f"{MOVER} wait_delivered": "wait_for_all_but fence_proxy_async_global sync_warp then",
             f"{MOVER} wait_for_all_but": "bulk_wait",
-            f"{MOVER} commit": "bulk_commit",
+            f"{MOVER} commit_and_wait_source": "bulk_commit",
         },
     ),
     # Two hops: the hub loads what the home has stored, and hands it on.
@@ -116,7 +116,7 @@ ORDERS = {
         weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE, TEST_RELAXED, NO_WARP_BARRIER),
         calls={
             f"{MOVER} fetch": "fence_proxy_async_global mbarrier_arrive_expect bulk_load",
-            "cuda/device/warp.cuh is_complete": "share mbarrier_test",
+            "cuda/device/warp.cuh is_complete": "broadcast mbarrier_test",
         },
     ),
     # The owner has read its slot in earlier work; another lane than the storing one saw it open.
@@ -141,10 +141,10 @@ ORDERS = {
             NO_WARP_BARRIER,
         ),
         calls={
-            f"{MEMORY} when_delivered": "sync_warp fence_release_system then released",
+            f"{MEMORY} wait_delivered": "sync_warp fence_release_system then released",
             "cuda/device/call.cuh announce": "check_peers announce_call_and_open",
             "core/transfer/announce.hpp announce_call_and_open": "publish_record publish_open",
-            "core/transfer/stripe.hpp look": "look_for_openings sync ask",
+            "core/transfer/stripe.hpp poll": "poll_openings sync list_for_poll",
             f"{MOVER} loaded": "is_complete fence_proxy_async_global",
         },
     ),
@@ -162,7 +162,7 @@ ORDERS = {
         never=("r!=2", "done=1"),
         weak=(*FLAGS, *BATCH, ONLY_READ, NO_GLOBAL_FENCE),
     ),
-    # A peer that has announced call 2 has set its flags of call 1; else judge_flag() blames it.
+    # A peer that has announced call 2 has set its flags of call 1; else check_flag() blames it.
     "flags before the next record": Order(
         program="""
             g0.b0.s0: {store_release_system} done 1; end call
@@ -170,7 +170,7 @@ ORDERS = {
             g1.b0.t0: {load_acquire_system} record 2; r = {load_acquire_system} done""",
         never=("r=0",),
         weak=(*BATCH, *ACQUIRE_SYSTEM),
-        calls={"core/transfer/protocol.hpp judge_flag": "observe observe peer_gone observe"},
+        calls={"core/transfer/protocol.hpp check_flag": "observe observe peer_gone observe"},
     ),
     # Blocks of a rank: the last to arrive vouches for the stores of all, here for those of two.
     "arrived, then published by the last": Order(
@@ -184,7 +184,7 @@ ORDERS = {
         weak=(*FLAGS, *ARRIVAL, NO_WARP_BARRIER),
         calls={
             f"{MEMORY} arrive": "fetch_add_acq_rel",
-            "core/transfer/storer.hpp finish_share": "arrive share finish_task",
+            "core/transfer/storer.hpp finish_share": "arrive broadcast finish_task",
         },
     ),
     # What the last block of a call changes has been read by all: the epoch, the counters.
@@ -271,7 +271,7 @@ ORDERS = {
             NO_WARP_BARRIER,
         ),
         calls={
-            f"{MOVER} commit": "bulk_commit bulk_wait_read sync_warp",
+            f"{MOVER} commit_and_wait_source": "bulk_commit bulk_wait_read sync_warp",
             f"{MOVER} release": "fence_proxy_async_shared sync_warp mbarrier_arrive",
             f"{MOVER} vacant": "is_complete",
         },
@@ -350,7 +350,7 @@ ORDERS = {
         calls={
             f"{ADDER} add_all": "is_complete sync_warp mbarrier_arrive",
             f"{ADDER} take": "sync_warp mbarrier_arrive",
-            f"{ADDER} when_delivered": "is_complete sync_warp then",
+            f"{ADDER} try_delivered": "is_complete sync_warp then",
         },
     ),
     # Two hops: a hub's slot is cleared by another of its workers, once the home has its sum.

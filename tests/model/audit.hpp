@@ -41,7 +41,7 @@ inline Way way_of(const Machine& m, const Span& s) {
 }
 
 // Spans are in the order in which copies began. A link out takes one copy after the other, and so
-// does a link in; a copy ends when its last byte has been sent and has come in. Cores share one
+// does a link in; a copy ends when its last byte has been sent and has arrived. Cores share one
 // link in, and some of their copies take longer: at least that time is theirs.
 inline void check_links(const Machine& m, const Outcome& found) {
   const bool cores = m.shared > 0;

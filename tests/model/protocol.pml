@@ -17,14 +17,14 @@
  * What stands for what:
  *   Rank                  Engine::run_next, execute, drive: a rank with one worker
  *     announce            announce_call(), announce_open() in announce.hpp
- *     work, MOVABLE       OwnStripe::take, judge_open, TransferPieces::ready; any movable item, in any
+ *     work, MOVABLE       WorkQueue::take, check_open, TransferPieces::ready; any movable item, in any
  *                         order
  *     publish             Storer::publish, finish_task
  *     finish              Finish::step
  *     returned            the caller has its slots, and changes its main weights
  *     fail                Engine::report_fault, announce_abort, settle_failure
  *   Mover                 a Mover's stores under way: load, then delivery to one rank at a time
- *   STUCK_..., BEYOND     judge_call and judge_flag; a flag is read again before its writer is
+ *   STUCK_..., BEYOND     check_call and check_flag; a flag is read again before its writer is
  *                         blamed, and as no flag follows a record that is ahead, one look at both
  *                         shows what the second look would
  *   ABORTED               find_abort

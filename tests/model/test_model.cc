@@ -113,7 +113,7 @@ void check_limits() {
   slow_out.machine.store.egress = 1e9;
   CHECK(slow_out.overflows());
   Tiny slow_in(int64_t{1} << 36, 1 << 30);
-  slow_in.machine.stages = 64;  // all of it is on its way before anything is known to be delivered
+  slow_in.machine.stages = 64;  // all tiles are in flight before any is known to be delivered
   slow_in.machine.store.ingress = 1e9;
   CHECK(slow_in.overflows());
   Tiny late(int64_t{1} << 30, 1 << 8);

@@ -18,7 +18,7 @@ namespace sim {
 enum class Ending {
   kSuccess,
   kStops,      // one rank makes no further step, and its peers are not told
-  kDies,       // the same, and its peers are told at some time
+  kDies,       // the same, and its peers notice at some time
   kRejects,    // one rank finds its own input bad
   kDisagrees,  // one rank makes another call than the others
   kImpatient,  // one rank gives up although nothing is wrong

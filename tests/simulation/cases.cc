@@ -401,7 +401,7 @@ void fill_bank(Case& c, Random& random) {
   for (CallSpec& spec : c.calls) next(spec);
   CallSpec& given = c.calls[c.at_call];
   if (draw(random, 0, 1) == 0 || !given.banked) return;
-  c.other = given;  // but for its version
+  c.other = given;  // except for its version
   c.other.version = version + 1;
 }
 

@@ -107,7 +107,7 @@ void Simulation::check_report(int32_t rank) {
       break;
     case Ending::kStops:
       // A rank that ran out of patience first can only name one that is calls behind; that one's
-      // own report goes on from there.
+      // own report continues from there.
       right = ranks_[case_.culprit].stopped && (told || fault == uec::Fault::kTimeout) &&
               (report.root == case_.culprit || ranks_[report.root].call < ranks_[rank].call);
       break;

@@ -22,7 +22,7 @@ struct Outcome {
 Outcome explore_random(Simulation& simulation, uint64_t seed, uint64_t schedules);
 
 // Every schedule that is not a mere reordering of independent steps of another, each state once.
-// States are told apart by a 64-bit hash.
+// States are distinguished by a 64-bit hash.
 Outcome explore_all(Simulation& simulation, uint64_t max_states);
 
 }  // namespace sim

@@ -37,7 +37,7 @@ class Simulation {
  public:
   explicit Simulation(const Case& c);
 
-  // What may happen next; nothing: everything has come to its end.
+  // What may happen next; nothing: everything has ended.
   void list(std::vector<Transition>& out);
   void take(const Transition& t);
   // Leaves of a list what has to be tried for every schedule to be like one that was: where a

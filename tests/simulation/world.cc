@@ -289,7 +289,7 @@ const char* World::describe(int32_t cell) {
 }
 
 // Whether a cell is its caller's again after a failure. A rank that still loads it has to find
-// out, and must not use what it got: that is judged by the bytes.
+// out, and must not use what it got: the bytes show that.
 bool World::was_freed(int32_t cell) const {
   if (is_main(cell))
     return freed[(cell - main_weights_begin_) / num_tiles() / shape.max_local_experts] != 0;

@@ -160,7 +160,7 @@ class World {
   bool quiet(int32_t rank) const;  // nothing of its agents is under way
   void loads_complete(int32_t agent) { unfenced_[agent] = 0; }
 
-  // Of a reduction. What is read is in the agent's hands at once; what is stored arrives later.
+  // For reductions. What is read reaches the agent at once; what is stored arrives later.
   Content read_gradient(int32_t agent, const uint8_t* source, int64_t elements, uec::GradType type);
   void store_gradient(int32_t agent, const uint8_t* destination, Content content,
                       uec::GradType type);

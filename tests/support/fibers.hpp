@@ -1,4 +1,4 @@
-// Threads of a test that take turns on one real thread. One goes on until it meets others, waits,
+// Threads of a test that take turns on one real thread. One runs until it meets others, waits,
 // or gives its turn away, and then any other may. Which one is drawn: a run shows many
 // interleavings, and the next run shows the same ones. A switch costs a hundredth of what the
 // kernel's costs.
@@ -31,7 +31,7 @@
 // For what fibers of a thread share without order, which is only the order of their turns.
 #define UEC_UNSEEN [[gnu::noinline, gnu::no_sanitize("thread"), gnu::no_sanitize("address")]]
 
-// What a sanitizer is told about the stack of a fiber, or of the thread itself.
+// What a sanitizer needs to know about the stack of a fiber, or of the thread itself.
 #if defined(__SANITIZE_THREAD__)
 class Watched {
  public:
@@ -88,7 +88,7 @@ class Fiber {
   enum class State : uint8_t {
     kReady,
     kPaused,  // looks again after the others
-    kHeld,    // goes on when nothing else does
+    kHeld,    // runs when nothing else can
     kEnded,
   };
 
@@ -113,7 +113,7 @@ class Fiber {
     state_ = State::kReady;
     context_.watched.hand_over();
   }
-  // Goes on until it gives its turn away. Returns whether it has ended.
+  // Runs until it yields. Returns whether it has ended.
   UEC_UNSEEN bool resume() {
     running_ = this;
     thread_.watched.make_of_thread();
@@ -132,7 +132,7 @@ class Fiber {
   }
 
   // By the fiber itself. With `word`, for as long as that holds the value; or, if held, no longer
-  // than until nothing else goes on.
+  // than until nothing else runs.
   UEC_UNSEEN void give_turn(State state, const std::atomic<uint32_t>* word = nullptr,
                             uint32_t value = 0) {
     state_ = state;

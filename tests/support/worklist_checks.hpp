@@ -83,7 +83,8 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     CHECK_EQ(task.num_groups, groups[i]);
     const uec::Destination* done = w.destinations + task.done_first;
     for (int32_t d = 0; d < task.done_count; ++d) {
-      CHECK(written[i].erase({done[d].rank, done[d].slot}) == 1);  // who was written to is told
+      CHECK(written[i].erase({done[d].rank, done[d].slot}) ==
+            1);  // each rank written to gets a flag
       CHECK(sums.published.insert({Expected::kDone, done[d].rank, done[d].slot, rank}).second);
     }
     CHECK(written[i].empty());

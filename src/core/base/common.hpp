@@ -7,7 +7,7 @@
 #define UEC_HD __host__ __device__
 // Never inlined on a device: its code exists once, and its registers do not add to its caller's.
 #define UEC_HD_NOINLINE __host__ __device__ __noinline__
-// Before a loop that runs once or twice on a device: unrolled, it would only be more code to fetch.
+// Marks a loop that runs once or twice on a device: unrolled, it would only be more code to fetch.
 #define UEC_ROLLED _Pragma("unroll 1")
 #define UEC_UNROLLED _Pragma("unroll")
 #define UEC_UNROLLED_BY_4 _Pragma("unroll 4")  // whose loads then arrive together
@@ -45,7 +45,7 @@ UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b
 UEC_HD constexpr int64_t divide(int64_t a, int64_t b) {
   return (a | b) >> 32 == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
 }
-// Of a number that is not negative.
+// Returns the width of a number that is not negative.
 UEC_HD inline int32_t num_bits(int64_t number) {
 #if defined(__CUDA_ARCH__)
   return 64 - __clzll(number);

@@ -19,7 +19,7 @@ inline constexpr int32_t kMaxPlaces = 3;
 template <class Team>
 UEC_HD bool can_pack(Team team, const Pool& pool, const Question& question);
 
-// As probe(), with the same answer. Any member may write `trial`.
+// Gives the same answer as probe(). Any member may write `trial`.
 template <int32_t kPlaces, class Team>
 UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& question, Replica* trial);
 
@@ -86,7 +86,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& questio
   const auto threshold = static_cast<int32_t>(question.threshold);
   const int32_t largest = pool.largest;
   const detail::KeyBits bits(n, question.max_imports);
-  // From another member, so that a device keeps it in a register, and does not compute it again.
+  // Reads it from another member so that a device keeps it in a register instead of recomputing it.
   const uint32_t slots = team.min_unordered((1u << bits.slot) - 1);
   const auto slot_of = [&](uint32_t key) { return static_cast<int32_t>(key & slots); };
   int32_t turn = n * (question.max_imports + 1);
@@ -142,7 +142,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& questio
   const auto members = static_cast<uint32_t>(size);
   const uint32_t most_lack = lack(1, size - 1);  // more is no token
 
-  // Of those that take a need whole the last one comes first; kWide: the first.
+  // Among ranks that take a need whole the last comes first; kWide: the first.
   const uint32_t mask = style == kWide ? 0 : ~0u;
   const auto find_widest = [&] {
     uint32_t first = keys[0];

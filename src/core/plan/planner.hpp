@@ -107,7 +107,7 @@ UEC_HD void sort(T* values, int32_t count, const Before& before) {
 // O(G * pools).
 UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch& s) {
   const int32_t num_ranks = topology.num_ranks;
-  // As words in the order of goes_before(), which sort in half the time.
+  // Packs ranks into words in the order of goes_before(): they sort in half the time.
   auto* const words = reinterpret_cast<uint64_t*>(s.tokens_before);
   for (int32_t r = 0; r < num_ranks; ++r)
     words[r] = ~static_cast<uint64_t>(s.rank_load[r]) << kIdBits | static_cast<uint32_t>(r);

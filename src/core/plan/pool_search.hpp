@@ -111,7 +111,7 @@ class PoolSearch {
 
  private:
   enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
-  // Of kThreshold; the last one of the others, for exact plans.
+  // Stages of kThreshold; kOneImport is of the other phases, for exact plans.
   enum class Stage : int32_t { kGoal, kMean, kGallop, kBisect, kOneImport };
 
   static constexpr int32_t kAnyNumber = 0x7FFFFFFF;

@@ -34,7 +34,7 @@ struct Pool {
   const int32_t* local_begin = nullptr;    // [G + 1]
   const int32_t* local_experts = nullptr;  // [E] by home; an exporter's by descending load, then id
   int32_t largest = 0;                     // tokens of the largest expert
-  // The same again, for packed probes (packed_probe.hpp); null where there are none. Entries of
+  // Copies in 32 bits for packed probes (packed_probe.hpp); null where there are none. Entries of
   // 2^31 tokens and more are ignored.
   const int32_t* rank_tokens = nullptr;   // [num_ranks] without replicas
   const LocalRow* rows = nullptr;         // [num_ranks]

@@ -163,10 +163,10 @@ class Flow {
     return static_cast<int64_t>(team_.sum(static_cast<uint64_t>(sum)));
   }
 
-  // Hands the excess of a rank on, as far as it goes. Where not all of it does, its reach is what
-  // the last search has seen: ranks without room, which hold all that they could hand on.
+  // Moves the excess of a rank to others, as far as it fits. If some stays, the rank's reach is
+  // what the last search has seen: ranks without room, which hold all that they could hand on.
   UEC_HD bool relieve(const Assignment& h, int32_t rank) { return relieve(h, rank, false); }
-  // All ranks. A rank of which some excess stays, and all in its reach, are not searched again.
+  // Relieves all ranks. A rank that keeps some excess, and its whole reach, are not searched again.
   UEC_HD void relieve_all(const Assignment& h) {
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) s_.is_stuck[r] = 0;
     team_.sync();
@@ -178,7 +178,7 @@ class Flow {
     reset_reach();  // the reach of such a search lacks ranks that were stuck before
   }
 
-  // To be called when holders or quotas have changed in another way.
+  // Must be called when holders or quotas have changed in another way.
   UEC_HD void reset_reach() { stuck_ = -1; }
 
   // The reach of the last rank that could not be relieved: in the order of the search.
@@ -214,9 +214,9 @@ class Flow {
     }
     return true;
   }
-  // By one member, along the way that the search has found. Returns whether the search can go on as
-  // if it had begun anew: it would come the same way, since all holders of an expert whose tokens
-  // have moved have been reached already, and no instance there has run out of tokens.
+  // By one member, along the way that the search has found. Returns whether the search can continue
+  // as if it had just begun: it would come the same way, since all holders of an expert whose
+  // tokens have moved have been reached already, and no instance there has run out of tokens.
   UEC_HD bool hand_on(const Assignment& h, int32_t rank, int32_t end) const {
     int64_t tokens = min64(excess(h, rank), room(h, end));
     for (int32_t r = end; r != rank; r = s_.before[r])
@@ -340,7 +340,7 @@ class Flow {
     return found;
   }
 
-  // Of a level: places begin .. end - 1 in the queue.
+  // Makes the offers of a level, places begin .. end - 1 in the queue.
   UEC_HD void make_offers(const Assignment& h, int32_t begin, int32_t end) const {
     for (Cells at = instances_; begin + at.row < end; at.next()) {
       const int32_t place = begin + at.row;
@@ -394,8 +394,8 @@ class Flow {
   const Topology& t_;
   const LocalExperts local_experts_;
   const FlowScratch s_;
-  // Of an instance's index in an offer; a place in the queue has the others. Groups that these 32
-  // do not suffice for are too large for a block's shared memory.
+  // The bits of an instance's index in an offer; the queue place has the rest. Groups for which 32
+  // bits do not suffice are too large for a block's shared memory.
   const int32_t width_bits_;
   const Cells instances_;  // rank by rank
   int64_t threshold_ = 0;

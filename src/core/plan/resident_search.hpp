@@ -59,7 +59,7 @@ struct ResidentScore {
   }
 };
 
-// For a team of `num_members`. Aligned to 8 bytes; nothing in it needs to be initialised.
+// Scratch of a team of `num_members`. Aligned to 8 bytes; nothing in it needs to be initialised.
 struct ResidentScratch {
   static constexpr int32_t kMaxTrials = 5, kMaxSources = 8;
 
@@ -569,7 +569,7 @@ class ResidentSearch {
   const ResidentScratch s_;
   Flow<Team> flow_;
   const Cells local_cells_;  // rank by rank
-  // Of the hot rank's reach:
+  // State of the hot rank's reach:
   int64_t excess_ = 0;
   int32_t num_hot_ = 0, num_sources_ = 0;
 };

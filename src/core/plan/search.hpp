@@ -37,9 +37,9 @@ struct Objective {
   int64_t per_transfer = 0;        // below 2^40
   int64_t per_replica = 0;         // below 2^40
 
-  // To the token: in a single pool every rank has the mean, rounded down or up, wherever a probe
-  // finds a way; see first_padded() of planner.hpp. Elsewhere the fullest rank may have some tokens
-  // more than with a target just above 1, because the search goes on with padded ranks.
+  // Exact to the token: in a single pool every rank has the mean, rounded down or up, wherever a
+  // probe finds a way; see first_padded() of planner.hpp. Elsewhere the fullest rank may have some
+  // tokens more than with a target just above 1, because the search continues with padded ranks.
   UEC_HD bool is_exact() const { return !by_cost && target_ppm == kPpm; }
 
   bool operator==(const Objective&) const = default;
@@ -161,7 +161,7 @@ struct CostSearch {
     return goal.mean + (at == 13 ? 0 : (goal.fullest - goal.mean) >> at);
   }
   UEC_HD int64_t threshold() const { return threshold(i); }
-  // Without replicas.
+  // The cost without replicas.
   UEC_HD int64_t fixed() const { return cost.per_token * threshold() + cost.per_transfer * cap; }
   // `sum`: the cost of the current one. Returns whether there is another.
   UEC_HD bool next(int64_t sum) {

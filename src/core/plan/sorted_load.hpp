@@ -24,7 +24,7 @@ struct SortedLoad {
   const int32_t* local_experts = nullptr;  // [E] by home; of ranks above the mean by descending
                                            // load, then id
 
-  // For packed probes; null: there are none. As in Pool, for all pools.
+  // Arrays for packed probes, as in Pool but for all pools; null: there are none.
   const int32_t* rank_tokens = nullptr;
   const LocalRow* rows = nullptr;
   const int32_t* local_tokens = nullptr;

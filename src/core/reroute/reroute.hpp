@@ -112,7 +112,7 @@ template <typename Id>
 UEC_HD inline RerouteStatus reroute_tokens(const Id* topk_ids, int64_t num_ids, int32_t num_experts,
                                            const RerouteScratch& scratch, Id* out);
 
-// The same for a routing map, whose ones are the ids in row-major order: for each, its position in
+// Reroutes a routing map, whose ones are the ids in row-major order: for each, its position in
 // the map and the position in the physical map that it moves to. Exactly as many pairs are written
 // as the load has tokens from this source; after a fault they are undefined.
 //

@@ -140,8 +140,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   using namespace share_table_detail;
   const int32_t num_ranks = topology.num_ranks, num_experts = topology.num_experts;
   const int32_t slots = topology.slots_per_rank;
-  // All loads are issued before the first sum, and as many as possible before anything waits for
-  // one: on a device each round trip to memory takes as long as a hundred instructions.
+  // All loads are issued before the first sum, and as many as possible before anything waits: on a
+  // device each round trip to memory takes as long as a hundred instructions.
   const int32_t* const load = plan.load + expert;
   const auto load_of = [&](int32_t r) { return load[static_cast<int64_t>(r) * num_experts]; };
   const int32_t home = topology.home[expert];

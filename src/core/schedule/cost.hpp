@@ -86,8 +86,8 @@ UEC_HD void choose_hubs(Team team, const Topology& t, const TileMap& tiles, cons
   }
 }
 
-// All of it. The leader writes the shape, as it does the schedule's scalars. `resident`: as in
-// SlotsToFill.
+// Makes the whole schedule of a transfer. The leader writes the shape and the schedule's scalars.
+// `resident`: as in SlotsToFill.
 template <class Team>
 UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
                           const int32_t* slot_expert, const int32_t* resident, int32_t mode,

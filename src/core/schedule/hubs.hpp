@@ -267,7 +267,7 @@ UEC_HD int32_t order_experts(Team team, const Topology& t, const PlanShape& shap
   return find_levels(team, t, num_shared, of_rank, scratch, s);
 }
 
-// As fill_expert(), by one member, which keeps what it knows of the hubs in registers.
+// Does what fill_expert() does by one member, which keeps the hubs' state in registers.
 UEC_HD inline void fill_narrow(int32_t x, const int32_t* domain, bool first_time, int64_t* extra,
                                const Schedule& s) {
   constexpr uint32_t kNoHub = ~0u;
@@ -325,7 +325,7 @@ UEC_HD_NOINLINE void fill_level(Team team, const int32_t* domain, int32_t level,
   team.sync();  // the next level may have the same hubs
 }
 
-// In line, it would keep a host's compiler from putting what every schedule takes in line.
+// Kept out of line, or a host's compiler would not inline what every schedule needs.
 template <class Units, class Team>
 [[gnu::noinline]] UEC_HD_NOINLINE void fill_wide(Team team, const int32_t* domain, int32_t num_wide,
                                                  bool first_time, const ScheduleScratch& arrays,
@@ -351,7 +351,7 @@ UEC_HD void fill_experts(Team team, const int32_t* domain, int32_t passes, int32
   }
 }
 
-// With fewer, a narrow expert's divisions take 32 bits.
+// Below this, a narrow expert's divisions take 32 bits.
 inline constexpr int32_t kNearGroups = 1 << 28;
 
 // The hubs' ranges, from what each adds to its rank: up to the group nearest to

@@ -90,7 +90,7 @@ UEC_HD void choose_sums(Team team, const Topology& t, const TileMap& tiles, cons
   }
 }
 
-// All of it, as make_schedule(). `quota`: as in SlotsWithTokens.
+// Makes the whole schedule of a reduction, as make_schedule() does. `quota`: as in SlotsWithTokens.
 template <class Team>
 UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
                            const int32_t* slot_expert, const int32_t* quota, int32_t mode,

@@ -13,7 +13,7 @@ namespace detail {
 inline constexpr int32_t kGroups = 128;
 inline constexpr int32_t kMostUnits = 2;  // flag groups in one of a hub: more delay the home
 
-// As WorklistBuilder: the counts are the same in every member; what it writes is shared.
+// Works as WorklistBuilder: every member has the same counts; what it writes is shared.
 template <class Team>
 struct ReductionBuilder {
   Team team;
@@ -29,7 +29,7 @@ struct ReductionBuilder {
     if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);
   }
 
-  // All replicas of x, by ascending rank: the order in which they are added.
+  // Lists all replicas of x by ascending rank: the order in which they are added.
   UEC_HD void add_sources(int32_t x) {
     const int32_t first = s.first[x], end = s.first[x + 1];
     UEC_ROLLED
@@ -43,7 +43,7 @@ struct ReductionBuilder {
     ++num_reductions;
   }
 
-  // Into groups: range `range`, of that hub, or (0) the whole expert, of which nobody flags groups.
+  // Cuts into groups the range of hub `range`, or (0) the whole expert, whose groups have no flags.
   // A group costs who directs the same whatever its size, so large experts have larger ones.
   UEC_HD void cut(int32_t x, int32_t range, Reduction* r) const {
     const int32_t n = s.num_replicas(x);
@@ -142,7 +142,8 @@ struct ReductionBuilder {
 
 }  // namespace detail
 
-// As build_worklist(). `zero`: slots are cleared once they have been read.
+// Builds what build_worklist() builds for a transfer. `zero`: slots are cleared once they have been
+// read.
 template <class Team>
 UEC_HD_NOINLINE void build_reductions(Team team, const Topology& t, const TileMap& tiles,
                                       const Schedule& s, const int32_t* local_idx, int32_t rank,

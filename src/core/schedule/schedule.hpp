@@ -358,7 +358,7 @@ UEC_HD_NOINLINE PlanShape split_by_domain(Team team, const Topology& topology,
   UEC_ROLLED
   for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
     const int32_t begin = s.first[x], end = s.first[x + 1];
-    // In order already, where domains are runs of ranks.
+    // Sorted already where domains are runs of ranks.
     UEC_ROLLED
     for (int32_t i = begin + 1; i < end; ++i) {
       const int32_t rank = s.replica_rank[i], slot = s.replica_slot[i];

@@ -44,7 +44,7 @@ struct TileMap {
   }
 
   UEC_HD TileSpan span(int64_t tile) const { return span(tile, tile + 1); }
-  // Of tiles up to `end`, as far as they are of one segment.
+  // Spans the tiles up to `end` that are of the same segment.
   UEC_HD TileSpan span(int64_t tile, int64_t end) const {
     int32_t i = 0;
     while (tile >= first_tile[i + 1]) ++i;  // few segments, and the first is usually the largest

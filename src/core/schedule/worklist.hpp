@@ -26,7 +26,7 @@ struct Task {
   int32_t num_groups;  // over all pieces
   int32_t done_first;  // into destinations
   int32_t done_count;
-  int32_t pulled_rank;  // pull hub: the source, to tell that it was read, else -1
+  int32_t pulled_rank;  // pull hub: the source, which learns that it was read; else -1
   int32_t pulled_idx;   // and where, as source_idx()
 };
 
@@ -58,15 +58,15 @@ struct Reduction {
     kZero,  // the owner of a slot: clears it, after its readers are done
   } kind;
   int32_t expert;
-  int32_t idx;              // this rank's slot; kAdd: main index
-  int32_t home, local_idx;  // kSum: the rank to tell of each sum, and the expert's index there
+  int32_t idx;              // this rank's slot; kAdd: the expert's local_idx
+  int32_t home, local_idx;  // kSum: where each sum is published, and the expert's index there
   bool of_hub;              // kAdd: of one hub's sums; else of the replicas themselves
   // kSum, kAdd: the slots that are read, by ascending rank: indices into destinations. kZero: the
   // flags that have to arrive before: indices into expected.
   int32_t first, count;
   int32_t begin = 0, end = 0;      // groups, numbered as their flags are
-  int32_t tile = 0, end_tile = 0;  // what they consist of,
-  int32_t group_tiles = 0;         // but for the last one so many each
+  int32_t tile = 0, end_tile = 0;  // their tiles
+  int32_t group_tiles = 0;         // tiles in each, except the last
 };
 
 // Capacities, with R replicas in the plan and M local experts on this rank: tasks M + S, pieces M +
@@ -82,7 +82,7 @@ struct Worklist {
       nullptr;  // [G] 1: may write or read our slots or read our main weights in this call
   uint8_t* involved = nullptr;  // [G] 1: sends or receives something under the plan
   uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write or read what it has, or flag
-  // Of a gradient reduction, which has neither tasks nor pieces.
+  // For a gradient reduction, which has neither tasks nor pieces.
   int32_t num_reductions = 0;
   Reduction* reductions = nullptr;
 };
@@ -110,8 +110,8 @@ struct WorklistBuilder {
     if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);
   }
 
-  // All replicas of x except the one at index `skip`, beginning behind it: hubs that forward at the
-  // same time would otherwise all store to the same rank first.
+  // Adds all replicas of x except the one at index `skip`, starting behind it: hubs that forward at
+  // the same time would otherwise all store to the same rank first.
   UEC_HD void add_destinations(int32_t x, int32_t skip) {
     const int32_t first = s.first[x], end = s.first[x + 1];
     const bool skips = skip >= first;
@@ -129,7 +129,7 @@ struct WorklistBuilder {
     team.set(&w.opens[peer]);
   }
 
-  // From each replica of x that is a hub, but not the one at index `skip`.
+  // Expects a flag of each replica of x that is a hub, except the one at index `skip`.
   UEC_HD void expect_hubs(Expected::Kind kind, int32_t x, int32_t skip, int32_t idx) {
     const int32_t* const bounds = s.boundaries(x) + 1 - s.first[x];  // of the replica at an index
     const int32_t end = s.first[x + 1];

@@ -42,7 +42,7 @@ UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
   mover.wait_delivered(0, true, [&](auto token) { publish_open(token, call, memory); });
 }
 
-// Both at once. A peer may see them in either order.
+// Publishes both at once. A peer may see them in either order.
 template <class Memory, class Mover>
 UEC_HD void announce_call_and_open(const Call& call, Memory& memory, Mover& mover) {
   mover.wait_delivered(0, true, [&](auto token) {
@@ -57,7 +57,7 @@ UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uin
   mover.wait_delivered(0, true, [&](auto token) { publish_record(token, call, memory, word); });
 }
 
-// Tells every rank that it can reach not to wait for this one. The call returns only once
+// Publishes this rank's failure to every rank that it can reach. The call returns only once
 // memory.flags_delivered(): from then on no peer can miss the abort, so the caller may change what
 // peers were reading. Pairs with find_abort() in Storer::finish_task() and Reducer::finish_piece().
 template <class Memory, class Mover>
@@ -80,7 +80,7 @@ class Finish {
       : call_(call), memory_(memory), next_(team_.index()) {}
 
   UEC_HD Fault fault() const { return fault_; }
-  // What the last step was blocked by, or failed at.
+  // What the last step waited for, or failed at.
   UEC_HD Wait wait() {
     Wait wait;
     if (team_.leader() && waits_for_ >= 0) {
@@ -102,7 +102,7 @@ class Finish {
         team_.min_sync(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(next_));
     const auto kind = static_cast<Outcome>(chosen >> 30);
     if (kind == kAll) return Step::kFinished;
-    // Names the first in the list, as a team of one would.
+    // Names the first in the list, as a single thread would.
     waits_for_ = static_cast<int32_t>(chosen & 0x3FFFFFFF);
     fault_ = team_.read_from(waits_for_ % team_.size(), fault);
     if (kind == kFailed) return Step::kFailed;

@@ -29,8 +29,8 @@ UEC_HD_NOINLINE void clear_residents(Team team, const Topology& t, int32_t* resi
   team.sync();
 }
 
-// Ahead of a call with these weights. Rule: what was copied of another version, or in other
-// segments, is not there: it is neither left in place nor sent on.
+// Called before a transfer of these weights is prepared. Rule: what was copied of another version,
+// or in other segments, is not there: it is neither left in place nor sent on.
 template <class Team>
 UEC_HD void expire_residents(Team team, const Topology& t, uint64_t version, uint64_t segments,
                              BankTable& table) {
@@ -44,8 +44,8 @@ UEC_HD void expire_residents(Team team, const Topology& t, uint64_t version, uin
   clear_residents(team, t, table.resident);
 }
 
-// Behind a call that has been prepared: every slot of its plan then holds its expert. A rank has
-// one resident of an expert: what another slot, which the plan leaves alone, holds of it is
+// Called after a transfer has been prepared: every slot of its plan then holds its expert. A rank
+// has one resident of an expert: what another slot, which the plan leaves alone, holds of it is
 // forgotten.
 template <class Team>
 UEC_HD void note_residents(Team team, const Topology& t, const int32_t* slot_expert,

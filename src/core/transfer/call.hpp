@@ -38,7 +38,7 @@ struct Addresses {
       nullptr;                   // [num_segments] where each one's main weights begin there
   const uint8_t* far = nullptr;  // [G] 1: reached by puts and signals; null: none is
 
-  // Of a slot's bytes of a segment, in its rank's symmetric memory.
+  // The offset of a slot's bytes of a segment in its rank's symmetric memory.
   UEC_HD int64_t slot_at(int32_t segment, int32_t slot) const {
     return slot_offset[segment] + slot * segment_bytes[segment];
   }
@@ -65,7 +65,7 @@ struct Call : CallBody {
   Epoch epoch;
   SymmetricLayout layout;
 
-  // Before workers begin; the code that starts them orders that.
+  // Must run before workers begin; the code that starts them orders that.
   template <class Team>
   UEC_HD void reset_counters(Team team) {
     const int32_t counters = max32(work.num_tasks, work.num_reductions);

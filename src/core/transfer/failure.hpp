@@ -1,4 +1,4 @@
-// How a call fails: what is reported, what the peers are told, and who failed first.
+// How a call fails: what it reports, what it publishes to peers, and which rank failed first.
 #pragma once
 
 #include "core/transfer/announce.hpp"
@@ -9,7 +9,7 @@ namespace uec {
 struct Report {
   Fault fault = Fault::kNone;
   Wait wait;
-  int32_t aborter = -1;  // kAborted: who told us
+  int32_t aborter = -1;  // kAborted: whose abort we saw
   int32_t root = -1;     // end of the chain of waits, as far as ranks have published theirs
   uint64_t epoch = 0;
   double seconds = 0;
@@ -95,8 +95,8 @@ UEC_HD bool all_called(Memory& memory, const Call& call) {
   return team.min_sync(all) != 0;
 }
 
-// For a step that failed with `fault`, or (kNone) is blocked: the rank whose abort is the reason,
-// in which case the fault becomes kAborted; -1: none.
+// Finds the rank whose abort is why a step failed with `fault`, or (kNone) waits; the fault then
+// becomes kAborted. -1: none.
 template <class Memory>
 UEC_HD int32_t find_aborter(Memory& memory, const Call& call, Fault* fault) {
   if (*fault != Fault::kNone && *fault != Fault::kGone && *fault != Fault::kAborted) return -1;
@@ -118,7 +118,7 @@ UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const W
 
 // What follows is for one thread alone: members of a team could see different words.
 
-// What a failed rank tells its peers.
+// What a failed rank publishes to its peers.
 UEC_HD inline AbortWord abort_word(const Call& call, const Report& report) {
   const bool by_itself = report.fault == Fault::kCancelled || report.wait.peer == call.rank;
   return AbortWord::make(call.epoch.number, by_itself ? -1 : report.wait.peer,
@@ -135,8 +135,8 @@ UEC_HD AbortWord abort_of(Memory& memory, const Call& call, int32_t rank) {
   return word.ahead_of(call.epoch.number) > 0 ? AbortWord{} : word;
 }
 
-// The rank whose failure made `rank` fail, directly or through others. The rank that told it had
-// failed before it, so there are no cycles.
+// The rank whose failure made `rank` fail, directly or through others. The rank whose abort it saw
+// had failed before it, so there are no cycles.
 template <class Memory>
 UEC_HD int32_t find_cause(Memory& memory, const Call& call, int32_t rank) {
   for (int32_t steps = 0; steps < call.num_ranks; ++steps) {
@@ -149,8 +149,8 @@ UEC_HD int32_t find_cause(Memory& memory, const Call& call, int32_t rank) {
 
 }  // namespace detail
 
-// The root cause, seen from a failed rank that has told its peers: a rank that says it failed by
-// itself, else the end of the chain of waits, as far as abort words have arrived.
+// The root cause, seen from a failed rank that has published its abort: a rank that says it failed
+// by itself, else the end of the chain of waits, as far as abort words have arrived.
 template <class Memory>
 UEC_HD int32_t find_root(Memory& memory, const Call& call) {
   if (detail::abort_of(memory, call, call.rank).by_itself()) return call.rank;

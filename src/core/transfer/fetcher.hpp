@@ -76,7 +76,7 @@ class Fetcher {
   }
 
   UEC_HD Fault fault() const { return queue_.fault(); }
-  // What the last step was blocked by, or failed at.
+  // What the last step waited for, or failed at.
   UEC_HD Wait wait() { return queue_.wait(); }
 
   // Takes a group if there is none, then starts one tile's load. The last fetch of all marks the
@@ -143,7 +143,7 @@ class Fetcher {
     return team_.count(left).all > 0 ? 0 : static_cast<int32_t>(groups);
   }
 
-  // To the group's next tile: it lies behind this one, unless it is in another segment.
+  // Advances to the group's next tile, which follows this one unless it is in another segment.
   UEC_HD void advance() {
     if (++tile_ == end_tile_) {
       stage_.piece = -1;

@@ -33,7 +33,7 @@ class Gather {
   }
 
   UEC_HD Fault fault() const { return fault_; }
-  // What the last step was blocked by, or failed at.
+  // What the last step waited for, or failed at.
   UEC_HD Wait wait() {
     Wait wait;
     if (team_.leader() && waits_for_ >= 0) {
@@ -52,7 +52,7 @@ class Gather {
                       : num_unpublished_ < kMaxUnpublished ? send_step()
                                                            : Step::kAwaitDelivered;
     if (sent == Step::kProgress || sent == Step::kFailed) return sent;
-    // Before anything blocks, so that the rank that a wait and its report name is the late one.
+    // Publishes before anything blocks, so that waits and reports name the rank that is late.
     if (num_unpublished_ > 0) return publish_step();
     return sent == Step::kFinished ? arrive_step() : sent;
   }

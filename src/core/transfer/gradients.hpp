@@ -24,8 +24,8 @@ UEC_HD inline float from_bfloat16(uint16_t bits) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
 }
 
-// To nearest, ties to even; every NaN becomes the one that torch makes of it. Integer arithmetic,
-// so that all engines round alike.
+// Rounds to nearest, ties to even; every NaN becomes the one that torch makes of it. Integer
+// arithmetic, so that all engines round alike.
 UEC_HD inline uint16_t to_bfloat16(float value) {
   const auto bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;

@@ -20,7 +20,7 @@ struct ScheduleArrays {
   Schedule schedule;
   ScheduleScratch scratch;
 
-  // As CallArrays::cut().
+  // Works as CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, const Capacity& c, ScheduleArrays* arrays) {
     ScratchCutter cutter(base);
     const int64_t replicas = c.replicas(), experts = c.entries();
@@ -141,7 +141,7 @@ struct ReduceArgs {
   UEC_HD SlotsWithTokens slots() const { return {slot_quota}; }
 };
 
-// The same for a reduction. Main gradients are a rank's own business.
+// Fills the tiles of a reduction. Each rank's main gradients are its own business.
 UEC_HD inline void fill_segments(const GroupTables& group, const ReduceArgs& args,
                                  const CallArrays& arrays, Call* call) {
   const Gradients& grads = group.grads;
@@ -170,8 +170,8 @@ UEC_HD inline uint64_t with_mode(uint64_t digest, const ReduceArgs& args, Mode m
   return mix(digest, static_cast<uint64_t>(mode) << 1 | args.zero);
 }
 
-// All of it: fills the call, but for the addresses of main weights or gradients, and returns its
-// digest.
+// Prepares a call: fills all of it except the addresses of main weights or gradients, and returns
+// its digest.
 template <class Team, class Args>
 UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,

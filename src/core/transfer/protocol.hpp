@@ -121,7 +121,7 @@ class Delivered {
   UEC_HD Delivered() {}
 };
 
-// The same, and this thread has released it once for several words: they may be stored relaxed.
+// As Delivered, and this thread has released once for several words, which may be stored relaxed.
 class Released {
  private:
   friend class DeliveryPolicy;

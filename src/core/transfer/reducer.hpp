@@ -37,7 +37,8 @@ struct ReductionPieces {
   }
   UEC_HD static int32_t count(const Call& call) { return call.work.num_reductions; }
   UEC_HD static int32_t begin(const Call& call, int32_t p) { return piece(call, p).begin; }
-  // All pieces of an expert: a home's, one of each hub, are shared as evenly as the whole.
+  // One list for all pieces of an expert (one of each hub at a home), which are shared evenly as a
+  // whole.
   UEC_HD static int32_t list(const Call& call, int32_t p) { return piece(call, p).expert; }
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return piece(call, p).end - piece(call, p).begin;
@@ -128,7 +129,7 @@ class Reducer {
         unpublished_(unpublished) {}
 
   UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : queue_.fault(); }
-  // What the last step was blocked by, or failed at.
+  // What the last step waited for, or failed at.
   UEC_HD Wait wait() {
     if (fault_ == Fault::kNone) return queue_.wait();
     return {FlagKind::kOpen, aborter_, aborted_, -1, 0, call_.epoch.number};

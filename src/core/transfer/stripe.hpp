@@ -43,14 +43,14 @@ struct Stripe {
     const auto from = static_cast<uint32_t>(uint64_t{spread} * n >> 32);
     return static_cast<int32_t>((from + static_cast<uint32_t>(group)) % n);
   }
-  // From group `begin` to the first that is this worker's.
+  // Distance from group `begin` to the first that is this worker's.
   UEC_HD int32_t first(int32_t list, int32_t begin) const {
     const int32_t ahead = worker - owner(list, begin);
     return ahead < 0 ? ahead + num_workers : ahead;
   }
 };
 
-// In parts of 1024; of pieces with more than 2^22 groups only the order suffers.
+// Progress in parts of 1024; in pieces with more than 2^22 groups only the order suffers.
 UEC_HD inline uint32_t progress(int32_t at, int32_t length) {
   return (static_cast<uint32_t>(at) << 10) / static_cast<uint32_t>(length) & 1023;
 }
@@ -78,7 +78,7 @@ struct StripeScratch {
     return reinterpret_cast<QueuedGroups*>(poll_list + 1);
   }  // [pieces]
 
-  // As CallArrays::cut().
+  // Works as CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, int64_t num_ranks, int64_t pieces,
                             StripeScratch* scratch) {
     ScratchCutter cutter(base);
@@ -185,7 +185,7 @@ class WorkQueue {
     return !all_taken(p) && (scratch_.groups()[p].movable & 1) == 0;
   }
   UEC_HD bool uses_rank(int32_t p, int32_t r) const { return Pieces::uses_rank(call_, p, r); }
-  // Among pieces that are equal in order, workers begin with different ones.
+  // Among pieces of equal order, workers start with different ones.
   UEC_HD int32_t shifted(int32_t p) const {
     return p >= shift_ ? p - shift_ : p - shift_ + num_pieces();
   }

@@ -9,7 +9,7 @@ namespace uec {
 template <class Memory, class Mover>
 class Worker {
  public:
-  // As Fetcher.
+  // Takes what Fetcher takes.
   Worker(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
          const Stripe& stripe)
       : fetcher_(call, memory, mover, scratch, stripe),

@@ -3,7 +3,7 @@
 // Additions go through a ring. Each place has two barriers: `full` completes when the first warp
 // has described an addition there, and hands over with it all that this warp has observed; `empty`
 // completes when all adding warps have done their part. No barrier joins the block's threads, and
-// an adding warp goes on to the next addition without waiting for the others.
+// an adding warp continues with the next addition without waiting for the others.
 //
 // Bytes in flight. The addends come from peers, over a link: with 900 GB/s and two microseconds
 // from a load to its value (both estimates), 1.8 MB have to be in flight. Each lane has
@@ -115,10 +115,10 @@ UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* main_
   store_sum<kTo, kNumbers>(to, quad, sum);
 }
 
-// Of whole rows, a quad per lane; all addresses are aligned to what a lane loads and stores there.
-// A warp loads kSources addends of kRows rows before it waits. Without kAll there may be more
-// addends, and sums are kept meanwhile. Where fewer rows are left it adds the last one more than
-// once, with the same outcome.
+// Adds whole rows, a quad per lane; all addresses are aligned to what a lane loads and stores
+// there. A warp loads kSources addends of kRows rows before it waits. Without kAll there may be
+// more addends, and sums are kept for them. Where fewer rows are left it adds the last one more
+// than once, with the same outcome.
 template <GradType kFrom, GradType kTo, bool kAdds, int32_t kSources, bool kAll>
 UEC_DEVICE_NOINLINE void add_rows(const Addition& addition, int32_t rows) {
   constexpr int32_t kNumbers = kOfQuad<kFrom>;
@@ -305,7 +305,7 @@ class DeviceAdder : public DeliveryPolicy {
   UEC_DEVICE void zero(uint8_t* to, int64_t bytes) {
     take({to, bytes, nullptr, 0, Reduction::kZero, {}, {}, 0}, [](int32_t) { return nullptr; });
   }
-  // Behind all others: the adding warps leave.
+  // Queued behind all additions: the adding warps leave.
   UEC_DEVICE void end() { zero(nullptr, 0); }
 
   UEC_DEVICE uint32_t ticket() const { return taken_; }

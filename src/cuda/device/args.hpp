@@ -21,7 +21,7 @@
 
 namespace uec::cuda {
 
-// What a rank tells its host, and back: in host memory that the device can address.
+// What a rank reports to its host, and the reverse: in host memory that the device can address.
 struct Status {
   uint64_t failed_call = 0;   // by the host's numbers; 0: none. Written last, after the report
   uint64_t cancelled = 0;     // by the host: end every wait
@@ -78,7 +78,7 @@ struct alignas(16) RankState {
   uint64_t tables_end = 0;       // of the tables that calls point to, which begin with the bases
   PrepareArrays scratch_layout;  // as if PrepareShared lay there
   int64_t tiles_at = 0;          // tiles_offset()
-  // Changes with every call: read by each block as it enters, written by the last to leave.
+  // Changes with every call: read by each block as it begins, written by the last to finish.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
   uint64_t last_record = 0;
@@ -149,7 +149,7 @@ struct PlanStatus {
   LoadFault fault = LoadFault::kNone;
   int32_t expert = -1;  // the first that has it
 
-  // As a word, which is read and written whole; 0: no fault.
+  // Packed in a word, which is read and written whole; 0: no fault.
   UEC_HD uint64_t word() const {
     if (fault == LoadFault::kNone) return 0;
     return static_cast<uint64_t>(static_cast<uint32_t>(expert)) << 32 |
@@ -212,7 +212,7 @@ struct PlanOutput {
 // Arguments of the kernel that loads and plans. A rank whose call failed has an empty plan.
 struct LoadPlanArgs {
   LoadArgs load;
-  PlanArgs plan;                     // but for the load and what is out, which each rank has itself
+  PlanArgs plan;                     // without the load and the outputs, which each rank has itself
   uint64_t plans[kMaxLaunchRanks];   // [ranks] of PlanOutput, aligned to 4 bytes
   uint64_t faults[kMaxLaunchRanks];  // [ranks] of StageFaults::plan
 };
@@ -255,7 +255,7 @@ struct SaveArgs {
   uint64_t fault = 0;       // of SaveFaultBox
 };
 
-// What the notice kernel tells the peers.
+// What the notice kernel publishes to the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
 inline constexpr int64_t kPrepareBytes = 1536;  // of PrepareShared

@@ -35,8 +35,8 @@ struct Ring {
   uint32_t far_stages, far_staged;  // tiles prepared for puts, and one more than the last one's
 };
 
-// For the copy of a call's block behind a CallShared: enough for 64 ranks and a hundred replicas.
-// What does not fit is read where it is.
+// Room behind a CallShared for a copy of the call's block: enough for 64 ranks and a hundred
+// replicas. What does not fit is read where it is.
 inline constexpr int64_t kNearbyBytes = 8 << 10;
 
 // A block's part in a call of any kind.
@@ -49,7 +49,7 @@ struct alignas(16) CallShared {
     uint32_t pointers;
   } header;              // a copy; the body's is in the call
   int32_t first;         // this block began first: it announces the call
-  int32_t polls_cancel;  // it began last: it asks whether the host has cancelled the call
+  int32_t polls_cancel;  // it began last: it polls whether the host has cancelled the call
   int32_t healthy;       // the rank has not failed before
   int32_t prepared;      // and the call's block is there
 };
@@ -61,8 +61,8 @@ struct WorkerShared {
   Clock clock;  // of the fetch side's waits
 };
 
-// For the replicate kernel. Behind it lie the copy, and of each worker the fetch side's scratch and
-// then the tiles.
+// Shared memory of the replicate kernel. Behind it lie the copy, and of each worker the fetch
+// side's scratch and then the tiles.
 struct BlockShared : CallShared {
   WorkerShared workers[kMaxBlockWorkers];
 };
@@ -127,7 +127,7 @@ struct AddRing {
   uint64_t bytes_stored;
 };
 
-// For the reduce kernel. Behind it lie the copy, and the scratch of the first warp.
+// Shared memory of the reduce kernel. Behind it lie the copy, and the scratch of the first warp.
 struct ReduceShared : CallShared {
   AddRing ring;
   UnpublishedGroup unpublished[kMaxUnpublished];
@@ -137,7 +137,7 @@ struct ReduceScratch {
   const uint8_t** sources;  // [kAdditions][num_ranks]
   StripeScratch stripe;
 
-  // As StripeScratch::cut().
+  // Works as StripeScratch::cut().
   UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
     ScratchCutter cutter(memory);
     sources = cutter.take<const uint8_t*>(kAdditions * c.num_ranks);

@@ -29,7 +29,7 @@ UEC_DEVICE void enter(CallShared& shared, RankState& state, const std::byte* cal
   int32_t failed = 0, ticket = 0;
   if (ptx::thread_idx() == 0) {
     failed = ptx::load_relaxed(&state.failed);
-    // Relaxed: nobody reads what others do between their tickets and their leaving.
+    // Relaxed: no block reads what others do between their tickets and their leaving.
     ticket = ptx::fetch_add_relaxed(&state.entered, 1);
   }
   const auto* const from = reinterpret_cast<const uint4*>(&state);
@@ -49,7 +49,7 @@ UEC_DEVICE void enter(CallShared& shared, RankState& state, const std::byte* cal
   ptx::sync_block();
 }
 
-// By all threads: enough to tell the peers that there is no call. Field by field, because a
+// By all threads: fills enough to publish that there is no call. Field by field, because a
 // compiler copies a large struct byte by byte.
 UEC_DEVICE void begin_block(BlockCall& block, const RankState& known, RankState& state,
                             bool has_header) {

@@ -5,7 +5,7 @@
 
 namespace uec::cuda {
 
-// Of the library that kernels and host are part of: 10000 major + 100 minor + patch.
+// Version of the library that kernels and host are part of: 10000 major + 100 minor + patch.
 inline constexpr int32_t kVersion = 100;
 
 // A block of the replicate kernel has several workers: each a warp that fetches, one that stores,
@@ -15,8 +15,8 @@ inline constexpr int32_t kVersion = 100;
 inline constexpr int32_t kMaxBlockWorkers = 4;
 inline constexpr uint32_t kNumStages = 3;
 inline constexpr int32_t kTileMemory = 192 << 10;  // at most, of a block for its workers' stages
-// At most, of a rank's blocks together: with more, tiles that wait for the links delay those that
-// hubs are waiting for.
+// Bounds the workers of all of a rank's blocks: with more, tiles that wait for the links delay
+// those that hubs are waiting for.
 inline constexpr int32_t kMaxRankWorkers = 128;
 // Ranks that share launches: their arguments are passed by value.
 inline constexpr int32_t kMaxLaunchRanks = 64;

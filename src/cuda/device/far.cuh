@@ -14,14 +14,15 @@ namespace uec::cuda::far {
 UEC_DEVICE void put(void* symmetric, const void* source, int64_t bytes, int32_t pe) {
   nvshmemx_putmem_nbi_warp(symmetric, source, bytes, pe);
 }
-// The same; `flag` gets `value` there after these bytes and, after fence(), after earlier ones.
+// Puts as put() does; `flag` gets `value` there after these bytes and, after fence(), after earlier
+// ones.
 UEC_DEVICE void put_signal(void* symmetric, const void* source, int64_t bytes, uint64_t* flag,
                            uint64_t value, int32_t pe) {
   nvshmemx_putmem_signal_nbi_warp(symmetric, source, bytes, flag, value, NVSHMEM_SIGNAL_SET, pe);
 }
 // Puts of this thread to one peer that come after it arrive after those before it.
 UEC_DEVICE void fence() { nvshmem_fence(); }
-// All puts and signals of this thread have arrived.
+// Returns once all puts and signals of this thread have arrived.
 UEC_DEVICE void quiet() { nvshmem_quiet(); }
 
 UEC_DEVICE void signal(uint64_t* flag, uint64_t value, int32_t pe) {

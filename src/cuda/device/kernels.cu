@@ -27,13 +27,13 @@ extern __shared__ __align__(128) std::byte shared_memory[];
 UEC_KERNEL(80) void ultraep_replicate(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<false, false>(args, shared_memory);
 }
-// To a bank, whose slots keep what they hold of the plan.
+// Replicates to a bank, whose slots keep what they hold of the plan.
 UEC_KERNEL(80) void ultraep_replicate_bank(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<false, true>(args, shared_memory);
 }
 
-// With peers that only NVSHMEM's puts and signals reach. Its functions are called, not inlined,
-// which costs registers.
+// Replicates with peers that only NVSHMEM's puts and signals reach. Its functions are called, not
+// inlined, which costs registers.
 UEC_KERNEL(104) void ultraep_replicate_far(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<true, false>(args, shared_memory);
 }
@@ -58,7 +58,7 @@ void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
     uec::cuda::notify<true>(state, what, block);
 }
 
-// From ids to the table of loads.
+// Turns ids into the table of loads.
 UEC_KERNEL(64) void ultraep_load(const __grid_constant__ uec::cuda::LoadArgs args) {
   uec::cuda::load<false>(args, shared_memory);
 }
@@ -66,8 +66,8 @@ UEC_KERNEL(104) void ultraep_load_far(const __grid_constant__ uec::cuda::LoadArg
   uec::cuda::load<true>(args, shared_memory);
 }
 
-// From ids to the table and its plan. Blocks of up to kMaxPlanWarps warps. With far peers it takes
-// two launches: the planner leaves no registers for calls of NVSHMEM.
+// Turns ids into the table and its plan. Blocks of up to kMaxPlanWarps warps. With far peers it
+// takes two launches: the planner leaves no registers for calls of NVSHMEM.
 UEC_KERNEL(128)
 void ultraep_load_plan(const __grid_constant__ uec::cuda::LoadPlanArgs args) {
   uec::cuda::load_plan(args, shared_memory);

@@ -20,7 +20,7 @@
 namespace uec::cuda {
 
 // The warps that exchange rows, a block's last. Each has ranks of its own: loops over ranks share
-// them out among all, and what members tell each other stays in their warp.
+// them out among all, and members exchange values within their warp only.
 struct RowWarps : Warp {
   UEC_DEVICE static int32_t size() {
     return min32(ptx::num_threads(), kLoadTeams * ptx::kWarpSize);
@@ -50,7 +50,7 @@ UEC_DEVICE int32_t row_team(int32_t num_ranks) {
   return first >= 0 && first < num_ranks ? first / ptx::kWarpSize : -1;
 }
 
-// By one warp, before it is known that the block goes on: nothing of this changes before the last
+// By one warp, before it is known that the block continues: nothing of this changes before the last
 // block leaves.
 UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState& state) {
   const auto* const bases = reinterpret_cast<const uint64_t*>(state.bases);
@@ -66,7 +66,7 @@ UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState&
     if (i < kWords) reinterpret_cast<uint64_t*>(&shared.block.call.layout)[i] = word;
   }
   if (!Warp::leader()) return;
-  Call& call = shared.block.call;  // but for its layout; the rest is of no use here
+  Call& call = shared.block.call;  // without its layout; the rest is not used here
   call.rank = state.rank;
   call.num_ranks = state.num_ranks;
   const uint64_t epoch = state.epoch + 1;
@@ -85,11 +85,11 @@ UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState&
 }
 
 // By the last warp of the first block, while others count: they may turn out to be bad ids, which a
-// record in place of this one says. Only if it has failed does the last block have to hear of it.
+// record in place of this one says. The last block has to know of it only if it has failed.
 template <bool kFar>
 UEC_DEVICE void announce_load(BlockCall& block) {
   DeviceMemory<kFar> memory(block);
-  if (has_failed(block)) return;  // in an earlier call: the peers have heard of that
+  if (has_failed(block)) return;  // in an earlier call, whose failure the peers know
   const Report early = check_peers(memory, block.call.layout, block.call.epoch,
                                    CallRecord{block.state->last_record});
   if (early.fault != Fault::kNone) {
@@ -128,7 +128,8 @@ UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
   return reinterpret_cast<const int64_t*>(call.ids)[position];
 }
 
-// This rank's own ids are bad: nothing of them goes to any table, and the peers hear of it at once.
+// This rank's own ids are bad: nothing of them goes to any table, and the peers are notified at
+// once.
 template <class Memory>
 UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, const LoadCall& ids) {
   const RankState& state = *block.state;
@@ -152,7 +153,7 @@ UEC_ROLE bool exchange_rows(LoadShared& shared, const LoadBlock& part, int32_t n
   BlockCall& block = shared.block;
   DeviceMemory<kFar> all(block);  // a failure concerns all ranks
   if (!is_clean) {
-    if (has_failed(block)) return false;  // the peers have heard of that
+    if (has_failed(block)) return false;  // the peers know of that failure
     if (team == 0) reject_ids(block, all, ids);
     return false;
   }
@@ -225,7 +226,7 @@ UEC_ROLE void finish_load(LoadShared& shared, bool done, bool has_call_number) {
 }
 
 // The outcome, for the threads of a block.
-enum class LoadEnd { kElsewhere, kGathered, kFailed };  // kElsewhere: another block goes on
+enum class LoadEnd { kElsewhere, kGathered, kFailed };  // kElsewhere: another block continues
 
 template <bool kFar>
 UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
@@ -271,7 +272,8 @@ UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
   }
   ptx::sync_block();
   const bool done = !shared.failed && !shared.cancelled;
-  // Before this launch ends: peers write the table again once the next call has been announced.
+  // Copied before this launch ends: peers write the table again once the next call has been
+  // announced.
   if (done)
     copy_table(shared.block, num_experts, own.load);
   else  // a planner of it does nothing

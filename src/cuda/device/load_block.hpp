@@ -18,19 +18,19 @@ struct LoadShared {
   Team teams[kLoadTeams];
   uint64_t digest;  // of this call and all before it
   uint64_t last_call;
-  int32_t last;       // this block arrived last: it goes on
+  int32_t last;       // this block arrived last: it continues
   int32_t failed;     // some row was not sent, or has not come
   int32_t cancelled;  // by the host, before the call had to wait
 };
 
-// Behind it; a plan may lie over it once the table has been copied.
+// Lies behind LoadShared; a plan may overlay it once the table has been copied.
 struct LoadBlock {
   int32_t* row;       // [E] counts: of this block, then of this rank. The tile that is stored
   uint64_t* bases;    // [G] copies
   uint8_t* sent;      // [G] of Gather
   uint8_t* involved;  // [G] all ranks
 
-  // As CallArrays::cut(). `base` is aligned to kTileAlign bytes.
+  // Works as CallArrays::cut(). `base` is aligned to kTileAlign bytes.
   UEC_HD static int64_t cut(std::byte* base, int32_t num_ranks, int32_t num_experts,
                             LoadBlock* block) {
     ScratchCutter cutter(base);

@@ -1,4 +1,4 @@
-// From ids to the plan in one launch: the block that has gathered the table plans it.
+// Turns ids into the plan in one launch: the block that has gathered the table plans it.
 #pragma once
 
 #include "cuda/device/load.cuh"

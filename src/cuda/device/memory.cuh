@@ -22,7 +22,7 @@ UEC_DEVICE Gradients grads_of(const RankState& state, const int64_t* offset) {
           reinterpret_cast<const GradType*>(state.grad_type), offset};
 }
 
-// What all calls of a rank have in common: enough to tell peers that there will be none.
+// What all calls of a rank have in common: enough to publish that there will be none.
 UEC_DEVICE Call begin_call(const RankState& state) {
   Call call;
   call.rank = state.rank;
@@ -86,7 +86,7 @@ class DeviceMemory {
     return true;
   }
 
-  // A device cannot tell; the clock does.
+  // A device cannot know; the clock ends such waits.
   UEC_DEVICE static bool peer_gone(int32_t) { return false; }
   // A second look takes as long as the first, and is rarely of use.
   UEC_DEVICE bool should_diagnose() { return ++looks_ % 8 == 0; }

@@ -100,8 +100,8 @@ class DeviceMover : public DeliveryPolicy {
     }
   }
 
-  // To a peer without load/store access. With a signal, `flag` gets `value` after all that this
-  // thread has put there before.
+  // Stores to a peer without load/store access. With a signal, `flag` gets `value` after all that
+  // this thread has put there before.
   UEC_DEVICE void store_far(uint32_t k, int32_t rank, int64_t offset, int64_t bytes, int64_t flag,
                             uint64_t value) {
     if constexpr (kFar) {
@@ -142,7 +142,8 @@ class DeviceMover : public DeliveryPolicy {
   // Commit k + 1 closed the stores of stage k; a stage that was thrown away has none.
   UEC_DEVICE bool reusable(uint32_t k) const { return k < read_ || k >= commits_; }
 
-  // With nothing to store: the fetch side may wait for the last stage, which no commit follows yet.
+  // For when there is nothing to store: the fetch side may wait for the last stage, which no commit
+  // follows yet.
   UEC_DEVICE void wait_source_reusable() {
     ptx::bulk_wait_read<0>();
     read_ = commits_;

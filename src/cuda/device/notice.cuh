@@ -1,4 +1,4 @@
-// What a rank tells its peers between calls: one warp per rank, which waits for no peer.
+// What a rank publishes to its peers between calls: one warp per rank, which waits for no peer.
 #pragma once
 
 #include <new>
@@ -18,7 +18,7 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block) {
     new (&block) BlockCall{begin_call(state), &state, own_memory(state), 0, {}};
   }
   ptx::sync_warp();
-  if (has_failed(block)) return;  // the peers have heard of that
+  if (has_failed(block)) return;  // the peers know of that failure
   Memory memory(block);
   auto* const status = reinterpret_cast<Status*>(state.status);
   const CallRecord last{state.last_record};

@@ -20,7 +20,7 @@ UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool
     home_quota[e] = has_fault ? 0 : static_cast<int32_t>(load[e]);
 }
 
-// Tells the host, unless it has a fault to take already. The message is a single word, so
+// Reports a fault to the host, unless one is pending there. The message is a single word, so
 // concurrent launches do no harm.
 UEC_DEVICE void put_fault(const PlanArgs& args, const PlanStatus& status) {
   auto* const word = reinterpret_cast<uint64_t*>(args.fault);

@@ -10,7 +10,7 @@ namespace uec::cuda {
 // a plan nearly always takes three rounds of probes, with one nine.
 inline constexpr int32_t kMaxPlanWarps = 16;
 
-// Of the one that plans for a bank: a warp of it takes more registers.
+// Bounds the kernel that plans for a bank, whose warps take more registers.
 inline constexpr int32_t kMaxBankPlanWarps = 8;
 
 struct PlanBlock {

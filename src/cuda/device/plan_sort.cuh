@@ -27,8 +27,8 @@ UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockTeams& teams, const Plan
     bool negative = false;
 #pragma unroll 1
     for (int32_t first = 0; first < args.num_sources; first += kSourcesAtOnce) {
-      // All loads before the first store, which might alias them: else each would wait for the one
-      // before, and there are as many as ranks.
+      // Issues all loads before the first store, which might alias them: else each would wait for
+      // the one before, and there are as many as ranks.
       int32_t from_source[kSourcesAtOnce];
       const int64_t at = int64_t{first} * args.num_experts + e;
 #pragma unroll
@@ -94,7 +94,7 @@ UEC_DEVICE void compare_ranks(const PlanArgs& args, const PlanBlock& block) {
   }
 }
 
-// Whoever goes first in each rank's pool, in s.sorted.
+// Finds the first rank of each rank's pool, in s.sorted.
 UEC_DEVICE void find_leaders(const PlanArgs& args, const PlanBlock& block) {
 #pragma unroll 1
   for (int32_t r = ptx::thread_idx(); r < args.num_ranks; r += ptx::num_threads()) {
@@ -133,7 +133,7 @@ UEC_DEVICE void place_ranks(const PlanArgs& args, const PlanBlock& block, bool o
   }
 }
 
-// As detail::pad_ranks() of planner.hpp, but for the sort. Returns whether one is needed.
+// Pads as detail::pad_ranks() of planner.hpp does, without the sort. Returns whether one is needed.
 UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   const int32_t first = uec::detail::first_padded(args.num_ranks, s);
@@ -171,7 +171,7 @@ UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
   }
 }
 
-// Of args.load, into block.sorted if it has no fault. All threads have the same answer.
+// Sorts args.load into block.sorted if it has no fault. All threads have the same answer.
 UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockTeams& teams, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   copy_constants(args, block);

@@ -130,7 +130,7 @@ UEC_DEVICE_NOINLINE Wait find_refusal(const RankState& known, const DeviceCall& 
   return wait;
 }
 
-// The same for main weights whose address is missing, once it is known what this rank sends.
+// Finds main weights whose address is missing, once it is known what this rank sends.
 UEC_DEVICE_NOINLINE Wait find_missing(const PrepareShared& made, const Capacity& capacity,
                                       int32_t rank) {
   const int32_t num_segments = made.call.tiles.num_segments;
@@ -287,8 +287,8 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   return missing;
 }
 
-// By the whole of the first block: makes the call's block, or fails the call and tells the peers.
-// `free_memory` is shared memory that nothing uses yet.
+// By the whole of the first block: makes the call's block, or fails the call and notifies the
+// peers. `free_memory` is shared memory that nothing uses yet.
 template <class Memory, Operation kOperation, bool kBanked>
 UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
                            std::byte* free_memory, std::byte* call_block) {

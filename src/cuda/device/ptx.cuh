@@ -52,7 +52,7 @@ UEC_DEVICE uint64_t load_acquire_system(const uint64_t* at) {
 UEC_DEVICE void store_release_system(uint64_t* at, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
-// The same for all that this thread stores relaxed from here on.
+// Releases for all that this thread stores relaxed from here on.
 UEC_DEVICE void fence_release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 UEC_DEVICE void store_relaxed_system(uint64_t* at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
@@ -228,7 +228,8 @@ UEC_DEVICE void mbarrier_arrive(uint64_t* barrier) {
                    shared_address(barrier))
                : "memory");
 }
-// As mbarrier_arrive(), and the phase does not complete before `bytes` more have been loaded.
+// Does what mbarrier_arrive() does, and the phase does not complete before `bytes` more have been
+// loaded.
 UEC_DEVICE void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
@@ -254,7 +255,7 @@ UEC_DEVICE bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
 UEC_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// The same for shared memory.
+// Does the same for shared memory.
 UEC_DEVICE void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -288,8 +289,8 @@ template <int kPending>
 UEC_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// All but this thread's latest kPending groups have arrived, as far as this thread can tell: a
-// fence_proxy_async_global() and a release tell others.
+// All but this thread's latest kPending groups have arrived, as this thread sees it: a
+// fence_proxy_async_global() and a release make others see it.
 template <int kPending>
 UEC_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

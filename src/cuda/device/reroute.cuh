@@ -62,7 +62,7 @@ UEC_DEVICE void count_ids(const RerouteBlock& block, ThreadIds& own) {
   }
 }
 
-// For an invalid plan, which has no instances.
+// Writes the ids of an invalid plan, which has no instances.
 template <class Id>
 UEC_DEVICE void store_padding(const RerouteArgs& args, const RerouteBlock& block) {
   auto* const out = reinterpret_cast<Id*>(args.to);

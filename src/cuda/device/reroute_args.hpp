@@ -29,7 +29,7 @@ struct RerouteShape {
 // State of one rank, in device memory; zero at first. One launch at a time uses it, and the first
 // is that of the shares.
 struct RerouteState {
-  // Read by each block as it enters, written by the last to leave.
+  // Read by each block as it begins, written by the last to finish.
   uint64_t launches = 0;  // that have finished
   uint64_t fault = 0;     // of the present launch: fault_word()
   int32_t entered = 0;    // blocks
@@ -132,7 +132,7 @@ struct RerouteShared {
     return round_up(int64_t{2} * num_warps * shape.num_experts, 16);
   }
 
-  // As RerouteArrays::cut(). `base` is aligned to 16 bytes.
+  // Works as RerouteArrays::cut(). `base` is aligned to 16 bytes.
   UEC_HD static int64_t cut(std::byte* base, const RerouteShape& shape, int32_t num_threads,
                             int32_t num_warps, RerouteShared* shared) {
     ScratchCutter cutter(base);
@@ -161,7 +161,7 @@ UEC_HD inline int64_t cut_share_scratch(std::byte* base, const RerouteShape& sha
 
 // How the kernels are launched.
 struct RerouteGrid {
-  int32_t num_blocks = 0;  // at most max_runs, but for the shares
+  int32_t num_blocks = 0;  // at most max_runs, except for the shares
   int32_t num_threads = 0;
   int64_t shared_bytes = 0;
 

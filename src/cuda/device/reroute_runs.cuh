@@ -56,7 +56,7 @@ UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, Reroute
   const auto num_entries =
       static_cast<int32_t>(args.shape.num_entries());  // at least one an expert
   by_threads(num_entries + 1, [&](int32_t i) {
-    // Both loads at once: neither depends on whether what it loads is wanted.
+    // Issues both loads at once: neither depends on whether its value is needed.
     const int32_t begin = block.arrays.table.begin[min32(i, num_experts)];
     const ShareEntry entry = block.arrays.table.entries[min32(i, num_entries - 1)];
     if (i <= num_experts) shared.begin[i] = begin;
@@ -71,7 +71,7 @@ UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, Reroute
   return shared.entry->refused == 0;
 }
 
-// From counts of each warp to those of the warps before it, and of the run, which it publishes.
+// Replaces each warp's counts by those of the warps before it, and publishes the run's.
 UEC_DEVICE void publish_counts(const RerouteBlock& block) {
   ptx::sync_block();
   const int32_t num_experts = block.shape.num_experts;
@@ -187,7 +187,7 @@ UEC_DEVICE int32_t instance_of(const RerouteBlock& block, int32_t expert, int32_
   return find_instance(shared.begin, shared.entries, expert, before + ordinal);
 }
 
-// Tells the host, unless it has a fault to take already.
+// Reports a fault to the host, unless one is pending there.
 UEC_DEVICE void put_fault(uint64_t box, const RerouteStatus& status, Routing routing) {
   if (status.fault == RerouteFault::kNone) return;
   auto& said = *reinterpret_cast<RerouteFaultBox*>(box);

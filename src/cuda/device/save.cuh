@@ -1,7 +1,7 @@
 // The save kernel: one block copies a plan into an entry of the plan store.
 //
 // The entry of a captured save gets a plan in every replay. Its mark says that the plan there has
-// not been reduced or released: then a save leaves it as it is, and tells the host.
+// not been reduced or released: then a save leaves it as it is, and reports that to the host.
 #pragma once
 
 #include "cuda/device/args.hpp"
@@ -21,7 +21,7 @@ UEC_DEVICE bool is_kept(const SaveArgs& args) {
   return ptx::fetch_max_relaxed(in_use, args.generation) >= args.generation;
 }
 
-// Tells the host, unless it has a fault to take already. Launches of a rank follow each other.
+// Reports a fault to the host, unless one is pending there. Launches of a rank follow each other.
 UEC_DEVICE void put_fault(const SaveArgs& args) {
   auto& said = *reinterpret_cast<SaveFaultBox*>(args.fault);
   // Acquire: pairs with the host's release after it has read the last fault, and freed its place.

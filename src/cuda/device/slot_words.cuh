@@ -1,4 +1,4 @@
-// The kernel's side of ready.cuh: tells which of this rank's slots may be read.
+// The kernel's side of ready.cuh: publishes which of this rank's slots may be read.
 #pragma once
 
 #include "core/transfer/announce.hpp"
@@ -27,7 +27,7 @@ UEC_DEVICE_NOINLINE void publish_residents(const RankState& known, const int32_t
   const int32_t slots = known.capacity.slots_per_rank, begin = known.rank * slots;
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
     const int32_t expert = slot_expert[begin + s];
-    // Release: what filled them has come before this kernel.
+    // Release: what filled them comes before this kernel.
     if (expert >= 0 && table.resident[begin + s] == expert)
       ptx::store_release_device(slot_words(known, bank) + s, slot_number(known, has_call_number));
   }
@@ -53,12 +53,12 @@ UEC_DEVICE_NOINLINE void publish_filled(const BlockCall& block, int32_t slots, u
       is_complete = memory.observe(done) == call.epoch.number;
       if (is_complete) arrived(memory, e.peer, done, call.epoch.number);
     }
-    // Release: pairs with wait_slot(). Every sender's stores have come before its `done`.
+    // Release: pairs with wait_slot(). Every sender's stores come before its `done`.
     if (is_filled && is_complete) ptx::store_release_device(words + s, number);
   }
 }
 
-// Finish, which also tells of each slot as soon as it is complete.
+// Finish, which also publishes each slot as soon as it is complete.
 template <class Memory>
 class FinishSlots {
  public:

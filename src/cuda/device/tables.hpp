@@ -19,7 +19,7 @@ struct Tables {
   int32_t* local_idx;      // [E]
   int32_t* counts;         // [E] zero between launches
 
-  // As CallArrays::cut().
+  // Works as CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, const Capacity& c, Tables* tables) {
     ScratchCutter cutter(base);
     tables->bases = cutter.take<uint64_t>(c.num_ranks);
@@ -44,7 +44,7 @@ struct BankTables {
   int32_t* resident;  // [banks][G][S]
   uint64_t* ready;    // [banks][S] of this rank's slots, as in ready.cuh
 
-  // Of a bank, or of bank 0 (-1: none).
+  // The row of a bank, or of bank 0 (-1: none).
   UEC_HD static const int64_t* row(const int64_t* rows, const Capacity& c, int32_t bank) {
     return rows + int64_t{max32(bank, 0)} * row_size(c);
   }

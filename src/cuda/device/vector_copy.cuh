@@ -42,7 +42,7 @@ UEC_DEVICE void copy_as(uint8_t* to, const uint8_t* from, int64_t bytes, Load lo
   copy_elements(to + done, from + done, bytes - done, load);
 }
 
-// With the widest element that both addresses allow.
+// Copies with the widest element that both addresses allow.
 template <class Load>
 UEC_DEVICE void copy(uint8_t* to, const uint8_t* from, int64_t bytes, Load load) {
   const uint64_t low = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);

@@ -30,8 +30,8 @@ UEC_DEVICE bool is_cancelled(uint64_t status) {
 }
 UEC_DEVICE bool is_cancelled(const BlockCall& block) { return is_cancelled(block.state->status); }
 
-// The first failure of a rank keeps its report and tells its peers at once; other blocks stop at
-// their next look. Called by a whole warp. `waited_ns`: for a wait that has expired.
+// The first failure of a rank keeps its report and notifies its peers at once; other blocks stop at
+// their next poll. Called by a whole warp. `waited_ns`: for a wait that has expired.
 template <class Memory>
 UEC_DEVICE void fail(BlockCall& block, Memory& memory, Fault fault, int32_t aborter,
                      const Wait& wait, uint64_t waited_ns = 0, bool all_called = false) {
@@ -55,8 +55,8 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Fault fault, int32_t abor
   }
 }
 
-// For bad input on this rank. Takes an epoch, as every call does; `wait` says what is wrong. By a
-// whole warp.
+// Rejects bad input on this rank. Takes an epoch, as every call does; `wait` says what is wrong. By
+// a whole warp.
 template <class Memory>
 UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
   const CallRecord record =
@@ -66,8 +66,8 @@ UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
   fail(block, memory, Fault::kRejected, -1, wait);
 }
 
-// Before a worker's first step: whether no peer has given the call up.
-// A rank that comes late would otherwise work on memory whose owners take it for their own again.
+// Checks before a worker's first step that no peer has aborted the call: a late rank would
+// otherwise work on memory that its owners use again.
 template <class Memory>
 UEC_DEVICE bool may_begin(BlockCall& block, Memory& memory) {
   Fault fault = Fault::kNone;

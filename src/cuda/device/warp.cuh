@@ -57,7 +57,7 @@ struct Warp {
     ptx::sync_warp();
     return ptx::reduce_add(value);
   }
-  // In parts that leave room for the sum over a warp.
+  // Summed in parts that leave room for the sum over a warp.
   UEC_DEVICE static uint64_t sum(uint64_t value) {
     constexpr int32_t kBits = 22;
     constexpr uint32_t kMask = (1u << kBits) - 1;

@@ -20,7 +20,7 @@ struct Case {
   bool contiguous;
 };
 
-// The same tokens as a map, a row for each: they move where the ids went.
+// Reroutes the same tokens as a map, a row for each: they move where the ids went.
 void check_map(const Topology& topology, const int32_t* row, int32_t row_size,
                const uec::RerouteScratch& scratch, const std::vector<int32_t>& rerouted) {
   const int32_t num_experts = topology.num_experts;

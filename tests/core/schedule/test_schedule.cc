@@ -14,7 +14,7 @@ namespace {
 using uec::kEgressUnit;
 using uec::Mode;
 
-// Of entry x's replicas; of the group, if plans stay inside domains.
+// The domain of entry x's replicas; that of the group if plans stay inside domains.
 int32_t domain_of(const PlanCase& c, const uec::Schedule& s, int32_t x) {
   return c.allow_cross_domain ? c.domain[s.replica_rank[s.first[x]]] : 0;
 }
@@ -174,7 +174,7 @@ void check_sources() {
   CHECK_EQ(a.shape.num_replicas, 5);
 }
 
-// An expert crosses to a domain once, unless somebody there has it, and each replica gets a part.
+// An expert crosses to a domain once, unless a rank there has it, and each replica gets a part.
 void check_domains() {
   const Tiles tiles({6 << 20}, 32 << 10);  // 192 groups of a tile
   PlanCase c = make_group(7, 7, 2);

@@ -200,7 +200,7 @@ class Reduced {
     }
     return copies;
   }
-  // Of a copy made by slots().
+  // A slot in a copy made by slots().
   const uint8_t* slot_in(const std::vector<uint8_t>& copy, int32_t idx, int32_t segment) const {
     int64_t at = idx * c_.grad_bytes[segment];
     for (int32_t i = 0; i < segment; ++i) at += c_.plan.slots_per_rank * c_.grad_bytes[i];

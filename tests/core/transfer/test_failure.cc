@@ -71,7 +71,7 @@ void check_roots() {
   CHECK_EQ(Seen().word(0, -1, 2).root(), 2);                 // whose word has yet to come
   // We told 1 that we had given up on it; it was waiting for 3 itself.
   CHECK_EQ(Seen().word(0, 1, -1).word(1, 3, 0).root(), 3);
-  // 1 had to do with another cause: what it was waiting for would have come.
+  // 1 had to do with another cause: what it was waiting for would have arrived.
   CHECK_EQ(Seen().word(0, 1, -1).word(1, 0, 2).word(2, 4, -1).root(), 4);
   // Two ranks each wait for what the other's failure has kept from them.
   CHECK_EQ(Seen().word(0, 1, 2).word(1, 0, 0).word(2, 3, -1).root(), 3);

@@ -159,7 +159,7 @@ int run_rank(World& world, int32_t rank, int32_t num_calls, Shared& shared) {
       if (step == Step::kFinished) break;
       if (step == Step::kWaitsForPeer) Fibers::pause();
     }
-    // Every member may read all of it.
+    // Every member may read the whole table.
     for (int32_t r = 0; r < world.num_ranks; ++r)
       for (int32_t e = Crowd::index(); e < world.num_experts; e += Crowd::size())
         CHECK_EQ(world.table(rank)[r * world.num_experts + e], load_of(epoch, r, e));

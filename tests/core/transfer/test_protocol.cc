@@ -100,7 +100,7 @@ Judged check_call(std::deque<uint64_t> record, uint64_t number, bool gone = fals
   return judged;
 }
 
-void check_judge_call(uint64_t k) {
+void test_check_call(uint64_t k) {
   CHECK(check_call({word(k)}, k).verdict == FlagState::kArrived);
   CHECK(check_call({word(k)}, k, true).verdict == FlagState::kArrived);  // what it said stands
   CHECK(check_call({0}, 1).verdict == FlagState::kWaiting);
@@ -131,7 +131,7 @@ Judged check_flag(std::deque<uint64_t> flag, std::deque<uint64_t> record, uint64
   return judged;
 }
 
-void check_judge_flag(uint64_t k) {
+void test_check_flag(uint64_t k) {
   CHECK(check_flag({k}, {0}, k).verdict == FlagState::kArrived);
   CHECK(check_flag({k - 1}, {word(k)}, k).verdict == FlagState::kWaiting);
   CHECK(check_flag({k - 1}, {word(k - 1)}, k).verdict == FlagState::kWaiting);
@@ -171,8 +171,8 @@ int main() {
   check_abort_words();
   for (const uint64_t k : {uint64_t{2}, uint64_t{1} << 31, (uint64_t{1} << 32) - 1,
                            uint64_t{1} << 32, (uint64_t{1} << 32) + 1, uint64_t{1} << 40}) {
-    check_judge_call(k);
-    check_judge_flag(k);
+    test_check_call(k);
+    test_check_flag(k);
   }
   check_find_abort();
 }

@@ -30,7 +30,7 @@ class Reserved {
   Reserved& operator=(const Reserved&) = delete;
   ~Reserved() { munmap(base_, bytes_); }
   uint8_t* base() const { return base_; }
-  // Of an address in it, else -1.
+  // The offset of an address in it, else -1.
   int64_t offset_of(const uint8_t* at) const {
     return at >= base_ && at < base_ + bytes_ ? at - base_ : -1;
   }
@@ -148,7 +148,7 @@ class NotingAdder : public uec::DeliveryPolicy {
   void loads_complete() {}
 
  private:
-  // The same part of all replicas of one expert, by ascending rank.
+  // Adds the same part of all replicas of one expert, by ascending rank.
   template <class Source>
   Part replicas(int32_t n, Source&& source, int64_t elements, GradType type) {
     Part part{};

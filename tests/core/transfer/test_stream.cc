@@ -136,7 +136,7 @@ Step run(Worker& worker) {
 }
 
 // Before a worker looks at the gate of a peer that nothing of its own touches, others send all that
-// the peer needs, and it goes on to its next call. That is no mismatch.
+// the peer needs, and it continues with its next call. That is no mismatch.
 void check_overtaken_worker() {
   Sender sender(3);
   FakeMemory memory{sender.words, sender.published, nullptr};

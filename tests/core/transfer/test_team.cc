@@ -211,7 +211,7 @@ Answer answer_of_finish(World& world, int32_t rank, int32_t team_size) {
   return {};
 }
 
-// Everything that `rank` waits for in the first call has come.
+// Everything that `rank` waits for in the first call has arrived.
 void show_all(World& world, int32_t rank) {
   const uec::SymmetricLayout& layout = world.layout;
   for (int32_t r = 0; r < world.num_ranks(); ++r) {

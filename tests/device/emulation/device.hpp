@@ -1,6 +1,6 @@
 // A device on the CPU: the same kernels, over an emulation of ptx.cuh and far.cuh.
 //
-// Every lane is a fiber, a thread to ThreadSanitizer, which so judges what lanes, warps and blocks
+// Every lane is a fiber, a thread to ThreadSanitizer, which so checks what lanes, warps and blocks
 // share. Bulk loads are done on their own, in any order. A bulk store happens as late as it can:
 // its source is read, and its destination written, when the lane waits for that. Puts over the
 // network are overtaken by signals. Proxy fences do nothing here, but leaving one out is noticed.
@@ -82,7 +82,7 @@ inline uint32_t roll() {
   return dice >> 16;  // the low bits go round soon
 }
 
-// Of what may be late: all in some launches, now and then in others.
+// Delays everything that may be late in some launches, and now and then in others.
 inline bool is_late() { return self().all_late || roll() % 4 == 0; }
 
 inline int32_t lane() { return self().thread % kLanes; }
@@ -219,7 +219,7 @@ struct Network {
   std::vector<uint64_t> signals_;  // of each word of all symmetric memories
 };
 
-// A slow one arrives when its warp waits for it, or when nothing else goes on. A quick one that
+// A slow one arrives when its warp waits for it, or when nothing else runs. A quick one that
 // need not come behind it has been there for long by then, unless that one is late too.
 inline void submit_far(bool slow, std::function<void()> operation) {
   Warp* const warp = self().warp;
@@ -261,7 +261,7 @@ struct Grid {
   int32_t first_rank = 0;  // of the group, in the first row
   bool together = false;   // no block comes later than others
   bool beside = false;     // other kernels of the rank may be running
-  // Of a transfer: whether an address is in the memory of slots of a row's rank.
+  // In a transfer: whether an address is in the memory of slots of a row's rank.
   std::function<bool(int32_t row, const void*)> is_own{};
 };
 

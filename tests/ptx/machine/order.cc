@@ -231,7 +231,7 @@ void Machine::race(const char* what, const Access& before, const Warp& w, int la
   } else {
     other = where(before.pc());
   }
-  // Threads are named for one of a kind only: kinds are told apart by their places.
+  // Threads are named for one of a kind only: kinds are distinguished by their places.
   static std::set<std::string> named;
   const std::string kind = std::string(what) + ": " + where(pc) + " and " + other;
   if (named.insert(kind).second && named.size() < 20) {
