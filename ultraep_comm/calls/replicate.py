@@ -94,7 +94,7 @@ def replicate_experts(
                 " expected a plan on the device, or the weights themselves"
             )
         if mode == "pull" and bound.region < 0:
-            counts = session.layout.num_mains
+            counts = session.engine.layout.num_mains
             uneven = (
                 f"; those of empty_instances() are not where ranks' numbers of experts differ, here"
                 f" {counts}"
@@ -116,7 +116,7 @@ def replicate_experts(
             segments=selection.address,
             region=bound.region,
             on_device=call.on_device,
-            own_home=call.plan.home is session.local.home,
+            own_home=call.plan.home is session.engine.home,
             table=address(bound.table),
             bank=call.bank,
             version=(

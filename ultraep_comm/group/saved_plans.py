@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ultraep_comm.engines.base import Engine, LocalStages
+from ultraep_comm.engines.base import Engine
 from ultraep_comm.errors import (
     GroupBusyError,
     InvalidArgumentError,
@@ -204,8 +204,8 @@ class PlanStore:
         rank: for error texts.
         name: the group's name.
         topology: the group's topology.
-        local: copies plans, and has the constant tensors that plans share.
-        engine: tells which calls have finished.
+        engine: copies plans, has the constant tensors that they share, and tells which calls have
+            finished.
     """
 
     def __init__(
@@ -214,14 +214,12 @@ class PlanStore:
         rank: int,
         name: str,
         topology: Topology,
-        local: LocalStages,
         engine: Engine,
     ) -> None:
         self.name = name
         self.closed = False
         self._rank = rank
         self._topology = topology
-        self._local = local
         self._engine = engine
         self._generation = 0
         self._saved: Counter[int] = Counter()  # number of plans by layer
@@ -239,7 +237,7 @@ class PlanStore:
         if microbatch is None:
             microbatch = self._saved[layer]
         microbatch = self._number(microbatch, "microbatch", MICROBATCHES)
-        shared = (self._local.home, self._local.domains)
+        shared = (self._engine.home, self._engine.domains)
         fields = {
             name: tensor
             for name, tensor in plan.tensors().items()
@@ -247,10 +245,10 @@ class PlanStore:
         }
         entry, captured = None, False
         copies: dict[str, Any] = {}
-        if not self._local.holds(plan):
+        if not self._engine.is_on_device(plan):
             copies.update({name: tensor.clone() for name, tensor in fields.items()})
         else:
-            captured = self._local.is_capturing()
+            captured = self._engine.is_capturing()
             entry = self._take_entry(captured)
             copies.update({name: entry.fields[name] for name in fields})
         saved = Saved(
@@ -264,7 +262,7 @@ class PlanStore:
         )
         if entry is not None:
             try:
-                self._local.save(
+                self._engine.save(
                     [(copies[name], fields[name]) for name in fields],
                     entry.in_use if captured else None,
                     saved.generation if captured else 0,
@@ -336,7 +334,7 @@ class PlanStore:
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):  # autograd may save these tensors
-            memory = self._local.allocate(4 * total).view(torch.int32)
+            memory = self._engine.allocate(4 * total).view(torch.int32)
             return Entry(
                 {
                     name: memory[begins[name] :][: math.prod(shape)].view(shape)
@@ -348,9 +346,9 @@ class PlanStore:
     def reserve(self, count: int) -> None:
         """Preallocate ``count`` entries for captured saves; see ``Group.reserve_plans``."""
         count = as_int(count, "count")
-        if not self._local.lends_entries:
+        if not self._engine.uses_reserved_entries:
             return
-        if self._local.is_capturing():
+        if self._engine.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: reserve_plans({count}) in a capture into a CUDA graph; call it"
                 " before the capture"
@@ -384,7 +382,7 @@ class PlanStore:
         if end is not None:
             raise self._error(saved, operation, end)
         is_lent = saved.entry is not None and not saved.captured
-        if is_lent and self._local.is_capturing():
+        if is_lent and self._engine.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
                 f" handle of layer {saved.layer}, microbatch {saved.microbatch}, which was saved"
@@ -429,7 +427,7 @@ class PlanStore:
         entry = saved.entry
         if entry is None:
             return
-        if saved.captured and (end is _SPENT or self._local.is_capturing()):  # the graph keeps it
+        if saved.captured and (end is _SPENT or self._engine.is_capturing()):  # the graph keeps it
             if was_live and end is _RELEASED:
                 self._clear(saved)  # a reduction clears it by itself
             return
@@ -440,7 +438,7 @@ class PlanStore:
     def _clear(self, saved: Saved) -> None:
         """Clear the mark of a captured save in the current stream's order."""
         if saved.entry is not None and saved.captured:
-            self._local.save([], saved.entry.in_use, 0, 0)
+            self._engine.save([], saved.entry.in_use, 0, 0)
 
     def assert_idle(self) -> None:
         """Raise GroupBusyError if a handle is live or a call has not finished."""
@@ -483,7 +481,7 @@ class PlanStore:
         if self.closed:
             return
         self.closed = True
-        del self._engine, self._local  # graphs that outlive the interpreter refer to handles
+        del self._engine  # graphs that outlive the interpreter refer to handles
         self._live.clear()
         self._free.clear()
         self._reserved.clear()

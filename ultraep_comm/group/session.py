@@ -13,7 +13,8 @@ from typing import NoReturn
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine, Parts
+from ultraep_comm.engines.base import Engine
+from ultraep_comm.engines.options import Options
 from ultraep_comm.engines.reports import failure_of
 from ultraep_comm.errors import (
     GroupClosedError,
@@ -22,7 +23,7 @@ from ultraep_comm.errors import (
     UltraEPError,
     UnsupportedError,
 )
-from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.names import new_name
 from ultraep_comm.group.saved_plans import PlanHandle, PlanStore
@@ -42,8 +43,12 @@ class Session(Shared):
 
     Attributes:
         name: the key by which operators find the group in this process.
-        rank, topology, segments, layout, fabric, memory, engine, local, loads, check,
-            banks, grad_banks: as :class:`Parts`.
+        engine: executes calls, and has the group's memory.
+        rank, topology: the engine's.
+        segments: the tensors of an expert, by name.
+        grad_segments: the tensors of a slot's gradients, by name.
+        check: check mode.
+        banks, grad_banks: sets of slots, and of their gradients.
         device: where weights and slots are.
         num_mains: M.
         weights: binds main weights.
@@ -63,45 +68,40 @@ class Session(Shared):
         process: id of the process that created the group.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, engine: Engine, options: Options) -> None:
         self.name = new_name()
-        self.rank = parts.rank
-        self.topology = parts.topology
-        self.segments = parts.segments
-        self.layout = parts.layout
-        self.fabric = parts.fabric
-        self.memory = parts.memory
-        self.engine = parts.engine
-        self.local = parts.local
-        self.loads = parts.loads
-        self.check = parts.check
-        self.banks = parts.banks
-        self.grad_banks = parts.grad_banks
-        self.device = parts.memory[0].local.device
-        self.num_mains = parts.layout.num_mains[parts.rank]
-        tables = self.local.address_tables
+        self.engine = engine
+        self.rank = engine.rank
+        self.topology = engine.topology
+        self.segments = dict(options.segments)
+        self.grad_segments = dict(options.grads)
+        self.check = options.check
+        self.banks = options.banks
+        self.grad_banks = options.grad_banks
+        self.device = engine.memory[0].local.device
+        self.num_mains = engine.layout.num_mains[engine.rank]
+        tables = engine.address_tables
         self.weights = RankWeights(
             rank=self.rank,
             segments=self.segments,
             num_mains=self.num_mains,
-            owner=self.memory[0],
+            owner=engine.memory[0],
             device=self.device,
             tables=tables(len(self.segments), self.num_mains),
         )
         self.grads = RankGrads(
             rank=self.rank,
-            segments=parts.grads,
+            segments=self.grad_segments,
             num_mains=self.num_mains,
             device=self.device,
-            tables=tables(len(parts.grads), self.num_mains),
+            tables=tables(len(self.grad_segments), self.num_mains),
         )
         self.selections = Selections(self.rank, self.segments)
         self.plans = PlanStore(
             rank=self.rank,
             name=self.name,
             topology=self.topology,
-            local=self.local,
-            engine=self.engine,
+            engine=engine,
         )
         self.filled_by: dict[int, Plan | PlanHandle] = {}
         self.held_for: dict[int, object] = {}
@@ -115,9 +115,7 @@ class Session(Shared):
         self.process = os.getpid()
         self._in_flight: Held = deque()
         self._captured: list[tuple[object, ...]] = []
-        self._finalizer = weakref.finalize(
-            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight, self.plans
-        )
+        self._finalizer = weakref.finalize(self, _dispose, engine, self._in_flight, self.plans)
         watch_forks(self)
         _sessions.add(self)
 
@@ -136,7 +134,7 @@ class Session(Shared):
         if not self.takes_calls:
             self.require_open(operation)
         try:
-            self.local.raise_fault()
+            self.engine.raise_fault()
         except UltraEPError as error:
             self.reject(error)
             raise
@@ -168,7 +166,7 @@ class Session(Shared):
 
     def refuse_capture(self, operation: str) -> None:
         """Raise UnsupportedError if the current stream is being captured into a CUDA graph."""
-        if self.local.is_capturing():
+        if self.engine.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {operation} while the current stream is being captured into a"
                 " CUDA graph; call it before or after the capture"
@@ -181,7 +179,7 @@ class Session(Shared):
 
     @contextmanager
     def allocating(self, *harmless: type[Exception]) -> Iterator[None]:
-        """Let tensors of the group be made; abort it if that fails, but for ``harmless`` errors."""
+        """Let tensors of the group be made; abort it on failures except ``harmless`` ones."""
         try:
             with torch.inference_mode(False):  # as in new_group
                 yield
@@ -224,8 +222,14 @@ class Session(Shared):
 
     def explain(self, epoch: int, operation: str) -> UltraEPError:
         """Return the error of a call that failed, or did not run because an earlier one failed."""
-        names = tuple(self.segments)
-        return failure_of(self.engine, epoch, operation, self.rank, self.topology, names)
+        failed = self.engine.failed_epoch()
+        if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
+            return GroupClosedError(
+                f"rank {self.rank}: {operation} (call {epoch} on this group) did not run, because"
+                f" call {failed} failed; create a new group"
+            )
+        report, names = self.engine.report(), tuple(self.segments)
+        return failure_of(report, operation, self.rank, self.topology, names)
 
     def failure(self, epoch: int, operation: str) -> UltraEPError:
         """Return the error of :meth:`explain`, and remember the group's first one."""
@@ -239,7 +243,7 @@ class Session(Shared):
 
         Does nothing during a capture, where no call runs.
         """
-        if self.state == "open" and not self.local.is_capturing():
+        if self.state == "open" and not self.engine.is_capturing():
             self.first_error = self.first_error or error
             self.engine.reject()
 
@@ -261,24 +265,19 @@ class Session(Shared):
         if isinstance(error, Exception):
             if self.engine.failed_epoch() != 0:
                 self.first_error = self.first_error or error
-        elif not self.local.is_capturing():
+        elif not self.engine.is_capturing():
             self.abort()
 
     def fail(self, error: Exception) -> None:
         """Abort a group whose ranks may no longer be at the same call."""
         self.first_error = self.first_error or error
-        self._abort_engine()
+        self.engine.abort()
 
     def abort(self) -> None:
         """Fail the calls in flight; see ``Group.abort``."""
         if self.state == "open":
             self.aborted = True
-            self._abort_engine()
-
-    def _abort_engine(self) -> None:
-        self.engine.abort()
-        if self.loads is not None:
-            self.loads.leave()
+            self.engine.abort()
 
     def start_recording(self, capacity: int, loads: bool) -> Recorder:
         """See ``Group.start_recording``."""
@@ -321,7 +320,7 @@ class Session(Shared):
         once the interpreter finalizes: the bindings would report leaks.
         """
         self.state = "closed"
-        self.engine = self.local = self.layout = _Ended()  # type: ignore[assignment]
+        self.engine = _Ended()  # type: ignore[assignment]
         self.recorder = self.first_error = None  # a traceback refers to the engine
         self._captured.clear()
 
@@ -349,9 +348,7 @@ class Session(Shared):
             if self.recorder is not None:
                 self.recorder.stop()
             peer = engine.close()
-            self.fabric.close()
-            if self.loads is not None:
-                self.loads.leave()
+            engine.fabric.close()
             self.plans.close()
             self._in_flight.clear()
             self._captured.clear()
@@ -370,8 +367,8 @@ class Session(Shared):
                 epoch=engine.epoch,
             )
         if not self.aborted:
-            self.local.finish_replays()
-            self.local.raise_fault()
+            engine.synchronize_captured()
+            engine.raise_fault()
             if busy is not None and failed == 0:
                 raise busy
 
@@ -383,17 +380,15 @@ class _Ended:
         raise GroupClosedError("the process is ending, and its groups are closed")
 
 
-def _dispose(
-    engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held, plans: PlanStore
-) -> None:
-    """End a group that was not closed. ``memory`` outlives the engine, which writes to it."""
+def _dispose(engine: Engine, held: Held, plans: PlanStore) -> None:
+    """End a group that was not closed. Its memory outlives the calls, which write to it."""
     if not engine.is_completed(engine.epoch):
         engine.abort()  # no Work is left to wait for the call
     engine.close()
-    fabric.close()
+    engine.fabric.close()
     plans.close()
     held.clear()
-    memory.clear()
+    engine.memory.clear()
 
 
 def _end_process() -> None:
