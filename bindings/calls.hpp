@@ -15,7 +15,6 @@
 #include "core/plan/check.hpp"
 #include "core/transfer/prepare.hpp"
 #include "engine/config.hpp"
-#include "engine/health.hpp"
 #include "modes.hpp"
 #include "unlocked.hpp"
 
@@ -123,10 +122,6 @@ inline auto moves_array(const Topology& t, const std::vector<uint8_t>& moves) {
   std::copy(moves.begin(), moves.end(), copy.get());
   return to_numpy(std::move(copy),
                   {static_cast<size_t>(t.num_ranks), static_cast<size_t>(t.slots_per_rank)});
-}
-
-inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::CallCounts& c) {
-  return {c.replicate, c.reduce, c.gather, c.rejected};
 }
 
 // Whether a plan fits a group, and is legal there.

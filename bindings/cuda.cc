@@ -335,7 +335,9 @@ void bind_cuda(nb::module_& m) {
            })
       .def_prop_ro("epoch", &Engine::epoch)
       .def_prop_ro("bytes_stored", &Engine::bytes_stored)
-      .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); });
+      .def(
+          "health", [](const Engine& e, bool) { return EngineHealth{e.calls(), {}, {}, {}}; },
+          "waits"_a);
 }
 
 }  // namespace uec::python

@@ -40,7 +40,7 @@ bool gloo_rests() {
   return true;
 }
 
-void come_to_rest(double seconds) {
+void drain_threads_at_exit(double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   Unlocked::end();
@@ -53,7 +53,7 @@ void come_to_rest(double seconds) {
 
 void bind_ending(nb::module_& m) {
   pthread_atfork(nullptr, nullptr, &Unlocked::forget_others);
-  m.def("come_to_rest", &come_to_rest, "seconds"_a);
+  m.def("drain_threads_at_exit", &drain_threads_at_exit, "seconds"_a);
 }
 
 }  // namespace uec::python

@@ -202,9 +202,14 @@ void bind_engine(nb::module_& m) {
       .def("report", &report)
       .def_prop_ro("epoch", &Engine::epoch)
       .def_prop_ro("bytes_stored", &Engine::bytes_stored)
-      .def_prop_ro("completed", &Engine::completed)
-      .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); })
-      .def_prop_ro("waits", &Engine::waits);
+      .def(
+          "health",
+          [](const Engine& e, bool waits) {
+            EngineHealth health{e.calls(), e.completed(), e.bytes_stored(), {}};
+            if (waits) health.waits = e.waits();
+            return health;
+          },
+          "waits"_a);
 
   m.def(
       "count_experts",

@@ -10,7 +10,6 @@
 #include <chrono>
 
 #include "bind.hpp"
-#include "engine/health.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -106,6 +105,24 @@ void bind_health(nb::module_& m) {
       .def_prop_ro("peer", [](const Waits& w) { return w.longest_for.peer; })
       .def_prop_ro("expert", [](const Waits& w) { return w.longest_for.expert; })
       .def_prop_ro("epoch", [](const Waits& w) { return w.longest_for.expected; });
+
+  nb::class_<EngineHealth>(m, "EngineHealth", "What an engine has done so far.")
+      .def(
+          "__init__",
+          [](EngineHealth* self, int64_t replicate, int64_t reduce, int64_t gather,
+             int64_t rejected, uint64_t completed, int64_t bytes_stored) {
+            new (self)
+                EngineHealth{{replicate, reduce, gather, rejected}, completed, bytes_stored, {}};
+          },
+          nb::kw_only(), "replicate"_a, "reduce"_a, "gather"_a, "rejected"_a, "completed"_a,
+          "bytes_stored"_a)
+      .def_prop_ro("replicate", [](const EngineHealth& h) { return h.calls.replicate; })
+      .def_prop_ro("reduce", [](const EngineHealth& h) { return h.calls.reduce; })
+      .def_prop_ro("gather", [](const EngineHealth& h) { return h.calls.gather; })
+      .def_prop_ro("rejected", [](const EngineHealth& h) { return h.calls.rejected; })
+      .def_ro("completed", &EngineHealth::completed)
+      .def_ro("bytes_stored", &EngineHealth::bytes_stored)
+      .def_ro("waits", &EngineHealth::waits);
 }
 
 }  // namespace uec::python

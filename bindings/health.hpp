@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/transfer/failure.hpp"
+#include "engine/health.hpp"
 #include "host/slot_check.hpp"
 
 namespace uec::python {
@@ -41,6 +42,14 @@ struct FullReport : Report {
   std::optional<std::pair<int64_t, int64_t>> bad_id;  // position and value; see Engine::bad_id
   host::Damage damage;                                // of check mode
   std::optional<std::vector<PeerState>> peers;        // by rank; none: in the device's memory
+};
+
+// What an engine has done so far, as far as the host knows it.
+struct EngineHealth {
+  host::CallCounts calls;
+  std::optional<uint64_t> completed;    // calls
+  std::optional<int64_t> bytes_stored;  // by these
+  std::optional<host::Waits> waits;
 };
 
 }  // namespace uec::python

@@ -150,7 +150,7 @@ def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
     engine.raise_fault()
     on_device = engine.is_on_device(routing) and engine.is_on_device(plan)
     if not on_device:
-        plan = engine.plan_to_host(plan)
+        plan = engine.to_host(plan, "the plan")
     check_rerouted(plan, on_device, session)
     return plan
 

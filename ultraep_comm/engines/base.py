@@ -32,6 +32,7 @@ from ultraep_comm.weights.segments import BoundWeights
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+Movable = TypeVar("Movable", Tensor, Plan)
 Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
 
 
@@ -189,7 +190,7 @@ class Engine:
 
     def slot_ready(self, epoch: int, slot: int) -> bool:
         """Return whether what a call brings to a slot of this rank is there."""
-        raise NotImplementedError
+        return self.is_completed(epoch)
 
     def finished_at(self, epoch: int) -> int:
         """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.
@@ -223,24 +224,16 @@ class Engine:
         """Return the number of submitted calls."""
         raise NotImplementedError
 
-    @property
-    def completed(self) -> int | None:
-        """Return the number of finished calls; None if that would need a copy from the device."""
-        return None
+    def health(self, *, waits: bool) -> _core.EngineHealth:
+        """Return what the engine has done so far, as far as that needs no copy from a device.
 
-    @property
-    def waits(self) -> _core.Waits | None:
-        """Return how long workers slept in waits; None: waits in kernels are not measured."""
-        return None
+        ``waits``: with its waits, which takes a lock, and there are none in kernels.
+        """
+        raise NotImplementedError
 
     @property
     def bytes_stored(self) -> int:
         """Return the bytes stored so far; synchronises with a device."""
-        raise NotImplementedError
-
-    @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls."""
         raise NotImplementedError
 
     # ---- devices --------------------------------------------------------------------------
@@ -259,25 +252,17 @@ class Engine:
     def synchronize_captured(self) -> None:
         """Wait for launches outside the engine, those of graph replays included."""
 
-    def to_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU.
+    def to_host(self, value: Movable, name: str) -> Movable:
+        """Return a tensor or a plan on the CPU; may synchronise. Plans elsewhere stay there.
 
         Raises:
             UnsupportedError: it is on the device, and the current stream is being captured.
         """
-        return tensor.cpu()
+        return value if isinstance(value, Plan) else value.cpu()
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy where the group's plans are."""
         return tensor.clone()
-
-    def plan_to_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU; may synchronise.
-
-        Raises:
-            UnsupportedError: the plan is on the device, and the current stream is being captured.
-        """
-        return plan
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return a plan where the engine reads it, and whether that is on the device.

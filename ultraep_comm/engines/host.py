@@ -22,8 +22,8 @@ from ultraep_comm.plan.topology import Topology
 # The core's methods as they are: one more call in between would take longer than some of them.
 _OF_CORE = (
     *("add_region", "transfer", "residents", "version", "moves", "invalidate", "synchronize"),
-    *("is_completed", "slot_ready", "finished_at", "failed_epoch", "report", "reject", "abort"),
-    "close",
+    *("is_completed", "slot_ready", "finished_at", "failed_epoch", "report", "health", "reject"),
+    *("abort", "close"),
 )
 
 
@@ -61,24 +61,9 @@ class HostEngine(Engine):
         return self._core.epoch
 
     @property
-    def completed(self) -> int:
-        """Return the number of finished calls."""
-        return self._core.completed
-
-    @property
-    def waits(self) -> _core.Waits:
-        """Return how long workers slept in waits."""
-        return self._core.waits
-
-    @property
     def bytes_stored(self) -> int:
         """Return the bytes stored so far."""
         return self._core.bytes_stored
-
-    @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls."""
-        return self._core.calls
 
 
 def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:

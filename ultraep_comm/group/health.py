@@ -152,26 +152,31 @@ def health_of(session: Session) -> GroupHealth:
     """Return the health of a group; see ``Group.health``."""
     engine = session.engine
     failed = engine.failed_epoch()
-    error, peers, waits = session.first_error, None, None
+    error, peers = session.first_error, None
     # A forked child inherits locks in their state at the fork; nobody there releases them.
-    if session.process == os.getpid():
+    is_own = session.process == os.getpid()
+    if is_own:
         if error is None and failed:
             error = session.explain(failed, "a call")
-        report, waits = engine.report(), engine.waits
+        report = engine.report()
         if report.peers is not None:
             peers = read_states(report.peers, report.epoch or None)
-    completed = engine.completed
-    replicate, reduce, gather, rejected = engine.calls
+    done = engine.health(waits=is_own)
     return GroupHealth(
         rank=session.rank,
         name=session.name,
         state="failed" if session.state == "open" and failed else session.state,
         epoch=engine.epoch,
-        completed=completed,
+        completed=done.completed,
         failed_epoch=failed,
-        calls=CallCounts(replicate=replicate, reduce=reduce, gather=gather, rejected=rejected),
-        bytes_stored=None if completed is None else engine.bytes_stored,
-        waits=None if waits is None else _waits(waits),
+        calls=CallCounts(
+            replicate=done.replicate,
+            reduce=done.reduce,
+            gather=done.gather,
+            rejected=done.rejected,
+        ),
+        bytes_stored=done.bytes_stored,
+        waits=None if done.waits is None else _waits(done.waits),
         peers_gone=() if peers is None else tuple(p.rank for p in peers if p.gone),
         peers=peers,
         last_error=None if error is None else f"{type(error).__name__}: {error}",

@@ -404,7 +404,7 @@ def _end_process() -> None:
         for session in sessions:
             session.end_with_process()
     finally:
-        _core.come_to_rest(5.0)
+        _core.drain_threads_at_exit(5.0)
         for session in sessions:
             session.drop_engine()
 

@@ -209,53 +209,41 @@ def test_threads_may_read_it_while_calls_are_made() -> None:
 # ---- states in words -------------------------------------------------------------------------
 
 CALL, REJECTED, CLOSED = _core.RecordKind
-PeerState = _core.PeerState
 
 
 @pytest.mark.parametrize(
-    ("record", "epoch", "state"),
+    ("words", "epoch", "state"),
     [
-        (PeerState(kind=CALL, epoch=7), 7, "in call 7"),
-        (PeerState(kind=CALL, epoch=8), 7, "finished call 7, in call 8"),
-        (PeerState(kind=CALL, epoch=6), 7, "not yet in call 7 (last seen in call 6)"),
-        (PeerState(kind=CALL, epoch=0), 1, "not yet in call 1 (not seen in a call yet)"),
-        (PeerState(kind=CALL, epoch=0, reachable=False), 1, "unknown (out of reach)"),
-        (PeerState(kind=CALL, epoch=6, gone=True), 7, "process ended (last seen in call 6)"),
-        (PeerState(kind=CALL, epoch=0, gone=True), 1, "process ended (before its first call)"),
-        (PeerState(kind=CLOSED, epoch=7), 7, "closed after call 6"),
-        (PeerState(kind=CLOSED, epoch=7, gone=True), 7, "closed after call 6"),
-        (PeerState(kind=CLOSED, epoch=1), 1, "closed before its first call"),
-        (PeerState(kind=REJECTED, epoch=7, failed_epoch=7), 7, "rejected its own input in call 7"),
+        ((CALL, 7, 0, -1, -1, False, True), 7, "in call 7"),
+        ((CALL, 8, 0, -1, -1, False, True), 7, "finished call 7, in call 8"),
+        ((CALL, 6, 0, -1, -1, False, True), 7, "not yet in call 7 (last seen in call 6)"),
+        ((CALL, 0, 0, -1, -1, False, True), 1, "not yet in call 1 (not seen in a call yet)"),
+        ((CALL, 0, 0, -1, -1, False, False), 1, "unknown (out of reach)"),
+        ((CALL, 6, 0, -1, -1, True, True), 7, "process ended (last seen in call 6)"),
+        ((CALL, 0, 0, -1, -1, True, True), 1, "process ended (before its first call)"),
+        ((CLOSED, 7, 0, -1, -1, False, True), 7, "closed after call 6"),
+        ((CLOSED, 7, 0, -1, -1, True, True), 7, "closed after call 6"),
+        ((CLOSED, 1, 0, -1, -1, False, True), 1, "closed before its first call"),
+        ((REJECTED, 7, 7, -1, -1, False, True), 7, "rejected its own input in call 7"),
+        ((CALL, 7, 7, 2, -1, False, True), 7, "in call 7, failed: waited for rank 2"),
+        ((CALL, 7, 7, 2, 1, False, True), 7, "in call 7, failed: aborted by rank 1"),
+        ((CALL, 7, 7, -1, -1, False, True), 7, "in call 7, failed by itself"),
+        ((CALL, 7, 7, 2, -1, True, True), 7, "in call 7, failed: waited for rank 2, then left"),
         (
-            PeerState(kind=CALL, epoch=7, failed_epoch=7, waited_for=2),
-            7,
-            "in call 7, failed: waited for rank 2",
-        ),
-        (
-            PeerState(kind=CALL, epoch=7, failed_epoch=7, waited_for=2, aborted_by=1),
-            7,
-            "in call 7, failed: aborted by rank 1",
-        ),
-        (PeerState(kind=CALL, epoch=7, failed_epoch=7), 7, "in call 7, failed by itself"),
-        (
-            PeerState(kind=CALL, epoch=7, failed_epoch=7, waited_for=2, gone=True),
-            7,
-            "in call 7, failed: waited for rank 2, then left",
-        ),
-        (
-            PeerState(kind=CALL, epoch=6, failed_epoch=8, aborted_by=1),
+            (CALL, 6, 8, -1, 1, False, True),
             7,
             "not yet in call 7 (last seen in call 6), failed in call 8: aborted by rank 1",
         ),
-        (PeerState(kind=CALL, epoch=7), None, "last seen in call 7"),
+        ((CALL, 7, 0, -1, -1, False, True), None, "last seen in call 7"),
     ],
 )
-def test_a_state_in_words(record: _core.PeerState, epoch: int | None, state: str) -> None:
-    (found,) = read_states([record], epoch)
+def test_a_state_in_words(words: Any, epoch: int | None, state: str) -> None:
+    names = ("kind", "epoch", "failed_epoch", "waited_for", "aborted_by", "gone", "reachable")
+    (found,) = read_states([_core.PeerState(**dict(zip(names, words, strict=True)))], epoch)
     assert found.state == state
-    assert found.gone == (record.gone and record.kind != CLOSED)
-    assert found.epoch == record.epoch - (record.kind == CLOSED)
-    assert found.failed_epoch == record.failed_epoch
+    assert found.gone == (words[5] and words[0] != CLOSED)
+    assert found.epoch == (words[1] - 1 if words[0] == CLOSED else words[1])
+    assert found.failed_epoch == words[2]
 
 
 def test_ranks_in_one_state_share_a_line() -> None:

@@ -11,15 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine
+from ultraep_comm.engines.base import Counted, Engine, Movable
 from ultraep_comm.engines.c10d.agreement import Agreement, News, Record
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
 from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
@@ -153,25 +152,16 @@ class C10dEngine(Engine):
         found = getattr(runtime, "is_current_stream_capturing", None)
         return found is not None and bool(found())
 
-    def to_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU; waits for the device."""
+    def to_host(self, value: Movable, name: str) -> Movable:
+        """Return a tensor or a plan on the CPU; waits for the device."""
+        if isinstance(value, Plan) and not self.is_on_device(value):
+            return value
         if self.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {name} has to be copied to the CPU, which a capture cannot"
                 " hold; the c10d engine cannot be captured"
             )
-        return tensor.cpu()
-
-    def plan_to_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU."""
-        if not self.is_on_device(plan):
-            return plan
-        copies: dict[str, Any] = {
-            field.name: self.to_host(value, "a plan")
-            for field in fields(plan)
-            if isinstance(value := getattr(plan, field.name), Tensor)
-        }
-        return replace(plan, **copies)
+        return value.cpu()
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return the plan on the CPU, and False."""
@@ -180,7 +170,7 @@ class C10dEngine(Engine):
                 f"rank {self.rank}: {operation} while the current stream is being captured; the"
                 " c10d engine cannot be captured"
             )
-        return self.plan_to_host(plan), False
+        return self.to_host(plan, "the plan"), False
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy on the CPU, where plans are."""
@@ -302,7 +292,7 @@ class C10dEngine(Engine):
                 if not self._closed:  # not meant to end, as when out of memory: nobody waits for it
                     self._cancelled = True
                     self._set_cancelled()
-                    self._cut()
+                    self._abort_channels()
                 releases = self._ends_itself
             if releases:
                 self._release()
@@ -328,7 +318,7 @@ class C10dEngine(Engine):
                 report = self._execute(job)
             if report is not None:  # a peer that has yet to compare may find this rank gone
                 self._agreement.tell(News(report.fault, report.peer, report.root))
-                self._cut()
+                self._abort_channels()
         except Exception as error:
             report = self._explain(job, error)
         with self._changed:
@@ -379,7 +369,7 @@ class C10dEngine(Engine):
         return _core.Report(fault=fault, epoch=job.epoch, peer=rank, root=rank)
 
     def _explain(self, job: _Job, error: Exception) -> _core.Report:
-        """Return how a call failed, once the peers have been told, and have told what they know."""
+        """Return how a call failed, once all ranks have exchanged their failure reports."""
         with self._changed:
             cancelled = self._cancelled
         if cancelled:
@@ -391,13 +381,13 @@ class C10dEngine(Engine):
             broken = BrokenChannelError(text, -1, receives=True, seconds=0.0, timed_out=False)
         peer, fault = broken.peer, _Fault.TIMEOUT if broken.timed_out else _Fault.GONE
         self._agreement.tell(News(fault, peer, peer))
-        self._cut()  # the peers stop waiting for this rank, and hear what it told
+        self._abort_channels()  # the peers stop waiting for this rank, and hear what it told
         aborter, root = -1, peer
         asked = {self.rank}
         while root not in asked and (heard := self._agreement.hear(root)) is not None:
             teller, news = heard
             if aborter < 0 and news.fault is _Fault.GONE and news.peer == self.rank:
-                break  # it saw this rank's cut, so this rank was first
+                break  # it saw this rank's abort, so this rank was first
             root = teller
             asked.add(root)
             if aborter < 0:
@@ -434,9 +424,9 @@ class C10dEngine(Engine):
         self._report, self._failed = report, report.epoch
         self._changed.notify_all()
 
-    def _cut(self) -> None:
-        self._channel.cut()
-        self._agreement.cut()
+    def _abort_channels(self) -> None:
+        self._channel.abort()
+        self._agreement.abort()
 
     # ---- waiting ----------------------------------------------------------------------------
 
@@ -552,7 +542,7 @@ class C10dEngine(Engine):
             self._cancelled = True
             self._changed.notify_all()
         self._agreement.tell(News(_Fault.CANCELLED, -1, self.rank))
-        self._cut()
+        self._abort_channels()
         if threading.current_thread() is not self._thread:
             with self._changed:  # the thread sees it at once, unless something holds it up
                 self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
@@ -572,7 +562,7 @@ class C10dEngine(Engine):
             self._changed.wait_for(lambda: not (self._jobs or self._running), _CLOSE_SECONDS)
         self._thread.join(0.1)
         if self._thread.is_alive():
-            self._cut()
+            self._abort_channels()
             self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():  # else a backend does not return, and uses them
             self._release()
@@ -595,21 +585,16 @@ class C10dEngine(Engine):
         """Return the number of submitted calls."""
         return self._ledger.epoch
 
-    @property
-    def completed(self) -> int:
-        """Return the number of finished calls."""
-        return self._completed
+    def health(self, *, waits: bool) -> _core.EngineHealth:
+        """Return what the engine has done so far; a backend does not say how long it waits."""
+        return _core.EngineHealth(
+            **self._counts, completed=self._completed, bytes_stored=self._bytes_sent
+        )
 
     @property
     def bytes_stored(self) -> int:
         """Return the bytes sent so far."""
         return self._bytes_sent
-
-    @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls."""
-        counts = self._counts
-        return counts["replicate"], counts["reduce"], counts["gather"], counts["rejected"]
 
 
 def _mains(

@@ -242,7 +242,7 @@ def make_group_engine(
                 else:
                     error = BootstrapError(text, failed_rank=meeting.rank)
                 error.__cause__ = broken
-                channels[0].cut()  # or peers would wait for this rank
+                channels[0].abort()  # or peers would wait for this rank
         cost = meeting.exchange(Hello(cost=cost), error)[0].cost
         try:
             engine = _make_one(
@@ -323,13 +323,13 @@ def _make_one(
     rank: int,
     topology: Topology,
     options: Options,
-    patience: float,
+    call_timeout: float,
     cost: Sequence[int],
     device: torch.device,
     channels: Sequence[Channel],
 ) -> C10dEngine:
     num_ranks = topology.num_ranks
-    config = options.config(topology, rank, patience, cost)
+    config = options.config(topology, rank, call_timeout, cost)
     data, (calls, alarms) = channels[0], channels[-2:]
     given = options.timeout
 
@@ -342,7 +342,7 @@ def _make_one(
             slots=_find_slots(config, options, fabric.slots),
             channel=data,
             agreement=Agreement(calls, alarms, rank, num_ranks, topology.num_experts),
-            call_limit=patience if given is None else given,
+            call_limit=call_timeout if given is None else given,
             wait_limit=WAIT_TIMEOUT if given is None else given,
             order=HostOrder() if device.type == "cpu" else DeviceOrder(device),
         )

@@ -13,8 +13,8 @@ from ultraep_comm.engines.base import Counted
 from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
-from ultraep_comm.engines.cuda.stages import CudaStages
-from ultraep_comm.errors import DeviceError, UnsupportedError
+from ultraep_comm.engines.cuda.stages import CudaStages, raise_typed
+from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
@@ -96,7 +96,7 @@ class SharedLauncher:
         )
 
 
-_OF_CORE = ("failed_epoch", "report", "version")  # as they are
+_OF_CORE = ("failed_epoch", "report", "health", "version")  # as they are
 
 
 class CudaEngine(CudaStages):
@@ -145,7 +145,7 @@ class CudaEngine(CudaStages):
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
     ) -> SharedRegion:
         """Return new memory in which slots appear once more; peers cannot address it."""
-        return virtual.show_again(self._device, num_bytes, places)
+        return virtual.map_alias(self._device, num_bytes, places)
 
     def transfer(
         self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
@@ -163,57 +163,44 @@ class CudaEngine(CudaStages):
 
     def residents(self, bank: int) -> IntArray:
         """Return int32 ``[G, S]``, what the slots of a bank hold; see `Engine`."""
-        try:
-            return self._engine.residents(bank, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        return _translated(self._engine.residents, bank, self._current_stream())
 
     def bank_table(self, bank: int) -> int:
         """Return the address of what the slots of a bank hold."""
-        try:
-            return self._engine.bank_table(bank, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        return _translated(self._engine.bank_table, bank, self._current_stream())
 
     def invalidate(self, bank: int) -> None:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
-        try:
-            self._engine.invalidate(bank, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        _translated(self._engine.invalidate, bank, self._current_stream())
 
     def gather(self, counted: Counted, load: torch.Tensor) -> int:
         """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
-        try:
-            return self._engine.gather(
-                counted.values.data_ptr(),
-                counted.values.numel(),
-                counted.id_bytes,
-                load.data_ptr(),
-                self._current_stream(),
-            )
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        return _translated(
+            self._engine.gather,
+            counted.values.data_ptr(),
+            counted.values.numel(),
+            counted.id_bytes,
+            load.data_ptr(),
+            self._current_stream(),
+        )
 
     def gather_and_plan(
         self, counted: Counted, load: torch.Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
         """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
         memory, plan = self.plan_memory(load)
-        try:
-            epoch = self._engine.gather_and_plan(
-                counted.values.data_ptr(),
-                counted.values.numel(),
-                counted.id_bytes,
-                load.data_ptr(),
-                memory.data_ptr(),
-                self._stages,
-                target_ppm,
-                costs,
-                self._current_stream(),
-            )
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        epoch = _translated(
+            self._engine.gather_and_plan,
+            counted.values.data_ptr(),
+            counted.values.numel(),
+            counted.id_bytes,
+            load.data_ptr(),
+            memory.data_ptr(),
+            self._stages,
+            target_ppm,
+            costs,
+            self._current_stream(),
+        )
         return epoch, plan, (counted.values, load, memory)
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
@@ -233,10 +220,6 @@ class CudaEngine(CudaStages):
         )
         return words.view(torch.int64)
 
-    def slot_ready(self, epoch: int, slot: int) -> bool:
-        """Return whether the whole call has finished."""
-        return self.is_completed(epoch)
-
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished; False if it has failed."""
         return _translated(self._engine.synchronize, epoch)
@@ -246,7 +229,7 @@ class CudaEngine(CudaStages):
         try:
             return self._engine.is_completed(epoch)
         except _core.DriverError as error:
-            _raise_typed(error)
+            raise_typed(error)
 
     def reject(self) -> None:
         """Take an epoch and tell the peers that this rank rejected its input."""
@@ -266,11 +249,6 @@ class CudaEngine(CudaStages):
         return self._engine.epoch
 
     @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls, not captured."""
-        return self._engine.calls
-
-    @property
     def launch_counts(self) -> tuple[int, int]:
         """Return the numbers of kernels and of copies to the device, for all of its ranks."""
         return self._shared.launcher.counts
@@ -284,14 +262,11 @@ class CudaEngine(CudaStages):
 def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         return function(*args, **kwargs)
-    except _core.DriverError as error:
+    except (_core.DriverError, _core.CaptureError) as error:
         _raise_typed(error)
 
 
 def _raise_typed(error: Exception) -> NoReturn:
     if isinstance(error, _core.CaptureError):
         raise UnsupportedError(str(error)) from error
-    raise DeviceError(
-        f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
-        " the process"
-    ) from error
+    raise_typed(error)

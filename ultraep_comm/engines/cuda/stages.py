@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, Form, count_in_torch, find_ends
+from ultraep_comm.engines.base import Counted, Engine, Form, Movable, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
@@ -123,27 +123,13 @@ class CudaStages(Engine):
             )
         self.finish()
 
-    def to_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU.
-
-        Raises:
-            UnsupportedError: it is on the device, and the current stream is being captured.
-        """
-        if self.is_on_device(tensor):
+    def to_host(self, value: Movable, name: str) -> Movable:
+        """Return a tensor or a plan on the CPU; waits for the launches so far."""
+        if self.is_on_device(value):
             self._prepare_copy(name)
-        return tensor.cpu()
-
-    def plan_to_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU; synchronises.
-
-        Raises:
-            UnsupportedError: the plan is on the device, and the current stream is being captured.
-        """
-        if self.is_on_device(plan):
-            self._prepare_copy("the plan")
-        elif not isinstance(plan, Plan) or plan.slot_expert.is_cpu:
-            return plan
-        return plan.cpu()
+        elif not isinstance(value, Tensor | Plan):  # which checks reject
+            return value
+        return value.cpu()
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return a plan where the engine reads it, and whether that is on the device.
@@ -152,7 +138,7 @@ class CudaStages(Engine):
             UnsupportedError: it has to be copied, and the current stream is being captured.
         """
         if not self.is_on_device(plan):
-            return self.plan_to_host(plan), False
+            return self.to_host(plan, "the plan"), False
         most = _core.CUDA_MAX_DEVICE_SEGMENTS
         if self.topology.slots_per_rank == 0:  # an empty tensor has no address
             why = "has no slots: there is nothing to capture, leave the call out"
@@ -168,7 +154,7 @@ class CudaStages(Engine):
                 f"rank {self.rank}: {operation} in a capture into a CUDA graph, on a group that"
                 f" {why}"
             )
-        return self.plan_to_host(plan), False
+        return self.to_host(plan, "the plan"), False
 
     def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         """Return a plan of a bank on the device, where the table of what slots hold is.
@@ -562,7 +548,7 @@ class CudaStages(Engine):
                 raise UnsupportedError(
                     f"rank {self.rank}: the capture into a CUDA graph failed: {error}"
                 ) from error
-            _raise_typed(error)
+            raise_typed(error)
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -667,10 +653,11 @@ def _typed_errors() -> Iterator[None]:
     try:
         yield
     except _core.DriverError as error:
-        _raise_typed(error)
+        raise_typed(error)
 
 
-def _raise_typed(error: Exception) -> NoReturn:
+def raise_typed(error: Exception) -> NoReturn:
+    """Raise a refusal of the driver as DeviceError."""
     raise DeviceError(
         f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
         " the process"
