@@ -198,9 +198,6 @@ class CorruptSlotError(TransferError):
         self.source_changed = source_changed
 
 
-# Short names, as in `except ultraep_comm.errors.PlanMismatch`.
-PlanMismatch = PlanMismatchError
-TransferTimeout = TransferTimeoutError
 _MOST_LINES = 8
 
 

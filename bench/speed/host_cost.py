@@ -36,14 +36,15 @@ from ultraep_comm.engines.cuda.device import Kernels
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import GroupKernels
 from ultraep_comm.engines.cuda.make import cost_constants
-from ultraep_comm.engines.cuda.tables import WeightTables
+from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import Topology
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 EXPERTS, SLOTS = 256, 2
 EXPERT = {"w13": ((2 * 2048, 3072), torch.bfloat16), "w2": ((3072, 2048), torch.bfloat16)}
@@ -149,6 +150,7 @@ class IdleEngine(CudaEngine):
         config: _core.EngineConfig,
     ) -> None:
         Engine.__init__(self, topology, 0)
+        self.put_addresses = partial(put_addresses, device)
         self.device = device
         self.start(config, shared, Peers())
 
@@ -164,10 +166,6 @@ class IdleEngine(CudaEngine):
     def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         """Return the plan, which is on the device."""
         return plan, True
-
-    def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
-        """Return tables on the device."""
-        return WeightTables(self.device, num_segments, num_mains)
 
     is_capturing = Engine.is_capturing
     raise_fault = Engine.raise_fault
@@ -241,14 +239,14 @@ def measure(
     hold it, so that nothing is moved.
     """
     stacked = make_weights(group)
-    given: dict[str, Weights | BoundWeights] = {
+    given: dict[str, Weights | Binding] = {
         "bound": group.bind(stacked),
         "stacked": stacked,
         "listed": {name: list(tensor) for name, tensor in stacked.items()},
         "device": group.bind(stacked),
         "resident": group.bind(stacked),
     }
-    held = replace(put_plan(plans[0], device), bank=0)
+    held = replace(put_plan(plans[0], device), reuse=True)
     on_device = itertools.cycle([put_plan(plan, device) for plan in plans])
     rows = list(itertools.product(given, (False, True)))
     times = np.zeros((len(rows), iters))

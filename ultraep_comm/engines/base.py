@@ -13,22 +13,18 @@ from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
 from ultraep_comm.engines.reports import bad_count_error, bad_id_error, raise_fault
 from ultraep_comm.errors import (
-    BootstrapError,
     InvalidLoadError,
     InvalidPlanError,
     OutOfSharedMemoryError,
-    PeerGoneError,
     PeerRejectedError,
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.loopback import show_again
-from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables, BoundGrads
-from ultraep_comm.weights.segments import BoundWeights
+from ultraep_comm.weights.binding import Binding, PutAddresses
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
@@ -65,18 +61,20 @@ class Engine:
         layout: of the symmetric memory.
         fabric: allocates the symmetric memory.
         memory: its regions; the first has slots, slot gradients and flags.
-        loads: exchanges loads; None: the engine does.
+        exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
+        marks: int64, zeroed: one for each plan that graphs save.
+        put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
         plans_at_once: whether :meth:`gather_and_plan` can be used.
-        uses_reserved_entries: whether captured saves use memory reserved before the capture.
     """
 
     config: _core.EngineConfig
     layout: _core.EngineLayout
     fabric: Fabric
     memory: list[SharedRegion]
-    loads: ProcessGroupLoads | None
+    exchange_counts: Callable[[Tensor], Tensor] | None
+    marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
+    put_addresses: PutAddresses | None = None
     plans_at_once = False
-    uses_reserved_entries = False
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self.rank = rank
@@ -113,9 +111,7 @@ class Engine:
         """
         return show_again(allocate(num_bytes), places)
 
-    def transfer(
-        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
-    ) -> tuple[int, _core.Mode | None]:
+    def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).
 
         ``bound``: what it moves; most engines read the addresses in ``call``.
@@ -258,7 +254,7 @@ class Engine:
         Raises:
             UnsupportedError: it is on the device, and the current stream is being captured.
         """
-        return value if isinstance(value, Plan) else value.cpu()
+        return value.cpu() if isinstance(value, Tensor) else value
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy where the group's plans are."""
@@ -340,9 +336,10 @@ class Engine:
         apart: bool = False,
         bank: int | None = None,
     ) -> Plan:
-        """Plan a load ``[G, E]`` or ``[E]``, without costs on top of what a bank's slots hold.
+        """Plan a load ``[G, E]`` or ``[E]``.
 
-        With ``apart``, no two of the plan's tensors share memory.
+        With ``bank`` on top of what its slots hold, and without costs. With ``apart``, no two of
+        the plan's tensors share memory.
 
         Raises:
             InvalidLoadError: an expert has 2**31 or more tokens, or all have 2**40 or more.
@@ -351,7 +348,7 @@ class Engine:
         if self.is_on_device(load):
             load = self.to_host(load, "the load")
         held = None if bank is None else self.residents(bank)
-        return plan_on_cpu(self.topology, load, target_ppm, costs, residents=held, bank=bank)
+        return plan_on_cpu(self.topology, load, target_ppm, costs, residents=held)
 
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
         """Return physical ids, on the device of the ids; see ``uec.reroute``.
@@ -415,22 +412,22 @@ class Engine:
     # ---- saved plans ----------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed uint8 memory for saved plans."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        """Return uninitialised uint8 memory for a saved plan; in a capture, of its graph.
+
+        Raises:
+            UnsupportedError: the current stream is being captured by another library than torch.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
     ) -> None:
         """Copy a plan's tensors, given as pairs (destination, source).
 
-        ``in_use`` (int64, one word) marks an entry that graphs save to; see ``PlanStore``.
+        ``in_use``, one of ``marks``, is that of a captured save; see ``PlanStore``.
         """
         for to, source in fields:
             to.copy_(source)
-
-    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return address tables on the device; None: the engine reads addresses on the CPU."""
-        return None
 
 
 Started = TypeVar("Started", bound=Engine)
@@ -444,7 +441,7 @@ def start_engine(
     fabric: Fabric,
     start: Callable[[_core.EngineConfig], Started],
     *,
-    loads: ProcessGroupLoads | None = None,
+    exchange_counts: Callable[[Tensor], Tensor] | None = None,
 ) -> Started:
     """Allocate one rank's memory, then start its engine there."""
     layout = _core.EngineLayout(config)
@@ -462,7 +459,7 @@ def start_engine(
     config.set_peers(fabric.peer_sockets, fabric.peer_processes)
     engine = start(config)
     engine.config, engine.layout = config, layout
-    engine.fabric, engine.loads = fabric, loads
+    engine.fabric, engine.exchange_counts = fabric, exchange_counts
     engine.memory = [region, *checked]
     return engine
 
@@ -474,7 +471,6 @@ def plan_on_cpu(
     costs: Costs | None,
     *,
     residents: IntArray | None = None,
-    bank: int | None = None,
 ) -> Plan:
     """Plan a load ``[G, E]`` or ``[E]`` on the CPU; see :meth:`Engine.plan`.
 
@@ -506,7 +502,6 @@ def plan_on_cpu(
         load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
         domains=torch.tensor(t.domain, device="cpu"),
         moves=moves,
-        bank=bank,
     )
 
 
@@ -585,22 +580,3 @@ def check_rows(table: Tensor, rank: int, epoch: int) -> None:
             root=peer,
             epoch=epoch,
         )
-
-
-class ProcessGroupLoads:
-    """Exchange over the process group, for ranks that do not all reach each other's memory."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def exchange(self, counts: Tensor) -> Tensor:
-        """Gather the counts of all ranks."""
-        try:
-            return self._meeting.gather(counts)
-        except BootstrapError as error:
-            raise PeerGoneError(
-                f"rank {self._meeting.rank}: gather_load over the process group failed ({error});"
-                " close the group and create a new one",
-                rank=self._meeting.rank,
-                peer=error.failed_rank,
-            ) from error

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, ProcessGroupLoads, start_engine
+from ultraep_comm.engines.base import Counted, Engine, start_engine
 from ultraep_comm.engines.options import Options
-from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
@@ -83,7 +83,7 @@ def make_shm_engine(
     Raises:
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
-        UnsupportedError: the domains need another engine.
+        UnsupportedError: the ranks are on several machines.
     """
     num_cores = len(os.sched_getaffinity(0))
     listener, error, hello = None, None, Hello()
@@ -109,15 +109,12 @@ def make_shm_engine(
         if listener is not None:
             listener.close()
 
-    ranks_here = sum(h.machine == hellos[meeting.rank].machine for h in hellos)
     engine = None
     try:
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
-        config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
-        # The fabric reaches one machine; the process group reaches all.
-        loads = None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting)
+        config.num_workers = options.num_sms or max(1, min(8, num_cores // meeting.num_ranks))
         try:
-            engine = _start(meeting.rank, topology, options, config, fabric, loads)
+            engine = _start(meeting.rank, topology, options, config, fabric)
         except NoThreadError as no_thread:  # all ranks know of other errors already
             error = no_thread
         meeting.agree(error, last=True)
@@ -137,10 +134,9 @@ def _start(
     options: Options,
     config: _core.EngineConfig,
     fabric: Fabric,
-    loads: ProcessGroupLoads | None = None,
 ) -> HostEngine:
     start = partial(_start_threads, topology, rank)
-    return start_engine(rank, topology, options, config, fabric, start, loads=loads)
+    return start_engine(rank, topology, options, config, fabric, start)
 
 
 class NoThreadError(BootstrapError):
@@ -159,29 +155,20 @@ def _start_threads(topology: Topology, rank: int, config: _core.EngineConfig) ->
 
 
 def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
-    """Check that the ranks agree, and set the domains. Same result or error on every rank."""
+    """Check that the ranks agree and share memory, and set the domains: alike on every rank."""
     check_same_arguments(hellos)
     if unknown := say_unknown(hellos):
         raise UnsupportedError(
             f"{unknown}, by which the host engine finds the ranks that share memory. Use"
             " engine='c10d'"
         )
-    machines = {machine: i for i, machine in enumerate(dict.fromkeys(h.machine for h in hellos))}
-    machine = np.array([machines[h.machine] for h in hellos], np.int32)
-    if topology.allow_cross_domain and len(machines) > 1:
+    apart = [rank for rank, hello in enumerate(hellos) if hello.machine != hellos[0].machine]
+    if apart:
         raise UnsupportedError(
-            f"allow_cross_domain=True over {len(machines)} machines: the host engine reaches only"
-            " the memory of one machine"
+            f"the host engine reaches only the memory of one machine, but rank 0 and"
+            f" {name_ranks(apart)} of {len(hellos)} are on different ones. Use engine='c10d'"
         )
-    if not given_domains:
-        return topology.with_domains(machine)
-    for domain in np.unique(topology.domain):
-        if len(np.unique(machine[topology.domain == domain])) > 1:
-            raise UnsupportedError(
-                f"domain {domain} spans several machines; the host engine reaches only the memory"
-                " of one machine. Leave domains=None to detect them"
-            )
-    return topology
+    return topology if given_domains else topology.with_domains(np.zeros(len(hellos), np.int32))
 
 
 def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngine]:

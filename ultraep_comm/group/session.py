@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,8 +31,7 @@ from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.system import watch_forks
-from ultraep_comm.weights.binding import RankGrads, RankWeights
-from ultraep_comm.weights.segments import Selections
+from ultraep_comm.weights.binding import Binder, GradBinder
 
 Held = deque[tuple[int, tuple[object, ...]]]
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -53,9 +52,8 @@ class Session(Shared):
         num_mains: M.
         weights: binds main weights.
         grads: binds main gradients.
-        selections: checks ``segments=``.
         plans: saved plans.
-        filled_by: the plan or handle of the last transfer to each bank; without one: to bank 0.
+        filled_by: the plan or handle of the last transfer to each bank.
         held_for: of each bank, whose main weights its slots hold; see `nn.Replication`.
         recomputed: forward passes made in a backward pass, until that reduces: the number of the
             backward pass, the layer, and the plan's ``slot_expert``.
@@ -80,23 +78,14 @@ class Session(Shared):
         self.grad_banks = options.grad_banks
         self.device = engine.memory[0].local.device
         self.num_mains = engine.layout.num_mains[engine.rank]
-        tables = engine.address_tables
-        self.weights = RankWeights(
-            rank=self.rank,
-            segments=self.segments,
-            num_mains=self.num_mains,
-            owner=engine.memory[0],
-            device=self.device,
-            tables=tables(len(self.segments), self.num_mains),
-        )
-        self.grads = RankGrads(
-            rank=self.rank,
-            segments=self.grad_segments,
-            num_mains=self.num_mains,
-            device=self.device,
-            tables=tables(len(self.grad_segments), self.num_mains),
-        )
-        self.selections = Selections(self.rank, self.segments)
+        local_experts: dict[str, Any] = {
+            "rank": self.rank,
+            "num_local_experts": self.num_mains,
+            "device": self.device,
+            "put_addresses": engine.put_addresses,
+        }
+        self.weights = Binder(segments=self.segments, **local_experts)
+        self.grads = GradBinder(segments=self.grad_segments, **local_experts)
         self.plans = PlanStore(
             rank=self.rank,
             name=self.name,
@@ -321,6 +310,7 @@ class Session(Shared):
         """
         self.state = "closed"
         self.engine = _Ended()  # type: ignore[assignment]
+        self.weights.put_addresses = self.grads.put_addresses = None  # bindings refer to these
         self.recorder = self.first_error = None  # a traceback refers to the engine
         self._captured.clear()
 

@@ -12,7 +12,7 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
-from ultraep_comm.engines.base import ProcessGroupLoads, start_engine
+from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
@@ -25,7 +25,7 @@ from ultraep_comm.engines.cuda.kernels import (
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
 from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
 from ultraep_comm.engines.options import Options, allowed_ways
-from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
@@ -238,8 +238,10 @@ def make_nvshmem_engine(
         peers = Peers(pes=pes, far=far, staging=staging)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
         apart = not topology.allow_cross_domain and not all(map(all, reaches))
-        loads = ProcessGroupLoads(meeting) if apart else None
-        return _make_one(meeting, options, topology, config, fabric, found, num_sms, peers, loads)
+        exchange = partial(_exchange_counts, meeting) if apart else None
+        return _make_one(
+            meeting, options, topology, config, fabric, found, num_sms, peers, exchange
+        )
     except BaseException:
         fabric.close()
         raise
@@ -297,6 +299,19 @@ def _agree_on_arguments(
     return num_sms, hellos
 
 
+def _exchange_counts(meeting: Meeting, counts: torch.Tensor) -> torch.Tensor:
+    """All-gather counts over the process group."""
+    try:
+        return meeting.gather(counts)
+    except BootstrapError as error:
+        raise PeerGoneError(
+            f"rank {meeting.rank}: gather_load over the process group failed ({error}); close the"
+            " group and create a new one",
+            rank=meeting.rank,
+            peer=error.failed_rank,
+        ) from error
+
+
 def _make_one(
     meeting: Meeting,
     options: Options,
@@ -306,7 +321,7 @@ def _make_one(
     found: tuple[Device, object, Kernels],
     num_sms: int,
     peers: Peers,
-    loads: ProcessGroupLoads | None = None,
+    exchange_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> CudaEngine:
     """Create this rank's engine, or raise on every rank."""
     device, _, kernels = found
@@ -327,7 +342,15 @@ def _make_one(
     start = partial(_start, device, kernels, topology, meeting.rank, options, shared, peers)
     engine, error = None, None
     try:
-        engine = start_engine(meeting.rank, topology, options, config, fabric, start, loads=loads)
+        engine = start_engine(
+            meeting.rank,
+            topology,
+            options,
+            config,
+            fabric,
+            start,
+            exchange_counts=exchange_counts,
+        )
     except Exception as refused:
         error = refused
     # This is also a barrier: every rank's flags are in place before any rank calls.
