@@ -11,6 +11,7 @@ void bind_reroute(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_model(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
+void bind_health(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_c10d(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);

@@ -54,9 +54,8 @@ void bind_c10d(nb::module_& m) {
       .value("SEND_SUM", StepKind::kSendSum)
       .value("ADD_SUM", StepKind::kAddSum);
 
-  nb::class_<Ledger> ledger(m, "C10dLedger", "One rank's calls; see src/c10d/ledger.hpp.");
-  bind_plan_questions(ledger);
-  ledger.def(nb::init<host::EngineConfig>(), "config"_a)
+  nb::class_<Ledger>(m, "C10dLedger", "One rank's calls; see src/c10d/ledger.hpp.")
+      .def(nb::init<host::EngineConfig>(), "config"_a)
       .def(
           "transfer",
           [](Ledger& l, const TransferCall& call) {

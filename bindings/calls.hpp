@@ -14,7 +14,7 @@
 #include "core/base/digest.hpp"
 #include "core/plan/check.hpp"
 #include "core/transfer/prepare.hpp"
-#include "engine/health.hpp"
+#include "engine/config.hpp"
 #include "modes.hpp"
 #include "unlocked.hpp"
 
@@ -124,33 +124,34 @@ inline auto slots_to_fill_array(const Topology& t, const std::vector<uint8_t>& m
                   {static_cast<size_t>(t.num_ranks), static_cast<size_t>(t.slots_per_rank)});
 }
 
-inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::CallCounts& c) {
-  return {c.replicate, c.reduce, c.gather, c.rejected};
-}
-
-template <class Engine>
-void bind_plan_questions(nanobind::class_<Engine>& engine) {
-  engine
+// Whether a plan fits a group, and is legal there.
+inline void bind_plan_questions(nanobind::class_<host::EngineConfig>& config) {
+  using host::EngineConfig;
+  constexpr auto check = [](const Topology& t, const PlanView& plan) {
+    return check_plan(SingleThread{}, t, at<const int32_t>(plan.slot_expert));
+  };
+  config
       .def(
-          "check",
-          [](const Engine& e, const PlanView& plan) {
-            const PlanCheck c = e.check(at<const int32_t>(plan.slot_expert));
-            return std::make_tuple(c.fault, c.rank, c.slot, c.expert);
+          "check_plan",
+          [=](const EngineConfig& c, const PlanView& plan) {
+            const PlanCheck found = check(c.topology(), plan);
+            return std::make_tuple(found.fault, found.rank, found.slot, found.expert);
           },
           nanobind::arg("plan"))
       .def(
           "accepts",
-          [](const Engine& e, const PlanView& plan) {
-            return plan.fits(e.topology()) &&
-                   e.check(at<const int32_t>(plan.slot_expert)).fault == PlanFault::kNone;
+          [=](const EngineConfig& c, const PlanView& plan) {
+            const Topology t = c.topology();
+            return plan.fits(t) && check(t, plan).fault == PlanFault::kNone;
           },
           nanobind::arg("plan"))
       .def(
-          "fits", [](const Engine& e, const PlanView& plan) { return plan.fits(e.topology()); },
+          "fits",
+          [](const EngineConfig& c, const PlanView& plan) { return plan.fits(c.topology()); },
           nanobind::arg("plan"))
       .def(
           "has_shape",
-          [](const Engine& e, const PlanView& plan) { return plan.has_shape(e.topology()); },
+          [](const EngineConfig& c, const PlanView& plan) { return plan.has_shape(c.topology()); },
           nanobind::arg("plan"));
 }
 

@@ -14,6 +14,7 @@
 #include "cuda/device/load_block.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/stages.hpp"
+#include "health.hpp"
 #include "objective.hpp"
 
 namespace nb = nanobind;
@@ -232,9 +233,7 @@ void bind_cuda(nb::module_& m) {
         return std::make_tuple(counts.kernels, counts.copies);
       });
 
-  nb::class_<Engine> engine(m, "CudaEngine", "One rank's CUDA engine; see src/cuda/engine.hpp.");
-  bind_plan_questions(engine);
-  engine
+  nb::class_<Engine>(m, "CudaEngine", "One rank's CUDA engine; see src/cuda/engine.hpp.")
       .def(
           "__init__",
           [](Engine* self, const EngineConfig& config, std::shared_ptr<Launcher> launcher,
@@ -309,7 +308,6 @@ void bind_cuda(nb::module_& m) {
             });
           },
           "bank"_a, "stream"_a)
-      .def("bad_id", &Engine::bad_id)
       .def("reject", &Engine::reject, nb::call_guard<Unlocked>())
       .def("abort", &Engine::abort, nb::call_guard<Unlocked>())
       .def("close", &Engine::close, nb::call_guard<Unlocked>())
@@ -329,10 +327,17 @@ void bind_cuda(nb::module_& m) {
           "epoch"_a)
       .def("is_completed", &Engine::is_completed, "epoch"_a)
       .def("failed_epoch", &Engine::failed_epoch)
-      .def("report", &Engine::report)
+      .def("report",
+           [](const Engine& e) {
+             FullReport full{e.report()};
+             full.bad_id = e.bad_id();
+             return full;
+           })
       .def_prop_ro("epoch", &Engine::epoch)
       .def_prop_ro("bytes_stored", &Engine::bytes_stored)
-      .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); });
+      .def(
+          "health", [](const Engine& e, bool) { return EngineHealth{e.calls(), {}, {}, {}}; },
+          "waits"_a);
 }
 
 }  // namespace uec::python

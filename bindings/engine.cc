@@ -7,7 +7,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "bind.hpp"
 #include "calls.hpp"
 #include "core/plan/counts.hpp"
+#include "health.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -26,27 +26,13 @@ using host::Engine;
 using host::EngineConfig;
 using host::EngineLayout;
 
-auto waits(const Engine& engine) {
-  const host::Waits waits = engine.waits();
-  const auto seconds = [](auto time) { return std::chrono::duration<double>(time).count(); };
-  const Wait& wait = waits.longest_for;
-  return std::make_tuple(seconds(waits.total), waits.longer, seconds(waits.longest), wait.flag,
-                         wait.peer, wait.expert, wait.expected);
-}
-
-// (kind, epoch, abort's epoch or 0, waited for, aborted by, gone, reached) of each rank, with
-// epochs extended to 64 bits.
-auto peer_states(const Engine& engine) {
-  const uint64_t now = engine.epoch();
-  std::vector<std::tuple<RecordKind, uint64_t, uint64_t, int32_t, int32_t, bool, bool>> list;
-  for (const PeerState& words : engine.peer_states()) {
-    const CallRecord record = words.record;
-    const AbortWord abort = words.abort;
-    list.emplace_back(record.kind(), record.word == 0 ? 0 : now + record.ahead_of(now),
-                      abort.set() ? now + abort.ahead_of(now) : 0, abort.waited_for(),
-                      abort.aborted_by(), words.gone, words.reached);
-  }
-  return list;
+FullReport report(const Engine& engine) {
+  FullReport full{engine.report()};
+  full.damage = engine.damage();
+  full.peers.emplace();
+  for (const uec::PeerState& words : engine.peer_states())
+    full.peers->push_back(peer_state(words, engine.epoch()));
+  return full;
 }
 
 bool wait(Engine& engine, uint64_t epoch) {
@@ -56,7 +42,8 @@ bool wait(Engine& engine, uint64_t epoch) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-  nb::class_<EngineConfig>(m, "EngineConfig", "See src/engine/config.hpp.")
+  nb::class_<EngineConfig> config(m, "EngineConfig", "See src/engine/config.hpp.");
+  config
       .def(
           "__init__",
           [](EngineConfig* self, int32_t rank, int32_t num_experts, int32_t slots_per_rank,
@@ -108,6 +95,7 @@ void bind_engine(nb::module_& m) {
             c.peer_processes = std::move(processes);
           },
           "sockets"_a, "processes"_a);
+  bind_plan_questions(config);
 
   nb::class_<EngineLayout>(m, "EngineLayout", "Offsets in bytes, the same on every rank.")
       .def(nb::init<const EngineConfig&>(), "config"_a)
@@ -127,21 +115,6 @@ void bind_engine(nb::module_& m) {
       .def_ro("num_local_experts", &EngineLayout::num_local_experts)
       .def_ro("max_local_experts", &EngineLayout::max_local_experts);
 
-  nb::class_<Report>(m, "Report", "How a call failed; see src/engine/health.hpp.")
-      .def_ro("fault", &Report::fault)
-      .def_prop_ro("flag", [](const Report& r) { return r.wait.flag; })
-      .def_prop_ro("peer", [](const Report& r) { return r.wait.peer; })
-      .def_prop_ro("expert", [](const Report& r) { return r.wait.expert; })
-      .def_prop_ro("piece", [](const Report& r) { return r.wait.piece; })
-      .def_prop_ro("seen", [](const Report& r) { return r.wait.seen; })
-      .def_prop_ro("expected", [](const Report& r) { return r.wait.expected; })
-      .def_ro("aborter", &Report::aborter)
-      .def_ro("root", &Report::root)
-      .def_ro("epoch", &Report::epoch)
-      .def_ro("seconds", &Report::seconds)
-      .def_ro("all_called", &Report::all_called)
-      .def_prop_ro("detail", [](const Report&) { return ""; });
-
   nb::class_<PlanView>(m, "PlanView", "Addresses of a plan's tensors, and its shape.")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t, int32_t, bool>(),
            "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "num_ranks"_a,
@@ -159,9 +132,8 @@ void bind_engine(nb::module_& m) {
       .def_ro("bank", &TransferCall::bank)
       .def_ro("zero", &TransferCall::zero);
 
-  nb::class_<Engine> engine(m, "Engine", "One rank's host engine; see src/host/engine.hpp.");
-  bind_plan_questions(engine);
-  engine.def(nb::init<EngineConfig>(), "config"_a)
+  nb::class_<Engine>(m, "Engine", "One rank's host engine; see src/host/engine.hpp.")
+      .def(nb::init<EngineConfig>(), "config"_a)
       .def(
           "add_region",
           [](Engine& e, const std::vector<uint64_t>& bases, std::vector<int64_t> offset) {
@@ -228,19 +200,17 @@ void bind_engine(nb::module_& m) {
       .def("is_completed", &Engine::is_completed, "epoch"_a)
       .def("finished_at", &Engine::finished_at, "epoch"_a)
       .def("failed_epoch", &Engine::failed_epoch)
-      .def("report", &Engine::report)
+      .def("report", &report)
       .def_prop_ro("epoch", &Engine::epoch)
       .def_prop_ro("bytes_stored", &Engine::bytes_stored)
-      .def_prop_ro("completed", &Engine::completed)
-      .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); })
-      .def_prop_ro("waits", &waits)
-      .def("damage",
-           [](const Engine& e) {
-             const host::Damage d = e.damage();
-             return std::make_tuple(d.kind, d.home, d.expert, d.slot, d.segment, d.offset, d.found,
-                                    d.expected, d.source_changed);
-           })
-      .def("last_words", &peer_states);
+      .def(
+          "health",
+          [](const Engine& e, bool waits) {
+            EngineHealth health{e.calls(), e.completed(), e.bytes_stored(), {}};
+            if (waits) health.waits = e.waits();
+            return health;
+          },
+          "waits"_a);
 
   m.def(
       "count_experts",

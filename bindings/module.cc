@@ -12,6 +12,7 @@ The stub is generated from this module. After changing the bindings and reinstal
   uec::python::bind_schedule(m);
   uec::python::bind_model(m);
   uec::python::bind_memory(m);
+  uec::python::bind_health(m);
   uec::python::bind_engine(m);
   uec::python::bind_c10d(m);
   uec::python::bind_cuda(m);

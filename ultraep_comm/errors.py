@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ultraep_comm import _core
@@ -198,9 +198,6 @@ class CorruptSlotError(TransferError):
         self.source_changed = source_changed
 
 
-# A rank's health record as an engine read it: kind, epoch (0: none), epoch of its abort (0: none),
-# the rank it waited for, the rank that told it to abort (-1: none), process gone, reachable.
-Words: TypeAlias = "tuple[_core.RecordKind, int, int, int, int, bool, bool]"
 _MOST_LINES = 8
 
 
@@ -215,7 +212,7 @@ class RankState:
             ended (last seen in call 6)", "closed after call 6" or "unknown".
         failed_epoch: the call in which it reported a failure; 0: none.
         waited_for: the rank it was waiting for when it failed; -1: none.
-        told_by: the rank whose failure it was told of; -1: none.
+        aborted_by: the rank whose failure ended its call; -1: none.
         gone: its process ended without closing the group, or closed it after a failure.
     """
 
@@ -224,41 +221,45 @@ class RankState:
     state: str = "unknown"
     failed_epoch: int = 0
     waited_for: int = -1
-    told_by: int = -1
+    aborted_by: int = -1
     gone: bool = False
 
 
-def read_states(words: Sequence[Words], epoch: int | None) -> tuple[RankState, ...]:
+def read_states(peers: Sequence[_core.PeerState], epoch: int | None) -> tuple[RankState, ...]:
     """Return the states of all ranks, relative to call ``epoch`` unless it is None."""
-    return tuple(_read(rank, record, epoch) for rank, record in enumerate(words))
+    return tuple(_read(rank, record, epoch) for rank, record in enumerate(peers))
 
 
-def _read(rank: int, words: Words, call: int | None) -> RankState:
-    # Kinds are compared by name, so that this module need not import the core.
-    kind, seen, failed, waited_for, told_by, gone, reached = words
-    if not reached:
+def _read(rank: int, peer: _core.PeerState, call: int | None) -> RankState:
+    kind, seen, failed = peer.kind, peer.epoch, peer.failed_epoch
+    if not peer.reachable:
         return RankState(rank=rank, state="unknown (out of reach)")
+    # Kinds are compared by name, so that this module need not import the core.
     closed = seen > 0 and kind.name == "CLOSED"
     epoch = seen - 1 if closed else seen  # closing takes the epoch after the last call
     state = _place(kind, epoch, call)
-    left = gone and not closed  # a rank that closes publishes it first, unless the group failed
+    left = (
+        peer.gone and not closed
+    )  # a rank that closes publishes it first, unless the group failed
     if left and not failed:
         last = f"last seen in call {epoch}" if seen else "before its first call"
         state = f"process ended ({last})"
     if failed and kind.name != "REJECTED":
         where = "" if failed in (call, epoch) else f" in call {failed}"
-        if told_by >= 0:
-            why = f": told by rank {told_by}"
+        if peer.aborted_by >= 0:
+            why = f": aborted by rank {peer.aborted_by}"
+        elif peer.waited_for >= 0:
+            why = f": waited for rank {peer.waited_for}"
         else:
-            why = f": waited for rank {waited_for}" if waited_for >= 0 else " by itself"
+            why = " by itself"
         state = f"{state}, failed{where}{why}{', then left' if left else ''}"
     return RankState(
         rank=rank,
         epoch=epoch,
         state=state,
         failed_epoch=failed,
-        waited_for=waited_for if failed else -1,
-        told_by=told_by if failed else -1,
+        waited_for=peer.waited_for if failed else -1,
+        aborted_by=peer.aborted_by if failed else -1,
         gone=left,
     )
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +31,12 @@ from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
-from ultraep_comm.engines.base import make_parts
+from ultraep_comm.engines.base import Engine, start_engine
 from ultraep_comm.engines.cuda.device import Kernels
-from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
+from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import GroupKernels
 from ultraep_comm.engines.cuda.make import cost_constants
-from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.engines.cuda.tables import put_addresses
-from ultraep_comm.engines.host import HostStages
 from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
 from ultraep_comm.group.group import Group
@@ -141,26 +139,37 @@ class IdleDevice:
         raise NotImplementedError
 
 
-class IdleStages(HostStages):
-    """Local stages on an `IdleDevice`."""
+class IdleEngine(CudaEngine):
+    """Rank 0's engine on an `IdleDevice`, whose stages are not used."""
 
-    def __init__(self, device: IdleDevice, topology: Topology, rank: int) -> None:
-        super().__init__(topology, rank)
+    def __init__(
+        self,
+        device: IdleDevice,
+        topology: Topology,
+        shared: SharedLauncher,
+        config: _core.EngineConfig,
+    ) -> None:
+        Engine.__init__(self, topology, 0)
         self.put_addresses = partial(put_addresses, device)
         self.device = device
+        self.start(config, shared, Peers())
 
-    def holds(self, value: object) -> bool:
+    def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
         return isinstance(tensor, torch.Tensor) and self.device.holds(tensor)
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return the plan, and whether it is on the device."""
-        return plan, self.holds(plan)
+        return plan, self.is_on_device(plan)
 
     def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         """Return the plan, which is on the device."""
         return plan, True
+
+    is_capturing = Engine.is_capturing
+    raise_fault = Engine.raise_fault
+    synchronize_captured = Engine.synchronize_captured
 
 
 def make_group(num_ranks: int, device: IdleDevice) -> Group:
@@ -175,30 +184,19 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
         tile_bytes=TILE_BYTES,
     )
     topology = Topology.make(num_ranks=num_ranks, num_experts=EXPERTS, slots_per_rank=SLOTS)
-
-    def make_engine(config: _core.EngineConfig, stages: IdleStages) -> CudaEngine:
-        kernels = GroupKernels(replicate=1, to_bank=5, notice=2, load=3, load_plan=4, plan_warps=8)
-        shared = SharedLauncher(
-            device,
-            kernels,
-            config,
-            first_rank=rank,
-            num_ranks=1,
-            num_sms=num_sms,
-            background_sms=num_sms,
-        )
-        return CudaEngine(config, cast(CudaStages, stages), shared)
-
-    parts = make_parts(
-        rank,
-        topology,
-        options,
-        options.config(topology, rank, 30, cost_constants(num_ranks, 710.0)),
-        LoopbackFabric(LoopbackMemory(num_ranks), rank),
-        lambda: IdleStages(device, topology, rank),
-        make_engine,
+    config = options.config(topology, rank, 30, cost_constants(num_ranks, 710.0))
+    shared = SharedLauncher(
+        device,
+        GroupKernels(replicate=1, to_bank=5, notice=2, load=3, load_plan=4, plan_warps=8),
+        config,
+        first_rank=rank,
+        num_ranks=1,
+        num_sms=num_sms,
+        background_sms=num_sms,
     )
-    return Group(Session(parts), parts.grads)
+    fabric = LoopbackFabric(LoopbackMemory(num_ranks), rank)
+    start = partial(IdleEngine, device, topology, shared)
+    return Group(Session(start_engine(rank, topology, options, config, fabric, start), options))
 
 
 def put_plan(plan: Plan, device: IdleDevice) -> Plan:

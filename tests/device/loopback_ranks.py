@@ -24,9 +24,11 @@ EMULATED_SMS = 16  # of emulated_device
 
 def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     """Return a copy on the group's device, without a load."""
-    stages = group.session.local
+    stages = group.session.engine
     assert stages is not None
-    return uec.Plan(slot_expert=stages.put(plan.slot_expert), home=stages.put(plan.home))
+    return uec.Plan(
+        slot_expert=stages.to_device(plan.slot_expert), home=stages.to_device(plan.home)
+    )
 
 
 def hold(engine: str) -> None:
@@ -79,13 +81,17 @@ class Rank:
 
     def slots(self) -> torch.Tensor:
         """Symmetric memory from the first slot on, gaps between segments too."""
-        return self.group.session.memory[0].local[self.group.session.layout.slots_base :]
+        return self.group.session.engine.memory[0].local[
+            self.group.session.engine.layout.slots_base :
+        ]
 
     def expected(self, plan: uec.Plan, epoch: int, names: Sequence[str] | None) -> np.ndarray:
         """What the slots must hold, if they were SENTINEL before the call."""
-        group, base = self.group, self.group.session.layout.slots_base
+        group, base = self.group, self.group.session.engine.layout.slots_base
         image = np.full(self.slots().numel(), SENTINEL, np.uint8)
-        for name, start in zip(group.segments, group.session.layout.slot_offset, strict=True):
+        for name, start in zip(
+            group.segments, group.session.engine.layout.slot_offset, strict=True
+        ):
             if names is not None and name not in names:
                 continue
             size = group.segments[name].nbytes

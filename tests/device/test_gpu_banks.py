@@ -218,7 +218,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
 
 def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) -> uec.Plan:
     plan = put_plan(group, plan_of(slots))
-    return replace(plan, home=group.session.local.home, bank=bank, reuse=True)
+    return replace(plan, home=group.session.engine.home, bank=bank, reuse=True)
 
 
 def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
@@ -235,7 +235,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
                 group.bank(1).invalidate()
         hold(streams)
         plans = [
-            uec.plan_replicas(group.session.local.put(load), group=group, bank=1, reuse=True)
+            uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
             for group in groups
         ]
         works = start_all(groups, weights, plans)
@@ -243,7 +243,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
         synchronize_all(works)
         apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
         for plan in plans:
-            assert groups[0].session.local.holds(plan)
+            assert groups[0].session.engine.is_on_device(plan)
             assert plan.bank == 1
             for name, tensor in apart.tensors().items():
                 assert torch.equal(getattr(plan, name).cpu(), tensor), name
@@ -254,7 +254,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     assert still == 2
     load[1, 2] = -1
     group = groups[0]
-    plan = uec.plan_replicas(group.session.local.put(load), group=group, bank=1, reuse=True)
+    plan = uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
     device.find_device().settle()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
@@ -268,7 +268,9 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
     weights = filled_weights(groups, 0)
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
-    loads = [group.session.local.put(torch.ones(4, E, dtype=torch.int32)) for group in groups]
+    loads = [
+        group.session.engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
+    ]
     plans: dict[int, uec.Plan] = {}
 
     def calls(rank: int) -> None:

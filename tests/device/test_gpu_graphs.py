@@ -56,9 +56,9 @@ class Layer(Ranks):
         self.draw = torch.Generator().manual_seed(num_ranks)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        stages = self.groups[0].session.local
+        stages = self.groups[0].session.engine
         assert stages is not None
-        return stages.put(tensor)
+        return stages.to_device(tensor)
 
     def put_plan(self, plan: uec.Plan) -> uec.Plan:
         return put_plan(self.groups[0], plan)
@@ -385,8 +385,8 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
             layer.each(reroute(many, plan))
             layer.finish()
             for group in layer.groups:
-                assert group.session.local is not None
-                assert isinstance(raised(group.session.local.raise_fault), errors.InvalidLoadError)
+                assert group.session.engine is not None
+                assert isinstance(raised(group.session.engine.raise_fault), errors.InvalidLoadError)
             layer.capture(reroute(many, plan))
             layer.replay(weights, found, replay)  # with the memory that it was captured with
         del replay

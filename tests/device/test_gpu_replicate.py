@@ -230,14 +230,14 @@ def test_a_layer_from_routing_to_slots(engine: str) -> None:
     num_ranks, num_experts = 4, 24
     with Ranks(engine, num_ranks, SEGMENTS, num_experts=num_experts) as ranks:
         weights = ranks.shared()
-        stages = ranks.groups[0].session.local
+        stages = ranks.groups[0].session.engine
         generator = torch.Generator().manual_seed(3)
         for turn in range(4):
             dtype = (torch.int32, torch.int64)[turn % 2]
             skewed = torch.rand((num_ranks, 200, 4), generator=generator) ** 3 * num_experts
             ids = skewed.to(dtype)
             ids[:, ::7, 1] = -1
-            there = [own if stages is None else stages.put(own) for own in ids]
+            there = [own if stages is None else stages.to_device(own) for own in ids]
             loads = loopback(
                 num_ranks,
                 lambda r, own=there: uec.gather_load(own[r], group=ranks.groups[r]),
@@ -269,12 +269,12 @@ def test_loads_of_many_sizes(engine: str) -> None:
     num_ranks, num_experts = 3, 40
     sizes = (0, 1, 33, 4096, 70_001) if engine == "cuda" else (0, 1, 33)
     with Ranks(engine, num_ranks, {"w": 64}, num_experts=num_experts) as ranks:
-        stages = ranks.groups[0].session.local
+        stages = ranks.groups[0].session.engine
         generator = torch.Generator().manual_seed(4)
         for tokens in sizes:
             shape = (num_ranks, tokens, 3)
             ids = torch.randint(-1, num_experts, shape, generator=generator)
-            there = [own if stages is None else stages.put(own) for own in ids]
+            there = [own if stages is None else stages.to_device(own) for own in ids]
             for step in (1, 2):
                 loads = loopback(
                     num_ranks,

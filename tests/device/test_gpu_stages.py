@@ -28,9 +28,9 @@ def _gathers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def put(case: Case, tensor: torch.Tensor) -> torch.Tensor:
-    stages = case.group.session.local
+    stages = case.group.session.engine
     assert stages is not None
-    return stages.put(tensor)
+    return stages.to_device(tensor)
 
 
 def settle() -> None:

@@ -119,12 +119,12 @@ class RankGroup:
 
     def stray(self) -> int:
         """Return the number of bytes that changed in main weights or slots that no plan filled."""
-        group, offset = self.group, self.group.session.layout.slots_base
+        group, offset = self.group, self.group.session.engine.layout.slots_base
         if group.slot_grads:
             return 0  # their scenes compare values
-        changed = group.session.memory[0].local[offset:] != GUARD
+        changed = group.session.engine.memory[0].local[offset:] != GUARD
         for index, segment in enumerate(group.segments.values()):
-            start = group.session.layout.slot_offset[index] - offset
+            start = group.session.engine.layout.slot_offset[index] - offset
             for slot in range(group.topology.slots_per_rank):
                 if (index, slot) in self._filled:
                     at = start + slot * segment.nbytes

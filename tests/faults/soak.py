@@ -66,7 +66,9 @@ class Soak:
             for name, tensor in self.weights.items():
                 own = _bytes(tensor[index])
                 self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
-        memory = self.group.session.memory[0].local[self.group.session.layout.slots_base :]
+        memory = self.group.session.engine.memory[0].local[
+            self.group.session.engine.layout.slots_base :
+        ]
         memory[:] = GUARD
         work = uec.replicate_experts(
             self.weights, plan, group=self.group, async_op=apart, mode=mode, segments=names
@@ -79,7 +81,10 @@ class Soak:
         expected = torch.full_like(memory, GUARD)
         row = plan.slot_expert[self.rank].tolist()
         for i, (name, segment) in enumerate(EXPERT.items()):
-            start = self.group.session.layout.slot_offset[i] - self.group.session.layout.slots_base
+            start = (
+                self.group.session.engine.layout.slot_offset[i]
+                - self.group.session.engine.layout.slots_base
+            )
             for slot, expert in enumerate(row):
                 if expert >= 0 and name in names:
                     at = start + slot * segment.nbytes

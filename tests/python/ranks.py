@@ -75,7 +75,7 @@ def fill_weights(
 
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
     """Set every byte of symmetric memory from the first slot on, including gaps."""
-    group.session.memory[0].local[group.session.layout.slots_base :] = value
+    group.session.engine.memory[0].local[group.session.engine.layout.slots_base :] = value
 
 
 def wrong_bytes(
@@ -87,17 +87,17 @@ def wrong_bytes(
     sentinel: int = 0xA5,
 ) -> int:
     """Return the number of wrong bytes in symmetric memory from the first slot on."""
-    offset = group.session.layout.slots_base
-    expected = torch.full_like(group.session.memory[0].local[offset:], sentinel)
+    offset = group.session.engine.layout.slots_base
+    expected = torch.full_like(group.session.engine.memory[0].local[offset:], sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
-        start = group.session.layout.slot_offset[index] - offset
+        start = group.session.engine.layout.slot_offset[index] - offset
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             if expert >= 0:
                 at = start + slot * segment.nbytes
                 expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
-    return int((group.session.memory[0].local[offset:] != expected).sum())
+    return int((group.session.engine.memory[0].local[offset:] != expected).sum())
 
 
 def random_plan(

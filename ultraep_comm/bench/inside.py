@@ -1,4 +1,4 @@
-"""All accesses of the benchmark to a group's session: addresses, local stages and engine."""
+"""All accesses of the benchmark to a group's session: addresses and engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ultraep_comm.plan.plan import Plan
 
 
 def device_stages(group: Group) -> CudaStages:
-    """Return the local stages of a CUDA group."""
-    stages = group.session.local
-    assert isinstance(stages, CudaStages)
-    return stages
+    """Return the stages of a CUDA group."""
+    engine = group.session.engine
+    assert isinstance(engine, CudaStages)
+    return engine
 
 
 def plans_at_once(group: Group) -> bool:
@@ -28,14 +28,14 @@ def plans_at_once(group: Group) -> bool:
 
 def put(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the group's device."""
-    return group.session.local.put(tensor)
+    return group.session.engine.to_device(tensor)
 
 
 def launch_counts(group: Group) -> tuple[int, int]:
     """Return the numbers of kernels and copies that one rank has enqueued so far."""
     engine = group.session.engine
     assert isinstance(engine, CudaEngine)
-    shared, own = engine.launch_counts, device_stages(group).launch_counts
+    shared, own = engine.launch_counts, engine.stage_launches
     return shared[0] + own[0], shared[1] + own[1]
 
 
@@ -44,12 +44,12 @@ def launch_counts(group: Group) -> tuple[int, int]:
 
 def allocate(group: Group, num_bytes: int) -> Any:
     """Allocate symmetric memory like the group's own. Collective."""
-    return group.session.fabric.allocate(num_bytes)
+    return group.session.engine.fabric.allocate(num_bytes)
 
 
 def all_in_reach(group: Group) -> bool:
     """Return whether this rank can address the main weights of all ranks."""
-    return all(group.session.memory[1].bases)
+    return all(group.session.engine.memory[1].bases)
 
 
 def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, int, int]]:
@@ -57,7 +57,7 @@ def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, i
 
     Only for groups with a single region of weights, from one `Group.empty_weights`.
     """
-    layout, base = group.session.layout, group.session.memory[1].bases[home]
+    layout, base = group.session.engine.layout, group.session.engine.memory[1].bases[home]
     offsets = zip(layout.region_offset, group.segments.items(), strict=True)
     for offset, (name, segment) in offsets:
         yield name, base + offset + layout.local_idx[expert] * segment.nbytes, segment.nbytes
@@ -66,8 +66,8 @@ def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, i
 def slot_grad_address(group: Group, rank: int, slot: int, segment: int, num_bytes: int) -> int:
     """Return the address of a segment's gradients, of ``num_bytes``, in a slot of a rank."""
     session = group.session
-    offset = session.layout.grad_offset[segment] + slot * num_bytes
-    return session.memory[0].bases[rank] + offset
+    offset = session.engine.layout.grad_offset[segment] + slot * num_bytes
+    return session.engine.memory[0].bases[rank] + offset
 
 
 # ---- calls of all ranks in one process ----------------------------------------------------------
@@ -79,7 +79,7 @@ def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> lis
     loads, works = [], []
     for group, own in zip(groups, ids, strict=True):
         session = group.session
-        counted, load = session.local.count(own, "topk_ids"), session.local.empty_load()
+        counted, load = session.engine.count(own, "topk_ids"), session.engine.empty_load()
         epoch = session.engine.gather(counted, load)
         works.append(session.submit(epoch, (own, load), "gather_load"))
         loads.append(load)
@@ -96,7 +96,7 @@ def gather_and_plan_together(
     for group, own in zip(groups, ids, strict=True):
         session = group.session
         objective = plan_objective(target, None, group)
-        counted, load = session.local.count(own, "topk_ids"), session.local.empty_load()
+        counted, load = session.engine.count(own, "topk_ids"), session.engine.empty_load()
         epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
         works.append(session.submit(epoch, keep, "gather_and_plan"))
         plans.append(plan)

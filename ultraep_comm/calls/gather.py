@@ -67,22 +67,22 @@ def gather_load(
         if source is not None:
             return _count_alone(routing, form, source, session)
         return traced.gather_load(routing, form, group)
-    local = session.local
+    engine = session.engine
     session.enter("gather_load")
-    if session.exchange_counts is not None and source is None:
-        return _exchange(given, session, session.exchange_counts)
+    if engine.exchange_counts is not None and source is None:
+        return _exchange(given, session, engine.exchange_counts)
     try:
         routing, form = _find_routing(given, session)
         if source is not None:
             return _count_alone(routing, form, source, session)
-        counted, load = local.count(routing, form), local.empty_load()
+        counted, load = engine.count(routing, form), engine.empty_load()
     except Exception as error:
         session.reject(error)
         raise
     try:
-        epoch = session.engine.gather(counted, load)
+        epoch = engine.gather(counted, load)
         work = session.submit(epoch, (counted.values, load), "gather_load")
-        if local.holds(load) == local.holds(routing):
+        if engine.is_on_device(load) == engine.is_on_device(routing):
             work.wait()
             return load
         work.synchronize()
@@ -126,17 +126,18 @@ def gather_and_plan(
     """
     session = session_of(group)
     given = _Given(topk_ids, routing_map, counts, num_tokens)
-    at_once = source is None and session.exchange_counts is None and session.engine.plans_at_once
+    engine = session.engine
+    at_once = source is None and engine.exchange_counts is None and engine.plans_at_once
     objective = None
     if not torch.compiler.is_dynamo_compiling():  # which checks it when the function runs
         try:
             objective = plan_objective(target, cost, group)
         except Exception as error:  # of any type: peers must not wait for this rank
-            if source is None and session.exchange_counts is not None:
-                _exchange(given, session, session.exchange_counts, error)
+            if source is None and engine.exchange_counts is not None:
+                _exchange(given, session, engine.exchange_counts, error)
             session.reject(error)
             raise
-    if objective is None or not (at_once and any(map(session.local.holds, given))):
+    if objective is None or not (at_once and any(map(engine.is_on_device, given))):
         load = gather_load(
             topk_ids,
             group=group,
@@ -146,15 +147,14 @@ def gather_and_plan(
             source=source,
         )
         return plan_replicas(load, group=group, target=target, cost=cost)
-    local = session.local
     session.enter("gather_and_plan")
     try:
-        counted, load = local.count(*_find_routing(given, session)), local.empty_load()
+        counted, load = engine.count(*_find_routing(given, session)), engine.empty_load()
     except Exception as error:
         session.reject(error)
         raise
     try:
-        epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
+        epoch, plan, keep = engine.gather_and_plan(counted, load, *objective)
         session.submit(epoch, keep, "gather_and_plan").wait()
     except BaseException as error:
         session.note_failure(error)
@@ -196,14 +196,14 @@ def _find_routing(given: _Given, session: Session) -> tuple[torch.Tensor, Form]:
 
 def _count_alone(routing: torch.Tensor, form: Form, source: int, session: Session) -> torch.Tensor:
     """Return the load of tokens that every rank has, as those of one rank."""
-    row, t, local = check_source(source, session), session.topology, session.local
+    row, t, engine = check_source(source, session), session.topology, session.engine
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling:
         counts = routing if form == "counts" else count_in_torch(routing, t.num_experts)
     else:
-        counts = local.counts_of(routing, form)
-    if not compiling and local.holds(routing):
-        load = local.empty_load().zero_()
+        counts = engine.counts_of(routing, form)
+    if not compiling and engine.is_on_device(routing):
+        load = engine.empty_load().zero_()
     else:
         load = counts.new_zeros((t.num_ranks, t.num_experts), dtype=torch.int32)
     load[row] = counts
@@ -217,29 +217,29 @@ def _exchange(
     rejected: Exception | None = None,
 ) -> torch.Tensor:
     """Exchange loads outside the engine; a rank that rejects its input sends REJECTED_ROW."""
-    local, t = session.local, session.topology
-    on_device = any(map(local.holds, given))
+    engine, t = session.engine, session.topology
+    on_device = any(map(engine.is_on_device, given))
     if on_device:  # before anything is exchanged: a capture cannot hold it
         what = "the routing, in a group whose domains cannot reach each other,"
         routing = (
-            local.on_host(v, what) if isinstance(v, torch.Tensor) and local.holds(v) else v
+            engine.to_host(v, what) if isinstance(v, torch.Tensor) and engine.is_on_device(v) else v
             for v in given
         )
         given = _Given(*routing)  # type: ignore[arg-type]
     counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
     try:
         if rejected is None:
-            counts = local.counts_of(*_find_routing(given, session))
+            counts = engine.counts_of(*_find_routing(given, session))
     except Exception as error:
         rejected = error
     try:
         table = exchange(counts)
         if rejected is None:
-            check_rows(table, session.rank, session.engine.epoch)
+            check_rows(table, session.rank, engine.epoch)
     except UltraEPError as error:
         session.fail(rejected or error)
         raise (rejected or error) from (error if rejected is not None else error.__cause__)
     if rejected is not None:
         session.reject(rejected)
         raise rejected
-    return local.put(table) if on_device else table
+    return engine.to_device(table) if on_device else table

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calls import traced
-from ultraep_comm.engines.host import HostStages, check_load_values
+from ultraep_comm.engines.base import check_load_values, plan_on_cpu
 from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidLoadError,
@@ -116,7 +115,7 @@ def plan_replicas(
     _check_shape(load, topology)
     held = None if residents is None else _check_residents(residents, topology)
     objective = _objective_on(held is not None, target, cost, None)
-    return HostStages(topology, 0).plan(load, *objective, residents=held)
+    return plan_on_cpu(topology, load, *objective, residents=held)
 
 
 def _check_residents(residents: torch.Tensor | IntsLike, topology: Topology) -> IntArray:
@@ -169,17 +168,14 @@ def _plan(
     *,
     apart: bool = False,
 ) -> Plan:
-    local = group.session.local
-    local.raise_fault()
-    _check_load(load, list(dict.fromkeys(["cpu", str(group.device)])), on_device=local.holds(load))
+    engine = group.session.engine
+    engine.raise_fault()
+    devices = list(dict.fromkeys(["cpu", str(group.device)]))
+    _check_load(load, devices, on_device=engine.is_on_device(load))
     _check_shape(load, group.topology)
-    index, engine = bank_index(bank, group.session), group.session.engine
+    index = bank_index(bank, group.session)
     objective = _objective_on(reuse, target, cost, group)
-    held: dict[str, Any] = {}
-    if reuse:
-        table = engine.bank_table(index) if local.holds(load) else 0
-        held = {"bank_table": table} if table else {"residents": engine.residents(index)}
-    plan = local.plan(load, *objective, apart=apart, **held)
+    plan = engine.plan(load, *objective, apart=apart, bank=index if reuse else None)
     return replace(plan, bank=index, reuse=reuse) if index or reuse else plan
 
 

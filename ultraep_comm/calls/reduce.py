@@ -87,7 +87,7 @@ def reduce_expert_grads(
             main_types=bound.types.buffer_info()[0],
             zero=zero,
             on_device=call.on_device,
-            own_home=call.plan.home is session.local.home,
+            own_home=call.plan.home is session.engine.home,
             table=address(bound.table),
             in_use=plan.saved.in_use if isinstance(plan, PlanHandle) else 0,
             bank=call.bank,

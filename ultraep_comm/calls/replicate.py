@@ -90,7 +90,7 @@ def replicate_experts(
         bound = session.weights.bind(weights)
         session.weights.require(bound, indices)
         if mode == "pull" and bound.region < 0:
-            counts = session.layout.num_local_experts
+            counts = session.engine.layout.num_local_experts
             uneven = (
                 f"; those of empty_instances() are not where ranks' numbers of experts differ, here"
                 f" {counts}"
@@ -112,7 +112,7 @@ def replicate_experts(
             segments=indices.buffer_info()[0],
             region=bound.region,
             on_device=call.on_device,
-            own_home=call.plan.home is session.local.home,
+            own_home=call.plan.home is session.engine.home,
             table=address(bound.table),
             bank=call.bank,
             version=(

@@ -74,9 +74,7 @@ def reroute(
     if compiling:
         return traced.reroute(ids, plan, group, source)
     rank = check_source(source, session)
-    local, plan = session.local, _beside(ids, plan, session)
-    ids = ids if local.holds(plan) else local.on_host(ids, "topk_ids")
-    return local.beside(local.reroute(ids, plan, rank), topk_ids)
+    return session.engine.reroute(ids, _beside(ids, plan, session), rank)
 
 
 def reroute_map(
@@ -126,7 +124,7 @@ def reroute_map(
     if probs is not None:
         _check_probs(probs, routing_map, session.rank)
     plan = _beside(routing_map, plan, session)
-    return session.local.reroute_map(routing_map, probs, plan, check_source(source, session))
+    return session.engine.reroute_map(routing_map, probs, plan, check_source(source, session))
 
 
 def reroute_gradient(
@@ -140,7 +138,7 @@ def reroute_gradient(
     """Return the gradient ``[T, E]`` of ``probs``, given that of the result, ``[T, G * P]``."""
     session = session_of(group)
     plan = _beside(routing_map, plan, session)
-    return session.local.reroute_gradient(grad, routing_map, plan, check_source(source, session))
+    return session.engine.reroute_gradient(grad, routing_map, plan, check_source(source, session))
 
 
 def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
@@ -148,11 +146,11 @@ def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
 
     Raises the faults of earlier launches first.
     """
-    local = session.local
-    local.raise_fault()
-    on_device = local.holds(routing) and local.holds(plan)
+    engine = session.engine
+    engine.raise_fault()
+    on_device = engine.is_on_device(routing) and engine.is_on_device(plan)
     if not on_device:
-        plan = local.plan_on_host(plan)
+        plan = engine.to_host(plan, "the plan")
     check_rerouted(plan, on_device, session)
     return plan
 

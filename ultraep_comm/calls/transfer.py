@@ -65,7 +65,7 @@ class Call:
             raise
         self._operation = operation
         session.enter(operation)
-        self.plan, self.on_device = session.local.plan_for_call(plan, operation)
+        self.plan, self.on_device = session.engine.plan_for_call(plan, operation)
         try:
             self.view = check_plan(self.plan, self.on_device, session)
             self._on_host = None if self.on_device else self.plan
@@ -96,7 +96,7 @@ class Call:
         return plan, f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
 
     def _enter_bank(self, session: Session) -> None:
-        self.plan, self.on_device = session.local.plan_for_bank(self.plan)
+        self.plan, self.on_device = session.engine.plan_for_bank(self.plan)
         if self.on_device:
             self.view = view_of(self.plan)
 

@@ -1,10 +1,9 @@
-"""What a group needs from an engine, and the parts of one rank that an engine's module creates."""
+"""Engine: what a group needs to run on, with the stages that need no peer, done on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,19 +11,24 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
+from ultraep_comm.engines.reports import bad_count_error, bad_id_error, raise_fault
 from ultraep_comm.errors import (
+    InvalidLoadError,
+    InvalidPlanError,
     OutOfSharedMemoryError,
     PeerRejectedError,
-    Words,
+    UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
+from ultraep_comm.fabrics.loopback import show_again
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import Binding, PutAddresses
-from ultraep_comm.weights.segments import Segment
 
 Tensor = torch.Tensor
+PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+Movable = TypeVar("Movable", Tensor, Plan)
 Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
 
 
@@ -40,30 +44,45 @@ class Counted(NamedTuple):
     id_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackendReport:
-    """How a call failed that a backend made: the fields of `_core.Report`, and what it said."""
+class Engine:
+    """One rank of one group: its memory, its calls, and the stages that need no peer.
 
-    fault: _core.Fault
-    epoch: int
-    flag: _core.FlagKind = _core.FlagKind.CALL
-    peer: int = -1
-    expert: int = -1
-    piece: int = -1
-    seen: int = 0
-    expected: int = 0
-    aborter: int = -1
-    root: int = -1
-    seconds: float = 0.0
-    all_called: bool = False
-    detail: str = ""
+    Calls are numbered by epochs from 1. What stands here without a body every engine has of its
+    own; the rest is right for an engine that works on the CPU, and for tensors that are there. The
+    CUDA engine launches kernels for tensors on the device; what is invalid there is raised by a
+    later :meth:`raise_fault`.
 
+    Attributes:
+        rank: this rank.
+        topology: the group's constants.
+        home: int32 ``[E]``, on the group's device; shared by all plans made there.
+        domains: int32 ``[G]``, likewise.
+        config: of the core's half; it says whether a plan fits the group.
+        layout: of the symmetric memory.
+        fabric: allocates the symmetric memory.
+        memory: its regions; the first has slots, slot gradients and flags.
+        exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
+        marks: int64, zeroed: one for each plan that graphs save.
+        put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
+        plans_at_once: whether :meth:`gather_and_plan` can be used.
+    """
 
-Report = _core.Report | BackendReport
+    config: _core.EngineConfig
+    layout: _core.EngineLayout
+    fabric: Fabric
+    memory: list[SharedRegion]
+    exchange_counts: Callable[[Tensor], Tensor] | None
+    marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
+    put_addresses: PutAddresses | None = None
+    plans_at_once = False
 
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self.rank = rank
+        self.topology = topology
+        self.home = torch.tensor(topology.home, device="cpu")
+        self.domains = torch.tensor(topology.domain, device="cpu")
 
-class Engine(Protocol):
-    """One rank of one group. Calls are numbered by epochs from 1."""
+    # ---- calls ----------------------------------------------------------------------------
 
     def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Register main weights that peers can address; return the region's index.
@@ -71,6 +90,7 @@ class Engine(Protocol):
         On every rank the first main of each segment is ``offset`` bytes, ``[segments]``, behind the
         rank's address in ``bases``, ``[G]``.
         """
+        raise NotImplementedError
 
     def share_slots(
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
@@ -89,75 +109,61 @@ class Engine(Protocol):
             UnsupportedError: the slots' memory can be mapped only once.
             OutOfSharedMemoryError: there is not enough memory.
         """
-
-    def check(self, plan: _core.PlanView) -> tuple[_core.PlanFault, int, int, int]:
-        """Check the placement of a plan of the group's shape; see `check_plan` in the core."""
-
-    def accepts(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan fits the group and is legal."""
-
-    def fits(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan is on the CPU, and of the group's shape and home map."""
-
-    def has_shape(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan is for as many ranks, slots and experts as the group."""
+        return show_again(allocate(num_bytes), places)
 
     def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).
 
         ``bound``: what it moves; most engines read the addresses in ``call``.
         """
+        raise NotImplementedError
 
     def gather(self, counted: Counted, load: Tensor) -> int:
-        """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
+        """Exchange the result of :meth:`count` into ``[G, E]``; return the epoch."""
+        raise NotImplementedError
 
     def residents(self, bank: int) -> IntArray:
         """Return int32 ``[G, S]``, what the slots of a bank hold after all submitted calls.
 
         The CUDA engine waits for these, unless the host knows all their plans.
         """
-
-    def bank_table(self, bank: int) -> int:
-        """Return the address of what :meth:`residents` tells, for plans on the device.
-
-        It is that from here on in the current stream. 0: there is no device.
-        """
+        raise NotImplementedError
 
     def version(self, bank: int) -> int:
         """Return the version of the weights of a bank's residents."""
+        raise NotImplementedError
 
     def slots_to_fill(self) -> NDArray[np.bool_] | None:
         """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
 
         None: not known, as the device finds out.
         """
+        return None
 
     def reader(self, bank: int) -> int:
         """Return the call to a bank that :meth:`invalidate` would have to wait for; 0: none."""
+        return 0
 
     def invalidate(self, bank: int) -> None:
         """Let a bank hold nothing, of the next version.
 
         The CUDA engine does so on the current stream, after the calls so far.
         """
-
-    @property
-    def plans_at_once(self) -> bool:
-        """Return whether :meth:`gather_and_plan` can be used."""
+        raise NotImplementedError
 
     def gather_and_plan(
         self, counted: Counted, load: Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[Tensor, ...]]:
         """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
+        raise NotImplementedError
 
-    def wait(self, epoch: int) -> bool:
+    def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Order the caller's next work after a call; False if the call has failed.
 
-        The host engine blocks; the CUDA engine makes the current stream wait.
+        The host engine blocks; the CUDA engine makes the current stream wait. With ``slots``, of
+        this rank: at least after what the call brings to these.
         """
-
-    def wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        """Do :meth:`wait` for what a call brings to some of this rank's slots, or for all of it."""
+        raise NotImplementedError
 
     def ready(self, bank: int) -> Tensor:
         """Return int64 ``[S]`` on the device: by which call each of this rank's slots was complete.
@@ -165,121 +171,94 @@ class Engine(Protocol):
         Raises:
             UnsupportedError: there is no device.
         """
-
-    def slot_ready(self, epoch: int, slot: int) -> bool:
-        """Return whether what a call brings to a slot of this rank is there."""
+        raise UnsupportedError(
+            "the words that kernels wait for are of the CUDA engine; use work.wait(slots=) or"
+            " work.slot_ready() on this engine"
+        )
 
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished; False if it has failed."""
+        raise NotImplementedError
 
     def is_completed(self, epoch: int) -> bool:
         """Return whether a call has finished or failed."""
+        raise NotImplementedError
+
+    def slot_ready(self, epoch: int, slot: int) -> bool:
+        """Return whether what a call brings to a slot of this rank is there."""
+        return self.is_completed(epoch)
 
     def finished_at(self, epoch: int) -> int:
         """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.
 
         The host engine keeps the times of its last eight calls, the CUDA engine none.
         """
+        return 0
 
     def failed_epoch(self) -> int:
         """Return the first call that is known to have failed; 0: none."""
+        raise NotImplementedError
 
-    def report(self) -> Report:
-        """Return the report of the first failed call."""
-
-    def bad_id(self) -> tuple[int, int] | None:
-        """Return position and value of the first id that this rank's device rejected; -1: none.
-
-        A position of -2 - e is that of a count, of expert e.
-
-        None: there is no device that rejects ids or plans.
-        """
-
-    def damage(self) -> tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]:
-        """Return what a checked transfer found wrong; see `Damage` of the host engine."""
-
-    def last_words(self) -> list[Words] | None:
-        """Return each rank's health record; None if that would need a copy from the device."""
+    def report(self) -> _core.Report:
+        """Return how the first failed call failed, and what is known of the ranks."""
+        raise NotImplementedError
 
     def reject(self) -> None:
         """Take an epoch and tell the peers that this rank rejected its input."""
+        raise NotImplementedError
 
     def abort(self) -> None:
         """Fail the calls in progress, on this rank and its peers."""
+        raise NotImplementedError
 
     def close(self) -> int:
         """Publish the close; return a rank known to have made another last call, else -1."""
+        raise NotImplementedError
 
     @property
     def epoch(self) -> int:
         """Return the number of submitted calls."""
+        raise NotImplementedError
 
-    @property
-    def completed(self) -> int | None:
-        """Return the number of finished calls; None if that would need a copy from the device."""
+    def health(self, *, waits: bool) -> _core.EngineHealth:
+        """Return what the engine has done so far, as far as that needs no copy from a device.
 
-    @property
-    def waits(self) -> tuple[float, list[int], float, _core.FlagKind, int, int, int] | None:
-        """Return how long workers slept in waits; None: waits in kernels are not measured."""
+        ``waits``: with its waits, which takes a lock, and there are none in kernels.
+        """
+        raise NotImplementedError
 
     @property
     def bytes_stored(self) -> int:
         """Return the bytes stored so far; synchronises with a device."""
+        raise NotImplementedError
 
-    @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls."""
+    # ---- devices --------------------------------------------------------------------------
 
-
-class LocalStages(Protocol):
-    """The stages of a call on one rank that need no peer: count, plan, reroute, save.
-
-    The CUDA engine launches kernels for tensors on the device and works as the host engine for
-    others. Invalid values on the device are raised by a later :meth:`raise_fault`.
-
-    Attributes:
-        home: int32 ``[E]``, on the group's device; shared by all plans made there.
-        domains: int32 ``[G]``, likewise.
-        marks: int64, zeroed: one for each plan that graphs save.
-        put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
-    """
-
-    home: Tensor
-    domains: Tensor
-    marks: Tensor
-    put_addresses: PutAddresses | None
-
-    def holds(self, value: object) -> bool:
-        """Return whether a tensor, or a plan, is on the device."""
+    def is_on_device(self, value: object) -> bool:
+        """Return whether a tensor, or a plan, is on the group's device, and that is no CPU."""
+        return False
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
-
-    def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
-        """Return int32 ``[M + S]``: the ends of the rows of this rank's instances.
-
-        Ends on the device are at most ``pad_to``, and :meth:`raise_fault` raises what went beyond.
-
-        Raises:
-            InvalidPlanError: the last end is above ``pad_to``.
-        """
+        return False
 
     def raise_fault(self) -> None:
         """Raise, once, the error of an earlier launch that found its input invalid."""
 
-    def on_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU.
+    def synchronize_captured(self) -> None:
+        """Wait for launches outside the engine, those of graph replays included."""
+
+    def to_host(self, value: Movable, name: str) -> Movable:
+        """Return a tensor or a plan on the CPU; may synchronise. Plans elsewhere stay there.
 
         Raises:
             UnsupportedError: it is on the device, and the current stream is being captured.
         """
+        return value.cpu() if isinstance(value, Tensor) else value
 
-    def plan_on_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU; may synchronise.
-
-        Raises:
-            UnsupportedError: the plan is on the device, and the current stream is being captured.
-        """
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a copy where the group's plans are."""
+        return tensor.clone()
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return a plan where the engine reads it, and whether that is on the device.
@@ -287,6 +266,7 @@ class LocalStages(Protocol):
         Raises:
             UnsupportedError: it has to be copied, and the current stream is being captured.
         """
+        return plan, False
 
     def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         """Return a valid plan of a bank where the engine reads it, and whether on the device.
@@ -295,12 +275,9 @@ class LocalStages(Protocol):
             UnsupportedError: it has to be copied, and the current stream is being captured; or the
                 group has too many segments.
         """
+        return plan, False
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the group's device."""
-
-    def beside(self, result: Tensor, given: Tensor) -> Tensor:
-        """Return a result on the device of ``given``."""
+    # ---- stages ---------------------------------------------------------------------------
 
     def counts_of(self, routing: Tensor, form: Form) -> Tensor:
         """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing.
@@ -310,17 +287,45 @@ class LocalStages(Protocol):
         Raises:
             InvalidLoadError: an id or a count on the CPU is out of range.
         """
+        given = self.to_host(routing, form) if self.is_on_device(routing) else routing
+        if form == "counts":
+            return self._check_counts(given)
+        if form == "routing_map":  # bool sums are slow in torch
+            bytes_of = given.contiguous().view(torch.uint8).numpy()
+            return torch.from_numpy(np.add.reduce(bytes_of, axis=0, dtype=np.int32))
+        return self._count_ids(given)
+
+    def _check_counts(self, counts: Tensor) -> Tensor:
+        if len(counts):
+            low, high = (int(bound) for bound in counts.aminmax())
+            if low < 0 or high >= 2**31:
+                expert = int(((counts < 0) | (counts.long() >= 2**31)).nonzero()[0])
+                raise bad_count_error(self.rank, expert, int(counts[expert]))
+        return counts.int().contiguous()
+
+    def _count_ids(self, topk_ids: Tensor) -> Tensor:
+        counts = torch.empty(self.topology.num_experts, dtype=torch.int32, device="cpu")
+        ids = topk_ids.contiguous()
+        bad = _core.count_experts(
+            ids.data_ptr(), ids.numel(), ids.dtype == torch.int64, counts.numel(), counts.data_ptr()
+        )
+        if bad >= 0:
+            raise bad_id_error(self.rank, bad, int(topk_ids.reshape(-1)[bad]), counts.numel())
+        return counts
 
     def count(self, routing: Tensor, form: Form) -> Counted:
-        """Return the input of the engine's ``gather``.
+        """Return the input of :meth:`gather`.
 
         Raises:
             InvalidLoadError: an id or a count on the CPU is out of range.
             UnsupportedError: it is on the CPU, and the current stream is being captured.
         """
+        return Counted(self.counts_of(routing, form))
 
     def empty_load(self) -> Tensor:
         """Return uninitialised memory for a load, int32 ``[G, E]``, on the group's device."""
+        shape = (self.topology.num_ranks, self.topology.num_experts)
+        return torch.empty(shape, dtype=torch.int32, device="cpu")
 
     def plan(
         self,
@@ -329,30 +334,82 @@ class LocalStages(Protocol):
         costs: Costs | None,
         *,
         apart: bool = False,
-        residents: IntArray | None = None,
-        bank_table: int = 0,
+        bank: int | None = None,
     ) -> Plan:
-        """Plan a load ``[G, E]`` or ``[E]``; with ``apart``, no two of its tensors share memory.
+        """Plan a load ``[G, E]`` or ``[E]``.
 
-        What slots hold already, without costs: for a load on the CPU ``residents``, int32
-        ``[G, S]``; for one on the device ``bank_table``, as `Engine` tells it.
+        With ``bank`` on top of what its slots hold, and without costs. With ``apart``, no two of
+        the plan's tensors share memory.
+
+        Raises:
+            InvalidLoadError: an expert has 2**31 or more tokens, or all have 2**40 or more.
+            UnsupportedError: the load is on the device, and the group is too large to plan there.
         """
+        if self.is_on_device(load):
+            load = self.to_host(load, "the load")
+        held = None if bank is None else self.residents(bank)
+        return plan_on_cpu(self.topology, load, target_ppm, costs, residents=held)
 
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
-        """Return physical ids; see ``uec.reroute``. The plan must have load and quotas.
+        """Return physical ids, on the device of the ids; see ``uec.reroute``.
 
-        ``source``: whose tokens they are; None: this rank's.
+        The plan must have load and quotas. ``source``: whose tokens they are; None: this rank's.
         """
+        ids = self.to_host(topk_ids, "topk_ids").contiguous().numpy()
+        out = np.empty_like(ids)
+        status = _core.reroute(ids, *_arrays(plan), self.rank if source is None else source, out)
+        raise_fault(status, "topk_ids", self.rank, self.topology.num_experts)
+        return torch.from_numpy(out)
 
     def reroute_map(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return the physical map and probabilities; see ``uec.reroute_map``."""
+        before, after = self._find_moves(routing_map, plan, source)
+        shape = (routing_map.shape[0], self.topology.num_ranks * self.topology.instances_per_rank)
+        physical_map = routing_map.new_zeros(shape)
+        physical_map.view(-1).index_fill_(0, after, True)
+        if probs is None:
+            return physical_map, None
+        # index_copy is differentiable like scatter, and seven times as fast for bfloat16. torch
+        # lacks it for 8-bit floats, whose bits are copied instead.
+        values = probs.view(torch.uint8) if probs.element_size() == 1 else probs
+        moved = values.reshape(-1).index_select(0, before)
+        physical = values.new_zeros(shape[0] * shape[1]).index_copy_(0, after, moved).view(shape)
+        return physical_map, physical if values is probs else physical.view(probs.dtype)
 
     def reroute_gradient(
         self, grad: Tensor, routing_map: Tensor, plan: Plan, source: int
     ) -> Tensor:
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
+        before, after = self._find_moves(routing_map, plan, source)
+        moved = grad.reshape(-1).index_select(0, after)
+        found = grad.new_zeros(routing_map.numel()).index_copy_(0, before, moved)
+        return found.view(routing_map.shape)
+
+    def _find_moves(self, routing_map: Tensor, plan: Plan, source: int) -> Tensor:
+        """Return flat positions of routed entries before and after: ``[2, N]``, beside the map."""
+        given = self.to_host(routing_map, "routing_map").contiguous().numpy()
+        status, moves = _core.reroute_map(given.view(np.uint8), *_arrays(plan), source)
+        raise_fault(status, "routing_map", self.rank, self.topology.num_experts)
+        return torch.from_numpy(moves).to(routing_map.device)
+
+    def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
+        """Return int32 ``[M + S]``: the ends of the rows of this rank's instances.
+
+        Ends on the device are at most ``pad_to``, and :meth:`raise_fault` raises what went beyond.
+
+        Raises:
+            InvalidPlanError: the last end is above ``pad_to``.
+        """
+        mains = torch.from_numpy(self.topology.mains(self.rank))
+        ends = find_ends(home_quota, mains, slot_quota[self.rank])
+        num_rows = int(ends[-1]) if len(ends) else 0
+        if num_rows > pad_to:
+            raise too_many_rows(self.rank, num_rows, f"; pad_to is {pad_to}")
+        return ends.int()
+
+    # ---- saved plans ----------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return uninitialised uint8 memory for a saved plan; in a capture, of its graph.
@@ -360,6 +417,7 @@ class LocalStages(Protocol):
         Raises:
             UnsupportedError: the current stream is being captured by another library than torch.
         """
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
@@ -368,60 +426,24 @@ class LocalStages(Protocol):
 
         ``in_use``, one of ``marks``, is that of a captured save; see ``PlanStore``.
         """
-
-    def finish_replays(self) -> None:
-        """Wait for launches outside the engine, those of graph replays included."""
-
-
-Local = TypeVar("Local", bound=LocalStages)
+        for to, source in fields:
+            to.copy_(source)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts of a group on one rank.
-
-    Attributes:
-        rank: this rank.
-        topology: the group's constants.
-        segments: the tensors of an expert, by name.
-        grads: the tensors of a slot's gradients, by name.
-        layout: layout of the symmetric memory.
-        fabric: allocates the symmetric memory.
-        memory: its regions; the first has slots, slot gradients and flags.
-        engine: executes schedules.
-        local: the stages that need no peer.
-        exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
-        check: check mode.
-        banks, grad_banks: sets of slots, and of their gradients.
-    """
-
-    rank: int
-    topology: Topology
-    segments: dict[str, Segment]
-    grads: dict[str, Segment]
-    layout: _core.EngineLayout
-    fabric: Fabric
-    memory: list[SharedRegion]
-    engine: Engine
-    local: LocalStages
-    exchange_counts: Callable[[Tensor], Tensor] | None = None
-    check: bool = False
-    banks: int = 1
-    grad_banks: int = 1
+Started = TypeVar("Started", bound=Engine)
 
 
-def make_parts(
+def start_engine(
     rank: int,
     topology: Topology,
     options: Options,
     config: _core.EngineConfig,
     fabric: Fabric,
-    local: Callable[[], Local],
-    engine: Callable[[_core.EngineConfig, Local], Engine],
+    start: Callable[[_core.EngineConfig], Started],
     *,
     exchange_counts: Callable[[Tensor], Tensor] | None = None,
-) -> Parts:
-    """Allocate one rank's memory, then create its local stages, then its engine."""
+) -> Started:
+    """Allocate one rank's memory, then start its engine there."""
     layout = _core.EngineLayout(config)
     try:
         region = fabric.allocate(layout.total_bytes)
@@ -435,22 +457,95 @@ def make_parts(
     checked = [fabric.allocate(layout.check_bytes)] if options.check else []
     config.set_memory(region.bases, checked[0].bases if checked else [])
     config.set_peers(fabric.peer_sockets, fabric.peer_processes)
-    stages = local()
-    return Parts(
-        rank=rank,
-        topology=topology,
-        segments=dict(options.segments),
-        grads=dict(options.grads),
-        layout=layout,
-        fabric=fabric,
-        memory=[region, *checked],
-        engine=engine(config, stages),
-        local=stages,
-        exchange_counts=exchange_counts,
-        check=options.check,
-        banks=options.banks,
-        grad_banks=options.grad_banks,
+    engine = start(config)
+    engine.config, engine.layout = config, layout
+    engine.fabric, engine.exchange_counts = fabric, exchange_counts
+    engine.memory = [region, *checked]
+    return engine
+
+
+def plan_on_cpu(
+    topology: Topology,
+    load: Tensor,
+    target_ppm: int,
+    costs: Costs | None,
+    *,
+    residents: IntArray | None = None,
+) -> Plan:
+    """Plan a load ``[G, E]`` or ``[E]`` on the CPU; see :meth:`Engine.plan`.
+
+    ``residents``: int32 ``[G, S]``, what slots hold already, without costs.
+    """
+    t = topology
+    by_source = load.dim() == 2
+    tokens = load.sum(dim=0, dtype=torch.int64) if by_source else load.long()
+    total = tokens.contiguous().numpy()
+    moves = None
+    try:
+        if residents is None:
+            slot_expert, slot_quota, home_quota = _core.plan_replicas(
+                *(total, t.home, t.domain, t.slots_per_rank),
+                *(t.allow_cross_domain, target_ppm, costs),
+            )
+        else:
+            slot_expert, slot_quota, home_quota = _core.plan_with_residents(
+                total, t.home, t.domain, residents, t.allow_cross_domain, target_ppm
+            )
+            moves = torch.from_numpy((slot_expert >= 0) & (slot_expert != residents))
+    except ValueError as error:
+        raise InvalidLoadError(str(error)) from None
+    return Plan(
+        slot_expert=torch.from_numpy(slot_expert),
+        home=torch.tensor(t.home, device="cpu"),
+        slot_quota=torch.from_numpy(slot_quota),
+        home_quota=torch.from_numpy(home_quota),
+        load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
+        domains=torch.tensor(t.domain, device="cpu"),
+        moves=moves,
     )
+
+
+def find_ends(home_quota: Tensor, mains: Tensor, slot_quota: Tensor) -> Tensor:
+    """Return int64 ``[M + S]``, running sums of the quotas of mains, then slots."""
+    return torch.cat([home_quota.index_select(0, mains), slot_quota]).cumsum(0)
+
+
+def too_many_rows(rank: int, num_rows: int, limit: str) -> InvalidPlanError:
+    """Return the error of a plan that exceeds the buffer of `Group.instance_offsets`."""
+    return InvalidPlanError(
+        f"rank {rank}: the plan gives this rank {num_rows} tokens{limit}. Make plans with"
+        " target=1.0 and as many slots as slots_for_exact() says, or pass a larger pad_to"
+    )
+
+
+def _arrays(plan: Plan) -> PlanArrays:
+    """Return load, slot_expert, slot_quota, home_quota and home.
+
+    As NumPy arrays, since the bindings take 4 us to accept a tensor, and far less for an array.
+    """
+    assert plan.load is not None
+    assert plan.slot_quota is not None
+    assert plan.home_quota is not None
+    return (
+        plan.load.numpy(),
+        plan.slot_expert.numpy(),
+        plan.slot_quota.numpy(),
+        plan.home_quota.numpy(),
+        plan.home.numpy(),
+    )
+
+
+def check_load_values(load: Tensor) -> None:
+    """Raise InvalidLoadError for values of a load on the CPU that no plan can have."""
+    if load.numel() == 0:
+        return
+    low, high = (int(bound) for bound in load.aminmax())
+    if low < 0 or high >= 2**31:
+        wide = load.long()  # 2**31 is no int32
+        at = tuple(((wide < 0) | (wide >= 2**31)).nonzero()[0].tolist())
+        raise InvalidLoadError(
+            f"load{list(at)} is {int(load[at])}; expected at least 0, below 2**31"
+        )
 
 
 def count_in_torch(routing: Tensor, num_experts: int) -> Tensor:

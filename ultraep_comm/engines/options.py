@@ -174,14 +174,14 @@ class Options:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def config(
-        self, topology: Topology, rank: int, patience: float, cost: Sequence[int]
+        self, topology: Topology, rank: int, call_timeout: float, cost: Sequence[int]
     ) -> _core.EngineConfig:
         """Return the engine's configuration, without addresses.
 
         Args:
             topology: the group's topology.
             rank: this rank.
-            patience: seconds to wait until every rank of a plan has called, if timeout is None.
+            call_timeout: seconds to wait until every rank of a plan has called, if timeout is None.
             cost: the cost model's constants.
         """
         return _core.EngineConfig(
@@ -199,6 +199,6 @@ class Options:
             instance_align=self.page_bytes if self.instances else 0,
             tile_bytes=self.tile_bytes,
             cost=cost,
-            call_timeout=patience if self.timeout is None else self.timeout,
+            call_timeout=call_timeout if self.timeout is None else self.timeout,
             wait_timeout=WAIT_TIMEOUT if self.timeout is None else self.timeout,
         )

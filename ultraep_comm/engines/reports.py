@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine, Report
 from ultraep_comm.errors import (
     CorruptSlotError,
-    GroupClosedError,
     InvalidLoadError,
     InvalidPlanError,
     InvalidWeightsError,
@@ -39,7 +37,7 @@ class _Places(TypedDict):
 
 
 def error_from(
-    report: Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
+    report: _core.Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
 ) -> TransferError:
     """Return the error for a failed ``operation`` on ``rank``; ``states``: of all ranks."""
     root = report.root
@@ -117,23 +115,19 @@ def error_from(
             return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)
 
 
-# Kind, home, expert, slot, segment, offset, value found, value expected, source changed.
-Damage = tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]
-
-
 def damage_error(
-    damage: Damage,
-    epoch: int,
+    report: _core.Report,
     rank: int,
     operation: str,
     names: Sequence[str],
     states: tuple[RankState, ...],
 ) -> CorruptSlotError:
     """Return the error for damage found by ``operation``; ``names``: of the group's segments."""
-    kind, home, expert, slot, segment, offset, found, expected, source_changed = damage
-    byte = f"byte {offset} of segment {names[segment]!r}"
-    values = f"is 0x{found:02x}, expected 0x{expected:02x}"
-    prefix = f"rank {rank}: {operation} (call {epoch} on this group), checked: "
+    damage = report.damage
+    kind, home, expert, slot = damage.kind, damage.home, damage.expert, damage.slot
+    byte = f"byte {damage.offset} of segment {names[damage.segment]!r}"
+    values = f"is 0x{damage.found:02x}, expected 0x{damage.expected:02x}"
+    prefix = f"rank {rank}: {operation} (call {report.epoch} on this group), checked: "
     suffix = ". Filled slots are undefined; close the group and create a new one"
     if kind is DamageKind.SOURCE:
         text = (
@@ -152,7 +146,7 @@ def damage_error(
             f" from its home, rank {home}. Have main weights changed since? Then call"
             " bank.invalidate() first, or pass version="
         )
-    elif source_changed:
+    elif damage.source_changed:
         text = (
             f"{byte} of expert {expert} in slot {slot} {values}, because rank {home}, its home,"
             " changed its main weights during the call. Change weights only after wait()"
@@ -166,15 +160,15 @@ def damage_error(
         prefix + text + suffix,
         rank=rank,
         peer=rank if kind is DamageKind.SOURCE else home,
-        epoch=epoch,
+        epoch=report.epoch,
         states=states,
         expert=expert,
         slot=slot,
-        segment=names[segment],
-        offset=offset,
-        found=found,
-        expected=expected,
-        source_changed=source_changed,
+        segment=names[damage.segment],
+        offset=damage.offset,
+        found=damage.found,
+        expected=damage.expected,
+        source_changed=damage.source_changed,
     )
 
 
@@ -226,8 +220,7 @@ def placement_error(
 
 
 def refusal_error(
-    report: Report,
-    bad_id: tuple[int, int],
+    report: _core.Report,
     rank: int,
     topology: Topology,
     names: Sequence[str],
@@ -236,15 +229,14 @@ def refusal_error(
 
     Args:
         report: report of the failed call.
-        bad_id: position and value, from `Engine.bad_id`.
         rank: this rank.
         topology: the group's topology.
         names: the names of the group's segments.
     """
     reason = report.seen
-    if report.fault is not Fault.REJECTED or report.root != rank:
+    if report.bad_id is None or report.fault is not Fault.REJECTED or report.root != rank:
         return None
-    position, value = bad_id
+    position, value = report.bad_id
     if position >= 0:
         return bad_id_error(rank, position, value, topology.num_experts)
     if position < -1:
@@ -307,38 +299,27 @@ def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_expert
 
 
 def failure_of(
-    engine: Engine,
-    epoch: int,
+    report: _core.Report,
     operation: str,
     rank: int,
     topology: Topology,
     names: Sequence[str],
 ) -> UltraEPError:
-    """Return the error of call ``epoch`` on an engine that failed in it or in an earlier one.
+    """Return the error of the first call of a group that failed.
 
     Args:
-        engine: the group's engine.
-        epoch: the call's epoch.
+        report: the engine's.
         operation: the call's name and details.
         rank: this rank.
         topology: the group's topology.
         names: the names of the group's segments.
     """
-    failed = engine.failed_epoch()
-    if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
-        return GroupClosedError(
-            f"rank {rank}: {operation} (call {epoch} on this group) did not run, because"
-            f" call {failed} failed; create a new group"
-        )
-    report = engine.report()
-    bad_id = engine.bad_id()
-    refused = None if bad_id is None else refusal_error(report, bad_id, rank, topology, names)
+    refused = refusal_error(report, rank, topology, names)
     if refused is not None:
         name_call(refused, operation)
         return refused
-    words = engine.last_words()
-    if words is not None:
-        states = read_states(words, report.epoch)
+    if report.peers is not None:
+        states = read_states(report.peers, report.epoch)
     else:
         known = {rank: f"failed in call {report.epoch}"}
         if report.aborter >= 0 and report.aborter != rank:
@@ -347,5 +328,5 @@ def failure_of(
             known[report.peer] = f"waited for by rank {rank}"
         states = unread_states(topology.num_ranks, known)
     if report.fault is Fault.DAMAGED:
-        return damage_error(engine.damage(), report.epoch, rank, operation, names, states)
+        return damage_error(report, rank, operation, names, states)
     return error_from(report, rank, operation, states)

@@ -25,13 +25,13 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
         return check_device_plan(plan, session)
     if isinstance(plan, Plan):
         view = view_of(plan)
-        if session.engine.accepts(view):  # fast path: the rest finds the error
+        if session.engine.config.accepts(view):  # fast path: the rest finds the error
             if session.check:
                 _verify(plan, session)
             return view
     check_plan_fits(plan, session)
     view = view_of(plan)
-    fault, rank, slot, expert = session.engine.check(view)
+    fault, rank, slot, expert = session.engine.config.check_plan(view)
     if fault is not _core.PlanFault.NONE:
         raise placement_error(session.rank, fault, (rank, slot), expert, plan.num_experts)
     return view
@@ -159,7 +159,7 @@ def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:
         InvalidPlanError: it has another shape than the group, or tensors on several devices.
     """
     view = view_of(plan)
-    if not session.engine.has_shape(view):
+    if not session.engine.config.has_shape(view):
         raise _other_shape(plan, session)
     device = plan.slot_expert.device
     for name, tensor in plan.tensors().items():
@@ -179,9 +179,9 @@ def check_plan_fits(plan: Plan, session: Session) -> None:
             " from Plan.from_slots"
         )
     view = view_of(plan)
-    if session.engine.fits(view):
+    if session.engine.config.fits(view):
         return  # fast path: the rest finds the error
-    if not session.engine.has_shape(view):
+    if not session.engine.config.has_shape(view):
         raise _other_shape(plan, session)
     for tensor in (plan.slot_expert, plan.home):
         if not tensor.is_cpu:

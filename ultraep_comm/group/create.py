@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from ultraep_comm.calibration import from_environment
 from ultraep_comm.engines import host
-from ultraep_comm.engines.base import Parts
+from ultraep_comm.engines.base import Engine
 from ultraep_comm.engines.options import ExpertSpec, Options, allowed_ways
 from ultraep_comm.errors import UnsupportedError, name_ranks
 from ultraep_comm.fabrics.meeting import Hello, Meeting, check_same_arguments
@@ -137,25 +138,26 @@ def new_group(
         hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
         hellos = meeting.exchange(hello)
         check_same_arguments(hellos)
-        parts = _make_parts(meeting, options, topology, domains is not None)
+        made = _make_engine(meeting, options, topology, domains is not None)
         if meeting.rank == 0:
-            _say_domains(tuple(parts.topology.domain.tolist()))
+            _say_domains(tuple(made.topology.domain.tolist()))
         meeting.limit = options.timeout  # of later allocations
-        return _groups([parts], options, hellos[0].token)[0]
+        return _groups([made], options, hellos[0].token)[0]
 
 
-def _make_parts(
+def _make_engine(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
-) -> Parts:
-    """Create one rank's parts on the engine asked for, or on the best one. Collective."""
+) -> Engine:
+    """Create one rank's engine, the one asked for or the best one. Collective."""
     ways = allowed_ways(options.engine, options.fabric, options.device)
-    parts, reason = None, ""
+    made: Engine | None = None
+    reason = ""
     if ways[0][0] == "cuda":
         from ultraep_comm.engines.cuda import make
 
-        parts, reason = make.make_group_parts(meeting, options, topology, given_domains)
+        made, reason = make.make_group_engine(meeting, options, topology, given_domains)
     engine = "cuda"
-    if parts is None:
+    if made is None:
         from ultraep_comm.engines.c10d import make as c10d
 
         left = {name for name, _ in ways if name != "cuda"}
@@ -164,11 +166,11 @@ def _make_parts(
         else:
             engine, why = c10d.choose_engine(meeting, options.device)
             reason = "; ".join(filter(None, (reason, why)))
-        make_one = host.make_shm_parts if engine == "host" else c10d.make_group_parts
-        parts = make_one(meeting, options, topology, given_domains)
+        make_one = host.make_shm_engine if engine == "host" else c10d.make_group_engine
+        made = make_one(meeting, options, topology, given_domains)
     if options.engine == "auto" and meeting.rank == 0:
         _say_engine(engine, reason)
-    return parts
+    return made
 
 
 @cache
@@ -252,16 +254,16 @@ def new_loopback_groups(
     _prepare_recording(options, topology)
     run = new_run()
     with torch.inference_mode(False):  # as in new_group
-        return _groups(_make_loopback_parts(options, topology), options, run)
+        return _groups(_make_loopback_engines(options, topology), options, run)
 
 
-def _make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
+def _make_loopback_engines(options: Options, topology: Topology) -> Sequence[Engine]:
     if options.engine == "host":
-        return host.make_loopback_parts(options, topology)
+        return host.make_loopback_engines(options, topology)
     if options.engine == "c10d":
         from ultraep_comm.engines.c10d import make as c10d
 
-        return c10d.make_loopback_parts(options, topology)
+        return c10d.make_loopback_engines(options, topology)
     from ultraep_comm.engines.cuda import make
     from ultraep_comm.engines.cuda.device import find_device
     from ultraep_comm.engines.cuda.kernels import load_kernels
@@ -272,9 +274,9 @@ def _make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     except UnsupportedError:
         if options.engine == "cuda":
             raise
-        return host.make_loopback_parts(options, topology)
+        return host.make_loopback_engines(options, topology)
     options.refuse_check("CUDA")
-    return make.make_loopback_parts(options, topology, device, kernels)
+    return make.make_loopback_engines(options, topology, device, kernels)
 
 
 def _prepare_recording(options: Options, topology: Topology) -> None:
@@ -282,18 +284,18 @@ def _prepare_recording(options: Options, topology: Topology) -> None:
         prepare_folder(options.record_folder, options.record_calls, topology)
 
 
-def _groups(ranks: list[Parts], options: Options, run: bytes) -> list[Group]:
-    """Return a Group for each rank's parts, recorded if an environment variable asks for it.
+def _groups(engines: Sequence[Engine], options: Options, run: bytes) -> list[Group]:
+    """Return a Group on each engine, recorded if an environment variable asks for it.
 
     A recording is written when its group is closed, garbage-collected, or when the process ends.
     """
     groups = []
-    for parts in ranks:
-        session = Session(parts)
+    for engine in engines:
+        session = Session(engine, options)
         session.run = name_run(run)
         if options.record_folder is not None:
             path = options.record_folder.absolute() / f"{session.run}-rank{session.rank}.npz"
             recorder = session.start_recording(options.record_calls, loads=True)
             session.on_close = weakref.finalize(session, dump_at_end, recorder, path, os.getpid())
-        groups.append(Group(session, parts.grads))
+        groups.append(Group(session))
     return groups

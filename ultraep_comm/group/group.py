@@ -51,15 +51,16 @@ class Group(Shared):
         session: internal state, for the package's own modules.
     """
 
-    def __init__(self, session: Session, grads: Mapping[str, Segment]) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
+        grads = session.grad_segments
         self.rank = session.rank
         self.topology = session.topology
         self.device = session.device
         self.segments = session.segments
         self.num_mains = session.num_mains
         self.name = session.name
-        memory, layout = session.memory[0].local, session.layout
+        memory, layout = session.engine.memory[0].local, session.engine.layout
         count = session.topology.slots_per_rank
         slots = _bank_views(memory, layout.slot_offset, count, session.segments, session.banks)
         slot_grads = _bank_views(memory, layout.grad_offset, count, grads, session.grad_banks)
@@ -70,7 +71,7 @@ class Group(Shared):
             slot_offset=layout.slot_offset,
             places=layout.instance_offset,
             num_bytes=layout.instance_bytes,
-            allocate=session.fabric.allocate,
+            allocate=session.engine.fabric.allocate,
         )
         self._grad_instances = Instances(
             session,
@@ -118,7 +119,7 @@ class Group(Shared):
         """Return the bytes that the group has on each rank; see :func:`group_memory`."""
         session = self.session
         return memory_of(
-            session.layout,
+            session.engine.layout,
             session.topology.slots_per_rank,
             session.segments,
             self._grads,
@@ -175,15 +176,15 @@ class Group(Shared):
         session = self.session
         session.refuse_capture("empty_weights()")
         session.enter("empty_weights")
-        if not session.fabric.can_pull:
+        if not session.engine.fabric.can_pull:
             raise UnsupportedError(
                 f"rank {self.rank}: empty_weights() is for mode='pull', and some ranks of this"
                 " group reach each other by puts only; use ordinary tensors and mode='push'"
             )
-        layout = session.layout
+        layout = session.engine.layout
         with session.allocating():
-            region = session.fabric.allocate(layout.region_bytes)
-        session.memory.append(region)
+            region = session.engine.fabric.allocate(layout.region_bytes)
+        session.engine.memory.append(region)
         session.add_mains(region, layout.region_offset)
         with torch.inference_mode(False):  # as in new_group
             return _views(region.local, layout.region_offset, self.num_mains, self.segments)
@@ -218,14 +219,13 @@ class Group(Shared):
             try:
                 index = bank_index(bank, session)
             except InvalidArgumentError as error:
-                session.fabric.begin(error)
+                session.engine.fabric.begin(error)
                 raise
-            session.fabric.begin(None)
+            session.engine.fabric.begin(None)
             region, begins = self._instances.take(index)
-        is_even = (
-            len(set(session.layout.num_local_experts)) == 1
-        )  # else mains begin at different places
-        if is_even and region.bases and session.fabric.can_pull:
+        # Elsewhere mains begin at different places on the ranks.
+        is_even = len(set(session.engine.layout.num_local_experts)) == 1
+        if is_even and region.bases and session.engine.fabric.can_pull:
             session.add_mains(region, begins)
         with torch.inference_mode(False):
             made = _own_views(region.local, begins, self._num_instances, self.segments)
@@ -285,7 +285,7 @@ class Group(Shared):
         return self.num_mains + self.topology.slots_per_rank
 
     def _require_instances(self, operation: str) -> None:
-        if not self.session.layout.instance_align:
+        if not self.session.engine.layout.instance_align:
             raise UnsupportedError(
                 f"rank {self.rank}: {operation} on a group whose slots have no room for mains"
                 " before them; create it with instances=True"
@@ -313,7 +313,10 @@ class Group(Shared):
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.tensors:
                 continue
-            base = session.memory[0].bases[self.rank] + session.layout.slot_offset[first + i]
+            base = (
+                session.engine.memory[0].bases[self.rank]
+                + session.engine.layout.slot_offset[first + i]
+            )
             slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
             own = bound.addresses[i * mains : (i + 1) * mains]
             result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
@@ -371,7 +374,7 @@ class Group(Shared):
         rows = as_int(pad_to, "pad_to")
         if not 0 <= rows < 2**31:
             raise InvalidArgumentError(f"pad_to is {rows}; expected 0 to 2**31 - 1")
-        return self.session.local.instance_offsets(plan.home_quota, plan.slot_quota, rows)
+        return self.session.engine.instance_offsets(plan.home_quota, plan.slot_quota, rows)
 
     # ---- saved plans ----------------------------------------------------------------------
 
@@ -405,8 +408,8 @@ class Group(Shared):
         """Raise unless the group is open, earlier launches were right, and the plan fits."""
         session = self.session
         session.require_open(operation)
-        session.local.raise_fault()
-        if session.local.holds(plan):
+        session.engine.raise_fault()
+        if session.engine.is_on_device(plan):
             check_device_plan(plan, session)
         else:
             check_plan_fits(plan, session)
@@ -424,7 +427,7 @@ class Group(Shared):
                 a replay of one, found the error.
         """
         self.session.require_open("assert_idle")
-        self.session.local.raise_fault()
+        self.session.engine.raise_fault()
         self.session.plans.assert_idle()
 
     # ---- recording ------------------------------------------------------------------------

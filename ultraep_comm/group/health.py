@@ -152,25 +152,31 @@ def health_of(session: Session) -> GroupHealth:
     """Return the health of a group; see ``Group.health``."""
     engine = session.engine
     failed = engine.failed_epoch()
-    error, words, waits = session.first_error, None, None
+    error, peers = session.first_error, None
     # A forked child inherits locks in their state at the fork; nobody there releases them.
-    if session.process == os.getpid():
+    is_own = session.process == os.getpid()
+    if is_own:
         if error is None and failed:
             error = session.explain(failed, "a call")
-        words, waits = engine.last_words(), engine.waits
-    peers = None if words is None else read_states(words, engine.report().epoch or None)
-    completed = engine.completed
-    replicate, reduce, gather, rejected = engine.calls
+        report = engine.report()
+        if report.peers is not None:
+            peers = read_states(report.peers, report.epoch or None)
+    done = engine.health(waits=is_own)
     return GroupHealth(
         rank=session.rank,
         name=session.name,
         state="failed" if session.state == "open" and failed else session.state,
         epoch=engine.epoch,
-        completed=completed,
+        completed=done.completed,
         failed_epoch=failed,
-        calls=CallCounts(replicate=replicate, reduce=reduce, gather=gather, rejected=rejected),
-        bytes_stored=None if completed is None else engine.bytes_stored,
-        waits=None if waits is None else _waits(*waits),
+        calls=CallCounts(
+            replicate=done.replicate,
+            reduce=done.reduce,
+            gather=done.gather,
+            rejected=done.rejected,
+        ),
+        bytes_stored=done.bytes_stored,
+        waits=None if done.waits is None else _waits(done.waits),
         peers_gone=() if peers is None else tuple(p.rank for p in peers if p.gone),
         peers=peers,
         last_error=None if error is None else f"{type(error).__name__}: {error}",
@@ -178,24 +184,20 @@ def health_of(session: Session) -> GroupHealth:
     )
 
 
-def _waits(
-    seconds: float,
-    longer: list[int],
-    longest: float,
-    flag: _core.FlagKind,
-    peer: int,
-    expert: int,
-    epoch: int,
-) -> WaitHealth:
+def _waits(waits: _core.Waits) -> WaitHealth:
+    over_1ms, over_10ms, over_100ms, over_1s = waits.longer
+    longest = LongestWait(
+        seconds=waits.longest,
+        peer=waits.peer,
+        flag=waits.flag.name.lower(),
+        expert=waits.expert,
+        epoch=waits.epoch,
+    )
     return WaitHealth(
-        seconds=seconds,
-        over_1ms=longer[0],
-        over_10ms=longer[1],
-        over_100ms=longer[2],
-        over_1s=longer[3],
-        longest=LongestWait(
-            seconds=longest, peer=peer, flag=flag.name.lower(), expert=expert, epoch=epoch
-        )
-        if longest > 0
-        else None,
+        seconds=waits.seconds,
+        over_1ms=over_1ms,
+        over_10ms=over_10ms,
+        over_100ms=over_100ms,
+        over_1s=over_1s,
+        longest=longest if waits.longest > 0 else None,
     )

@@ -49,9 +49,12 @@ class Instances:
             UnsupportedError, OutOfSharedMemoryError: as ``Engine.share_slots``.
         """
         session, count = self._session, len(self._nbytes)
-        region, at = session.memory[0], self._slot_offset[index * count : (index + 1) * count]
+        region, at = (
+            session.engine.memory[0],
+            self._slot_offset[index * count : (index + 1) * count],
+        )
         if index in self._taken:
-            start, page = region.bases[session.rank], session.layout.instance_align
+            start, page = region.bases[session.rank], session.engine.layout.instance_align
             sizes = [session.topology.slots_per_rank * nbytes for nbytes in self._nbytes]
             shown = [
                 Place(to, start + offset, -(-size // page) * page)
@@ -59,7 +62,7 @@ class Instances:
                 if size
             ]
             region = session.engine.share_slots(self._allocate, self._num_bytes, shown)
-            session.memory.append(region)
+            session.engine.memory.append(region)
             at = self._places
         self._taken.add(index)
         mains = session.num_mains

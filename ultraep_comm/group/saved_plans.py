@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ultraep_comm.engines.base import Engine, LocalStages
+from ultraep_comm.engines.base import Engine
 from ultraep_comm.errors import (
     GroupBusyError,
     InvalidArgumentError,
@@ -194,8 +194,8 @@ class PlanStore:
         rank: for error texts.
         name: the group's name.
         topology: the group's topology.
-        local: copies plans, and has the constant tensors that plans share.
-        engine: tells which calls have finished.
+        engine: copies plans, has the constant tensors that they share, and tells which calls have
+            finished.
     """
 
     def __init__(
@@ -204,14 +204,12 @@ class PlanStore:
         rank: int,
         name: str,
         topology: Topology,
-        local: LocalStages,
         engine: Engine,
     ) -> None:
         self.name = name
         self.closed = False
         self._rank = rank
         self._topology = topology
-        self._local = local
         self._engine = engine
         self._generation = 0
         self._saved: Counter[int] = Counter()  # number of plans by layer
@@ -219,7 +217,7 @@ class PlanStore:
         self._free: list[Entry] = []
         self._ended: deque[tuple[int, Entry]] = deque()  # free once the call has finished
         self._in_graphs: set[Saved] = set()
-        self._unused_marks = iter(range(len(local.marks)))
+        self._unused_marks = iter(range(len(engine.marks)))
         self._free_marks: list[torch.Tensor] = []
 
     # ---- saving ---------------------------------------------------------------------------
@@ -230,7 +228,7 @@ class PlanStore:
         if microbatch is None:
             microbatch = self._saved[layer]
         microbatch = self._number(microbatch, "microbatch", MICROBATCHES)
-        shared = (self._local.home, self._local.domains)
+        shared = (self._engine.home, self._engine.domains)
         fields = {
             name: tensor
             for name, tensor in plan.tensors().items()
@@ -238,10 +236,10 @@ class PlanStore:
         }
         entry = mark = None
         copies: dict[str, Any] = {}
-        if not self._local.holds(plan):
+        if not self._engine.is_on_device(plan):
             copies.update({name: tensor.clone() for name, tensor in fields.items()})
         else:
-            if self._local.is_capturing():
+            if self._engine.is_capturing():
                 memory, mark = self._make_entry(), self._take_mark()
             else:
                 self._collect()
@@ -258,7 +256,7 @@ class PlanStore:
         )
         if entry is not None or mark is not None:
             try:
-                self._local.save(
+                self._engine.save(
                     [(copies[name], fields[name]) for name in fields],
                     mark,
                     0 if mark is None else saved.generation,
@@ -295,11 +293,11 @@ class PlanStore:
         i = next(self._unused_marks, None)
         if i is None:
             raise UnsupportedError(
-                f"rank {self._rank}: CUDA graphs have saved {len(self._local.marks)} plans of this"
+                f"rank {self._rank}: CUDA graphs have saved {len(self._engine.marks)} plans of this"
                 " group, as many as it can track; release the handles of graphs that are gone,"
                 " outside of captures"
             )
-        return self._local.marks[i : i + 1]
+        return self._engine.marks[i : i + 1]
 
     def _collect(self) -> None:
         """Free the entries whose calls have finished. Not in a capture, which forbids the query."""
@@ -322,7 +320,7 @@ class PlanStore:
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):  # autograd may save these tensors
-            memory = self._local.allocate(4 * total).view(torch.int32)
+            memory = self._engine.allocate(4 * total).view(torch.int32)
             return {
                 name: memory[begins[name] :][: math.prod(shape)].view(shape)
                 for name, shape in shapes.items()
@@ -351,7 +349,7 @@ class PlanStore:
         end = saved.end or (_CLOSED if self.closed else None)
         if end is not None:
             raise self._error(saved, operation, end)
-        if saved.entry is not None and self._local.is_capturing():
+        if saved.entry is not None and self._engine.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
                 f" handle of layer {saved.layer}, microbatch {saved.microbatch}, which was saved"
@@ -397,7 +395,7 @@ class PlanStore:
             saved.entry = None
         elif saved not in self._in_graphs:
             return
-        elif end is _SPENT or self._local.is_capturing():
+        elif end is _SPENT or self._engine.is_capturing():
             if was_live and end is _RELEASED:
                 self._clear(saved)  # a reduction clears it by itself
         else:
@@ -408,7 +406,7 @@ class PlanStore:
     def _clear(self, saved: Saved) -> None:
         """Clear the mark of a captured save in the current stream's order."""
         if saved.mark is not None:
-            self._local.save([], saved.mark, 0, 0)
+            self._engine.save([], saved.mark, 0, 0)
 
     def assert_idle(self) -> None:
         """Raise GroupBusyError if a handle is live or a call has not finished."""
@@ -451,7 +449,7 @@ class PlanStore:
         if self.closed:
             return
         self.closed = True
-        del self._engine, self._local  # graphs that outlive the interpreter refer to handles
+        del self._engine  # graphs that outlive the interpreter refer to handles
         self._live.clear()
         self._free.clear()
         self._in_graphs.clear()

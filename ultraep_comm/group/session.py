@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine, Parts
+from ultraep_comm.engines.base import Engine
+from ultraep_comm.engines.options import Options
 from ultraep_comm.engines.reports import failure_of
 from ultraep_comm.errors import (
     GroupClosedError,
@@ -22,7 +23,7 @@ from ultraep_comm.errors import (
     UltraEPError,
     UnsupportedError,
 )
-from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.names import new_name
 from ultraep_comm.group.saved_plans import PlanHandle, PlanStore
@@ -41,8 +42,12 @@ class Session(Shared):
 
     Attributes:
         name: the key by which operators find the group in this process.
-        rank, topology, segments, layout, fabric, memory, engine, local, loads, check,
-            banks, grad_banks: as :class:`Parts`.
+        engine: executes calls, and has the group's memory.
+        rank, topology: the engine's.
+        segments: the tensors of an expert, by name.
+        grad_segments: the tensors of a slot's gradients, by name.
+        check: check mode.
+        banks, grad_banks: sets of slots, and of their gradients.
         device: where weights and slots are.
         num_mains: M.
         weights: binds main weights.
@@ -61,36 +66,31 @@ class Session(Shared):
         process: id of the process that created the group.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, engine: Engine, options: Options) -> None:
         self.name = new_name()
-        self.rank = parts.rank
-        self.topology = parts.topology
-        self.segments = parts.segments
-        self.layout = parts.layout
-        self.fabric = parts.fabric
-        self.memory = parts.memory
-        self.engine = parts.engine
-        self.local = parts.local
-        self.exchange_counts = parts.exchange_counts
-        self.check = parts.check
-        self.banks = parts.banks
-        self.grad_banks = parts.grad_banks
-        self.device = parts.memory[0].local.device
-        self.num_mains = parts.layout.num_local_experts[parts.rank]
+        self.engine = engine
+        self.rank = engine.rank
+        self.topology = engine.topology
+        self.segments = dict(options.segments)
+        self.grad_segments = dict(options.grads)
+        self.check = options.check
+        self.banks = options.banks
+        self.grad_banks = options.grad_banks
+        self.device = engine.memory[0].local.device
+        self.num_mains = engine.layout.num_local_experts[engine.rank]
         local_experts: dict[str, Any] = {
             "rank": self.rank,
             "num_local_experts": self.num_mains,
             "device": self.device,
-            "put_addresses": self.local.put_addresses,
+            "put_addresses": engine.put_addresses,
         }
         self.weights = Binder(segments=self.segments, **local_experts)
-        self.grads = GradBinder(segments=parts.grads, **local_experts)
+        self.grads = GradBinder(segments=self.grad_segments, **local_experts)
         self.plans = PlanStore(
             rank=self.rank,
             name=self.name,
             topology=self.topology,
-            local=self.local,
-            engine=self.engine,
+            engine=engine,
         )
         self.filled_by: dict[int, Plan | PlanHandle] = {}
         self.held_for: dict[int, object] = {}
@@ -104,9 +104,7 @@ class Session(Shared):
         self.process = os.getpid()
         self._in_flight: Held = deque()
         self._captured: list[tuple[object, ...]] = []
-        self._finalizer = weakref.finalize(
-            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight, self.plans
-        )
+        self._finalizer = weakref.finalize(self, _dispose, engine, self._in_flight, self.plans)
         watch_forks(self)
         _sessions.add(self)
 
@@ -125,7 +123,7 @@ class Session(Shared):
         if not self.takes_calls:
             self.require_open(operation)
         try:
-            self.local.raise_fault()
+            self.engine.raise_fault()
         except UltraEPError as error:
             self.reject(error)
             raise
@@ -157,7 +155,7 @@ class Session(Shared):
 
     def refuse_capture(self, operation: str) -> None:
         """Raise UnsupportedError if the current stream is being captured into a CUDA graph."""
-        if self.local.is_capturing():
+        if self.engine.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {operation} while the current stream is being captured into a"
                 " CUDA graph; call it before or after the capture"
@@ -170,7 +168,7 @@ class Session(Shared):
 
     @contextmanager
     def allocating(self, *harmless: type[Exception]) -> Iterator[None]:
-        """Let tensors of the group be made; abort it if that fails, but for ``harmless`` errors."""
+        """Let tensors of the group be made; abort it on failures except ``harmless`` ones."""
         try:
             with torch.inference_mode(False):  # as in new_group
                 yield
@@ -213,8 +211,14 @@ class Session(Shared):
 
     def explain(self, epoch: int, operation: str) -> UltraEPError:
         """Return the error of a call that failed, or did not run because an earlier one failed."""
-        names = tuple(self.segments)
-        return failure_of(self.engine, epoch, operation, self.rank, self.topology, names)
+        failed = self.engine.failed_epoch()
+        if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
+            return GroupClosedError(
+                f"rank {self.rank}: {operation} (call {epoch} on this group) did not run, because"
+                f" call {failed} failed; create a new group"
+            )
+        report, names = self.engine.report(), tuple(self.segments)
+        return failure_of(report, operation, self.rank, self.topology, names)
 
     def failure(self, epoch: int, operation: str) -> UltraEPError:
         """Return the error of :meth:`explain`, and remember the group's first one."""
@@ -228,7 +232,7 @@ class Session(Shared):
 
         Does nothing during a capture, where no call runs.
         """
-        if self.state == "open" and not self.local.is_capturing():
+        if self.state == "open" and not self.engine.is_capturing():
             self.first_error = self.first_error or error
             self.engine.reject()
 
@@ -250,7 +254,7 @@ class Session(Shared):
         if isinstance(error, Exception):
             if self.engine.failed_epoch() != 0:
                 self.first_error = self.first_error or error
-        elif not self.local.is_capturing():
+        elif not self.engine.is_capturing():
             self.abort()
 
     def fail(self, error: Exception) -> None:
@@ -305,7 +309,7 @@ class Session(Shared):
         once the interpreter finalizes: the bindings would report leaks.
         """
         self.state = "closed"
-        self.engine = self.local = self.layout = _Ended()  # type: ignore[assignment]
+        self.engine = _Ended()  # type: ignore[assignment]
         self.weights.put_addresses = self.grads.put_addresses = None  # bindings refer to these
         self.recorder = self.first_error = None  # a traceback refers to the engine
         self._captured.clear()
@@ -334,7 +338,7 @@ class Session(Shared):
             if self.recorder is not None:
                 self.recorder.stop()
             peer = engine.close()
-            self.fabric.close()
+            engine.fabric.close()
             self.plans.close()
             self._in_flight.clear()
             self._captured.clear()
@@ -353,8 +357,8 @@ class Session(Shared):
                 epoch=engine.epoch,
             )
         if not self.aborted:
-            self.local.finish_replays()
-            self.local.raise_fault()
+            engine.synchronize_captured()
+            engine.raise_fault()
             if busy is not None and failed == 0:
                 raise busy
 
@@ -366,17 +370,15 @@ class _Ended:
         raise GroupClosedError("the process is ending, and its groups are closed")
 
 
-def _dispose(
-    engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held, plans: PlanStore
-) -> None:
-    """End a group that was not closed. ``memory`` outlives the engine, which writes to it."""
+def _dispose(engine: Engine, held: Held, plans: PlanStore) -> None:
+    """End a group that was not closed. Its memory outlives the calls, which write to it."""
     if not engine.is_completed(engine.epoch):
         engine.abort()  # no Work is left to wait for the call
     engine.close()
-    fabric.close()
+    engine.fabric.close()
     plans.close()
     held.clear()
-    memory.clear()
+    engine.memory.clear()
 
 
 def _end_process() -> None:

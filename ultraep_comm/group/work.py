@@ -75,7 +75,7 @@ class Work:
             self._finish(self._session.engine.wait)
             return
         wanted = [self._filled_slot(slot) for slot in slots]
-        self._finish(lambda epoch: self._session.engine.wait_slots(epoch, wanted))
+        self._finish(lambda epoch: self._session.engine.wait(epoch, wanted))
 
     def slot_ready(self, slot: int) -> bool:
         """Return whether a slot of this rank may be read, without blocking; as for :meth:`wait`.

@@ -267,7 +267,7 @@ def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
     the handle's plan there. The next call with the handle then fails and reports the cause.
     """
     mine = handle.saved.plan.slot_expert
-    if handle.group.session.local.holds(mine):
+    if handle.group.session.engine.is_on_device(mine):
         alike = [other for other in others if other.device == mine.device]
         if alike:
             differs = torch.stack([(mine != other).any() for other in alike]).all()
@@ -336,7 +336,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
         if last.layer != handle.layer:
             return False
         # On a device, the memory of a handle that has ended may have another plan by now.
-        if not last.is_live and handle.group.session.local.holds(mine):
+        if not last.is_live and handle.group.session.engine.is_on_device(mine):
             return True
         last = last.saved.plan
     return _find_same(handle, [last.slot_expert]) is not None

@@ -218,7 +218,7 @@ class Replication:
             )
         load = uec.gather_load(topk_ids, **given, group=group, source=source)
         if self._min_tokens:
-            if group.session.local.holds(load):
+            if group.session.engine.is_on_device(load):
                 raise UnsupportedError(
                     f"rank {group.rank}: min_tokens={self._min_tokens} with a load on the device,"
                     " which the host does not read; use cost=PlanCost(...), by which small batches"

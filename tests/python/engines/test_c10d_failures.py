@@ -408,10 +408,10 @@ def _gloo_channels(num_ranks: int) -> list[GlooChannel]:
 
 def test_a_cut_ends_waits_though_the_next_rank_is_gone() -> None:
     first, second, third = _gloo_channels(3)
-    second.cut()
+    second.abort()
     second.close()
     (pending,) = third.post([Message(0, 7, torch.zeros(1), receives=True)])
-    first.cut()
+    first.abort()
     with pytest.raises(BrokenChannelError) as broken:
         pending.wait(LIMIT)
     assert not broken.value.timed_out
@@ -429,7 +429,7 @@ def _cuts(rank: int, process_group: Any) -> Any:
     channel = BackendChannel(store, "cuts", [0, 1], rank, "gloo", cpu, LIMIT)
     if rank == 0:
         time.sleep(0.2)
-        channel.cut()
+        channel.abort()
         error = None
     else:
         (pending,) = channel.post([Message(0, 7, torch.zeros(1), receives=True)])

@@ -72,8 +72,8 @@ def test_calls_beside_a_capture_of_somebody_else(
     assert work.is_completed()
     assert work.exception() is None
     uec.plan_replicas(load, group=group)
-    assert group.session.local is not None
-    group.session.local.finish()
+    assert group.session.engine is not None
+    group.session.engine.finish()
     group.assert_idle()
     with emulated.on(other):
         emulated.end_capture()  # it is still valid
@@ -239,7 +239,7 @@ def test_a_stage_that_the_driver_refuses_in_a_capture_leaves_the_group(
     emulated: EmulatedDevice, group: uec.Group
 ) -> None:
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
-    stages = group.session.local
+    stages = group.session.engine
     assert stages is not None
     emulated.begin_capture()
     with pytest.MonkeyPatch.context() as patch:

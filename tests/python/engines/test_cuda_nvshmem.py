@@ -51,7 +51,7 @@ def _with_nvshmem(
 def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     device, runtime = FakeDevice(), FakeNvshmem()
     group = _with_nvshmem(process_group, device, runtime)
-    assert group.session.local is not None  # plans and reroutes of its own device
+    assert group.session.engine is not None  # plans and reroutes of its own device
     uids = runtime.uids
     other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
     uec.replicate_experts(make_weights(group), PLAN, group=group)

@@ -48,8 +48,8 @@ def test_saved_plans_are_copies_on_the_device(
     for group, handle in zip(groups, handles, strict=True):
         kept = handle.plan
         assert emulated.holds(kept.slot_expert)
-        assert group.session.local is not None
-        assert kept.home is group.session.local.home  # known to be the group's
+        assert group.session.engine is not None
+        assert kept.home is group.session.engine.home  # known to be the group's
         for name, tensor in kept.tensors().items():
             assert torch.equal(tensor, getattr(expected, name)), name
     weights = [make_weights(group) for group in groups]
@@ -289,7 +289,7 @@ def test_a_save_that_is_refused_keeps_no_entry(
         if captured:
             emulated.begin_capture()
         with monkeypatch.context() as patch:
-            patch.setattr(group.session.local, "save", refuse)
+            patch.setattr(group.session.engine, "save", refuse)
             for _ in range(2):
                 with pytest.raises(errors.DeviceError, match="refused"):
                     group.save(plan)

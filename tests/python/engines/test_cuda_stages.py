@@ -106,9 +106,9 @@ def test_what_comes_from_the_cpu_is_uploaded(
     """Through page-locked memory: a plain copy of a CPU tensor waits for the stream on a GPU."""
     case, uploads = Case(0, num_ranks=3, num_experts=6, slots=2), []
     monkeypatch.setattr(device, "upload", lambda to, values: uploads.append((to, values)))
-    stages: Any = case.group.session.local
+    stages: Any = case.group.session.engine
     values = torch.arange(6).reshape(2, 3).T
-    copy = stages.put(values)
+    copy = stages.to_device(values)
     ((to, given),) = uploads
     assert (to.data_ptr(), given.tolist()) == (copy.data_ptr(), values.tolist())
     case.close()
@@ -226,7 +226,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
         return int(type(device.kernels).handle(device.kernels, name, shared_bytes))
 
     small = Case(0, num_ranks=2, num_experts=4, slots=1)
-    shape = small.group.session.local._shape  # type: ignore[union-attr]
+    shape = small.group.session.engine._shape  # type: ignore[union-attr]
     small.close()
     device.kernels.handle = handle  # type: ignore[method-assign]
     for warps in (8, 3, 1):
@@ -437,7 +437,7 @@ def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, 
 def test_the_first_fault_stays(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=2, num_experts=4, slots=1)
     plan = uec.plan_replicas(device.put(torch.zeros(2, 4, dtype=torch.int32)), group=case.group)
-    stages = case.group.session.local
+    stages = case.group.session.engine
     assert stages is not None
     for bad in (77, 78):  # the second is made before the first is known
         stages.reroute(device.put(torch.tensor([[bad]])), plan)

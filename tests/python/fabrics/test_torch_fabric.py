@@ -165,7 +165,7 @@ def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     memory, device = FakeMemory(folder, offset=128 * rank), FakeDevice()
     device.settle_stream = lambda: memory.log.append("settle")  # type: ignore[method-assign]
     group = _new_group(process_group, memory, device)
-    region = group.session.memory[0]
+    region = group.session.engine.memory[0]
     assert memory.log == ["allocate", "settle", "handle_types", "rendezvous"]
     assert int(region.local.count_nonzero()) == 0
     # The other rank reads what a rank writes, at its own address of that memory.
@@ -175,8 +175,8 @@ def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     seen = device.view(region.bases[1 - rank], region.local.numel())
     assert seen[-65:].tolist() == [0] + [2 - rank] * 64
     dist.barrier(process_group)
-    assert group.session.fabric.can_pull
-    assert group.session.fabric.peer_sockets == [-1, -1]
+    assert group.session.engine.fabric.can_pull
+    assert group.session.engine.fabric.peer_sockets == [-1, -1]
     group.close()
 
 
@@ -394,7 +394,7 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
 
     def kind(group: uec.Group) -> str:
         with group:
-            return type(group.session.fabric).__name__
+            return type(group.session.engine.fabric).__name__
 
     memory, nvshmem = FakeMemory(folder), FakeNvshmem()
     options: dict[str, Any] = {"nvshmem": nvshmem}

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -595,18 +594,7 @@ def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
 def test_who_failed_first_is_said_as_far_as_it_is_known(
     aborter: int, peer: int, root: int, expected: str
 ) -> None:
-    report: Any = SimpleNamespace(
-        fault=_core.Fault.ABORTED,
-        aborter=aborter,
-        peer=peer,
-        root=root,
-        epoch=1,
-        flag=_core.FlagKind.CALL,
-        expert=-1,
-        piece=-1,
-        detail="",
-    )
-    report.seen = report.expected = 1
+    report = _core.Report(fault=_core.Fault.ABORTED, aborter=aborter, peer=peer, root=root, epoch=1)
     text = str(error_from(report, 0, "replicate_experts", ()))
     assert expected in text
 

@@ -119,7 +119,7 @@ def _child(kept: list[Any], what: str) -> None:
         with pytest.raises(KeyError), group:
             raise KeyError
     elif what == "collects":
-        fabric = weakref.ref(group.session.fabric)
+        fabric = weakref.ref(group.session.engine.fabric)
         del group
         kept.clear()
         gc.collect()

@@ -397,7 +397,7 @@ def _memory_beyond_slots(rank: int, process_group: Any) -> Any:
         plan = uec.Plan.from_slots([[8, 9], [0, 1]], num_experts=16)
         for mode in ("push", "pull", "direct"):
             uec.replicate_experts(weights, plan, group=group, mode=mode)
-        flags = group.session.layout.slots_base
+        flags = group.session.engine.layout.slots_base
         return private_kib() - before, flags
 
 

@@ -227,19 +227,20 @@ CALL, REJECTED, CLOSED = _core.RecordKind
         ((CLOSED, 1, 0, -1, -1, False, True), 1, "closed before its first call"),
         ((REJECTED, 7, 7, -1, -1, False, True), 7, "rejected its own input in call 7"),
         ((CALL, 7, 7, 2, -1, False, True), 7, "in call 7, failed: waited for rank 2"),
-        ((CALL, 7, 7, 2, 1, False, True), 7, "in call 7, failed: told by rank 1"),
+        ((CALL, 7, 7, 2, 1, False, True), 7, "in call 7, failed: aborted by rank 1"),
         ((CALL, 7, 7, -1, -1, False, True), 7, "in call 7, failed by itself"),
         ((CALL, 7, 7, 2, -1, True, True), 7, "in call 7, failed: waited for rank 2, then left"),
         (
             (CALL, 6, 8, -1, 1, False, True),
             7,
-            "not yet in call 7 (last seen in call 6), failed in call 8: told by rank 1",
+            "not yet in call 7 (last seen in call 6), failed in call 8: aborted by rank 1",
         ),
         ((CALL, 7, 0, -1, -1, False, True), None, "last seen in call 7"),
     ],
 )
 def test_a_state_in_words(words: Any, epoch: int | None, state: str) -> None:
-    (found,) = read_states([words], epoch)
+    names = ("kind", "epoch", "failed_epoch", "waited_for", "aborted_by", "gone", "reachable")
+    (found,) = read_states([_core.PeerState(**dict(zip(names, words, strict=True)))], epoch)
     assert found.state == state
     assert found.gone == (words[5] and words[0] != CLOSED)
     assert found.epoch == (words[1] - 1 if words[0] == CLOSED else words[1])

@@ -312,7 +312,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     known = uec.group_memory(3, **sizes, instances=True)
     groups = uec.testing.new_loopback_groups(3, **sizes, instances=True, timeout=30.0)
     assert groups[0].memory() == known
-    assert known.total == len(groups[0].session.memory[0].local)
+    assert known.total == len(groups[0].session.engine.memory[0].local)
     weights = sum(segment.nbytes for segment in MIXED.values())
     gradients = sum(
         MIXED[name].nbytes // MIXED[name].dtype.itemsize * t.itemsize for name, t in GRADS.items()
@@ -410,7 +410,7 @@ def _in_process(
     for fd in taken:
         os.close(fd)
     mains = sum(
-        group.session.layout.max_local_experts * s.nbytes + 2 * 4096 for s in MIXED.values()
+        group.session.engine.layout.max_local_experts * s.nbytes + 2 * 4096 for s in MIXED.values()
     )
     group.close()
     for bank in (0, 1):

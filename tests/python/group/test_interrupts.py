@@ -151,7 +151,7 @@ def test_ctrl_c_while_weights_are_allocated_ends_the_group(
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(groups[0].session.fabric, "allocate", interrupt)
+    monkeypatch.setattr(groups[0].session.engine.fabric, "allocate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         groups[0].empty_weights()
     weights = make_weights(groups[1])

@@ -355,7 +355,7 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             1, num_experts=2, slots_per_rank=1, expert=MIXED, **options
         )
         with group:
-            return len(group.session.memory) == 2
+            return len(group.session.engine.memory) == 2
 
     assert not checked()
     monkeypatch.setenv("ULTRAEP_CHECK", "1")

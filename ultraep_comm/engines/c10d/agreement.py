@@ -144,9 +144,9 @@ class Agreement:
         rows = self._rows[:, _HEAD:].view(np.int32)[:, : self._num_experts]
         return np.roll(rows, self._rank, axis=0)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End all exchanges, here and at the peers."""
-        self._calls.cut()
+        self._calls.abort()
 
     # ---- after a failure --------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Channels: process groups of one engine's own, on which nothing else issues operations.
 
 What a framework does on its own process groups can therefore not get between an engine's messages.
-Operations fail, they never hang: each wait has a limit, and a rank that gives up cuts its channel,
-which ends what its peers wait for.
+Operations fail, they never hang: each wait has a limit, and a rank that gives up aborts its
+channel, which ends what its peers wait for.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Channel(Protocol):
             BrokenChannelError: the backend refuses one.
         """
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Make all operations fail, on this rank and on its peers. From any thread."""
 
     def close(self) -> None:
@@ -159,17 +159,17 @@ class GlooChannel:
             pending.append(Pending(message, work))
         return pending
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Close all connections of the process group."""
         if self._group is not None:
-            _cut_gloo(self._group)
+            _abort_gloo(self._group)
 
     def close(self) -> None:
         """Close the connections and end gloo's threads."""
         self._group = None
 
 
-def _cut_gloo(group: Any) -> None:
+def _abort_gloo(group: Any) -> None:
     """Let an operation time out: gloo then closes all connections, which its ``abort`` does not.
 
     A connection that is closed already refuses it.
@@ -253,13 +253,13 @@ class BackendChannel:
             for i, message in enumerate(messages)
         ]
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Abort the process group."""
         if self._group is None:
             return
         backend = undocumented(self._group, "_get_backend")(self._device)
         if isinstance(backend, dist.ProcessGroupGloo):
-            _cut_gloo(backend)
+            _abort_gloo(backend)
             return
         with contextlib.suppress(AttributeError, RuntimeError):
             backend.abort()

@@ -1,4 +1,4 @@
-"""The c10d engine of one rank; implements ``Engine``.
+"""The c10d engine of one rank.
 
 One thread per group makes its calls, in their order, on channels of the group's own. On a device it
 issues each call's operations before the caller goes on, so that they keep their place among the
@@ -18,19 +18,17 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import BackendReport, Counted
+from ultraep_comm.engines.base import Counted, Engine, Movable
 from ultraep_comm.engines.c10d.agreement import Agreement, News, Record
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
 from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
 from ultraep_comm.engines.c10d.order import CallMark, DeviceOrder, HostOrder
 from ultraep_comm.engines.c10d.reduction import Reduction
 from ultraep_comm.engines.c10d.transfer import Transfer
-from ultraep_comm.errors import UnsupportedError, Words
+from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
-from ultraep_comm.fabrics.loopback import show_again
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.planner import Costs
-from ultraep_comm.plan.topology import IntArray
+from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import Binding
 from ultraep_comm.weights.segments import Weights
 
@@ -80,11 +78,15 @@ class _Job:
     keep: object = None
 
 
-class C10dEngine:
+class C10dEngine(Engine):
     """One rank of the c10d engine.
 
+    What is on a device is counted, planned and rerouted on the CPU. Plans stay there, where the
+    engine reads them; other results go back. Each copy waits for the device.
+
     Args:
-        rank: this rank.
+        topology, rank: as in `Engine`.
+        device: where weights and slots are.
         ledger: prepares calls.
         slots: where they write to.
         channel: carries weights and gradients.
@@ -93,12 +95,12 @@ class C10dEngine:
         order: of calls among the caller's work.
     """
 
-    plans_at_once = False
-
     def __init__(
         self,
-        *,
+        topology: Topology,
         rank: int,
+        device: torch.device,
+        *,
         ledger: _core.C10dLedger,
         slots: Slots,
         channel: Channel,
@@ -107,7 +109,8 @@ class C10dEngine:
         wait_limit: float,
         order: HostOrder | DeviceOrder,
     ) -> None:
-        self._rank, self._ledger, self._slots = rank, ledger, slots
+        super().__init__(topology, rank)
+        self._device, self._ledger, self._slots = device, ledger, slots
         self._channel, self._agreement, self._order = channel, agreement, order
         self._call_limit, self._wait_limit = call_limit, wait_limit
         self._changed = threading.Condition()
@@ -115,7 +118,7 @@ class C10dEngine:
         self._jobs: deque[_Job] = deque()
         self._running: _Job | None = None
         self._completed = self._failed = 0
-        self._report = BackendReport(fault=_Fault.NONE, epoch=0)
+        self._report = _core.Report(fault=_Fault.NONE, epoch=0)
         self._owed = 0  # the epoch of a call that this rank rejects, until its peers know
         self._cancelled = self._closed = self._ends_itself = False
         self._ends: dict[int, int] = {}
@@ -127,23 +130,49 @@ class C10dEngine:
         )
         self._thread.start()
 
-    # ---- plans ------------------------------------------------------------------------------
+    # ---- devices ----------------------------------------------------------------------------
 
-    def check(self, plan: _core.PlanView) -> tuple[_core.PlanFault, int, int, int]:
-        """Check the placement of a plan."""
-        return self._ledger.check(plan)
+    def is_on_device(self, value: object) -> bool:
+        """Return whether a tensor, or a plan, is on the device."""
+        tensor = value.slot_expert if isinstance(value, Plan) else value
+        kind = self._device.type
+        return isinstance(tensor, Tensor) and tensor.device.type == kind != "cpu"
 
-    def accepts(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan fits the group and is legal."""
-        return self._ledger.accepts(plan)
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
+        runtime = torch.get_device_module(self._device)
+        found = getattr(runtime, "is_current_stream_capturing", None)
+        return found is not None and bool(found())
 
-    def fits(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan is on the CPU, and of the group's shape and home map."""
-        return self._ledger.fits(plan)
+    def to_host(self, value: Movable, name: str) -> Movable:
+        """Return a tensor or a plan on the CPU; waits for the device."""
+        if not (isinstance(value, Tensor) or self.is_on_device(value)):
+            return value
+        if self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: {name} has to be copied to the CPU, which a capture cannot"
+                " hold; the c10d engine cannot be captured"
+            )
+        return value.cpu()
 
-    def has_shape(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan has the group's shape."""
-        return self._ledger.has_shape(plan)
+    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+        """Return the plan on the CPU, and False."""
+        if self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: {operation} while the current stream is being captured; the"
+                " c10d engine cannot be captured"
+            )
+        return self.to_host(plan, "the plan"), False
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the CPU, where plans are."""
+        return tensor.cpu().clone()
+
+    def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
+        """Return physical ids, on the device of the ids."""
+        return super().reroute(topk_ids, plan, source).to(topk_ids.device)
+
+    # ---- submitting -------------------------------------------------------------------------
 
     def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Return an index; main weights in a region are sent as any others."""
@@ -156,12 +185,10 @@ class C10dEngine:
         """Return new memory in which slots appear once more."""
         if not self._order.is_host:
             raise UnsupportedError(
-                f"rank {self._rank}: the c10d engine maps slots on a device only once; create the"
+                f"rank {self.rank}: the c10d engine maps slots on a device only once; create the"
                 " group with a bank for each layer"
             )
-        return show_again(allocate(num_bytes), places)
-
-    # ---- submitting -------------------------------------------------------------------------
+        return super().share_slots(allocate, num_bytes, places)
 
     def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction of what ``bound`` refers to."""
@@ -184,7 +211,7 @@ class C10dEngine:
                 main = _mains(bound.tensors, self._slots.grad_names, as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
-                    read = self._ledger.slots_to_fill()[self._rank].nonzero()[0].tolist()
+                    read = self._ledger.slots_to_fill()[self.rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
                 self._counts["replicate"] += 1
@@ -219,15 +246,13 @@ class C10dEngine:
             self._submit(_Job(epoch=epoch, record=record, mark=self._order.enter()))
             self._owed = epoch
             # Calls from here on are refused.
-            rank = self._rank
-            self._set_failed(
-                BackendReport(fault=_Fault.REJECTED, epoch=epoch, peer=rank, root=rank)
-            )
+            rank = self.rank
+            self._set_failed(_core.Report(fault=_Fault.REJECTED, epoch=epoch, peer=rank, root=rank))
 
     def _refuses(self) -> bool:
         """Return whether a call ends before it begins."""
         if self._closed and not self._failed:
-            self._set_failed(BackendReport(fault=_Fault.CANCELLED, epoch=self._ledger.epoch + 1))
+            self._set_failed(_core.Report(fault=_Fault.CANCELLED, epoch=self._ledger.epoch + 1))
         return self._failed != 0
 
     def _submit(self, job: _Job) -> None:
@@ -258,7 +283,7 @@ class C10dEngine:
                 if not self._closed:  # not meant to end, as when out of memory: nobody waits for it
                     self._cancelled = True
                     self._set_cancelled()
-                    self._cut()
+                    self._abort_channels()
                 releases = self._ends_itself
             if releases:
                 self._release()
@@ -284,7 +309,7 @@ class C10dEngine:
                 report = self._execute(job)
             if report is not None:  # a peer that has yet to compare may find this rank gone
                 self._agreement.tell(News(report.fault, report.peer, report.root))
-                self._cut()
+                self._abort_channels()
         except Exception as error:
             report = self._explain(job, error)
         with self._changed:
@@ -302,7 +327,7 @@ class C10dEngine:
                     self._set_failed(report)
             self._changed.notify_all()
 
-    def _execute(self, job: _Job) -> BackendReport | None:
+    def _execute(self, job: _Job) -> _core.Report | None:
         """Run a call; return how it failed, or None."""
         movement = job.movement
         if job.record is not None:
@@ -325,21 +350,21 @@ class C10dEngine:
             gradient.zero_()
         return None
 
-    def _compare(self, job: _Job) -> BackendReport | None:
+    def _compare(self, job: _Job) -> _core.Report | None:
         """Return how the ranks' records of a call differ, or None."""
         rank, fault = self._agreement.first_rejecting(), _Fault.REJECTED
         if rank < 0:
             rank, fault = self._agreement.first_other(), _Fault.MISMATCH
         if rank < 0:
             return None
-        return BackendReport(fault=fault, epoch=job.epoch, peer=rank, root=rank)
+        return _core.Report(fault=fault, epoch=job.epoch, peer=rank, root=rank)
 
-    def _explain(self, job: _Job, error: Exception) -> BackendReport:
-        """Return how a call failed, once the peers have been told, and have told what they know."""
+    def _explain(self, job: _Job, error: Exception) -> _core.Report:
+        """Return how a call failed, once all ranks have exchanged their failure reports."""
         with self._changed:
             cancelled = self._cancelled
         if cancelled:
-            return BackendReport(fault=_Fault.CANCELLED, epoch=job.epoch)
+            return _core.Report(fault=_Fault.CANCELLED, epoch=job.epoch)
         step = error.step if isinstance(error, BrokenStepError) else None
         broken = error.__cause__ if step is not None else error
         if not isinstance(broken, BrokenChannelError):  # ours, such as memory that was refused
@@ -347,26 +372,26 @@ class C10dEngine:
             broken = BrokenChannelError(text, -1, receives=True, seconds=0.0, timed_out=False)
         peer, fault = broken.peer, _Fault.TIMEOUT if broken.timed_out else _Fault.GONE
         self._agreement.tell(News(fault, peer, peer))
-        self._cut()  # the peers stop waiting for this rank, and hear what it told
+        self._abort_channels()  # the peers stop waiting for this rank, and hear what it told
         aborter, root = -1, peer
-        asked = {self._rank}
+        asked = {self.rank}
         while root not in asked and (heard := self._agreement.hear(root)) is not None:
             teller, news = heard
-            if aborter < 0 and news.fault is _Fault.GONE and news.peer == self._rank:
-                break  # it saw this rank's cut, so this rank was first
+            if aborter < 0 and news.fault is _Fault.GONE and news.peer == self.rank:
+                break  # it saw this rank's abort, so this rank was first
             root = teller
             asked.add(root)
             if aborter < 0:
                 aborter = root
             if news.fault in (_Fault.REJECTED, _Fault.MISMATCH):
-                other = root if news.root == self._rank else news.root
-                return BackendReport(fault=news.fault, epoch=job.epoch, peer=other, root=other)
+                other = root if news.root == self.rank else news.root
+                return _core.Report(fault=news.fault, epoch=job.epoch, peer=other, root=other)
             if news.fault is _Fault.CANCELLED or news.peer < 0:
                 break
             root = news.peer
         if aborter >= 0 and fault is _Fault.GONE:
             fault = _Fault.ABORTED
-        return BackendReport(
+        return _core.Report(
             fault=fault,
             epoch=job.epoch,
             flag=_core.FlagKind.CALL if step is None else _core.FlagKind.DONE,
@@ -384,15 +409,15 @@ class C10dEngine:
 
     def _set_cancelled(self) -> None:
         if self._cancelled and not self._failed:
-            self._set_failed(BackendReport(fault=_Fault.CANCELLED, epoch=self._completed + 1))
+            self._set_failed(_core.Report(fault=_Fault.CANCELLED, epoch=self._completed + 1))
 
-    def _set_failed(self, report: BackendReport) -> None:
+    def _set_failed(self, report: _core.Report) -> None:
         self._report, self._failed = report, report.epoch
         self._changed.notify_all()
 
-    def _cut(self) -> None:
-        self._channel.cut()
-        self._agreement.cut()
+    def _abort_channels(self) -> None:
+        self._channel.abort()
+        self._agreement.abort()
 
     # ---- waiting ----------------------------------------------------------------------------
 
@@ -412,8 +437,13 @@ class C10dEngine:
         with self._changed:
             return not 0 < self._failed <= epoch
 
-    def wait(self, epoch: int) -> bool:
-        """Block until a call has finished; with a device, the current stream waits for it."""
+    def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
+        """Block until a call has finished; with a device, the current stream waits for it.
+
+        On the CPU, ``slots`` are waited for alone.
+        """
+        if slots is not None and self._order.is_host:
+            return self._wait_slots(epoch, slots)
         self._wait_for(lambda: self._is_over(epoch))
         for mark in self._marks_from(epoch):
             mark.wait()
@@ -431,10 +461,7 @@ class C10dEngine:
         with self._changed:
             return [mark for known, mark in self._marks if known >= epoch][:1]
 
-    def wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        """Wait until what a call brings to some slots is there."""
-        if not self._order.is_host:
-            return self.wait(epoch)
+    def _wait_slots(self, epoch: int, slots: list[int]) -> bool:
         self._wait_for(
             lambda: (
                 all(self._is_ready(epoch, slot) for slot in slots) or (0 < self._failed <= epoch)
@@ -456,13 +483,6 @@ class C10dEngine:
         with self._changed:
             return self._is_ready(epoch, slot)
 
-    def ready(self, bank: int) -> Tensor:
-        """Raise UnsupportedError: no kernel waits for a slot."""
-        raise UnsupportedError(
-            "the words that kernels wait for are of the CUDA engine; use work.wait(slots=) or"
-            " work.slot_ready() on the c10d engine"
-        )
-
     def is_completed(self, epoch: int) -> bool:
         """Return whether a call has finished or failed."""
         with self._changed:
@@ -481,10 +501,6 @@ class C10dEngine:
         with self._changed:
             held = self._ledger.residents(bank)
             return np.full_like(held, -1) if self._failed else held
-
-    def bank_table(self, bank: int) -> int:
-        """Return 0: plans are made on the CPU."""
-        return 0
 
     def version(self, bank: int) -> int:
         """Return the version of the weights of a bank's residents."""
@@ -516,8 +532,8 @@ class C10dEngine:
                 return
             self._cancelled = True
             self._changed.notify_all()
-        self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
-        self._cut()
+        self._agreement.tell(News(_Fault.CANCELLED, -1, self.rank))
+        self._abort_channels()
         if threading.current_thread() is not self._thread:
             with self._changed:  # the thread sees it at once, unless something holds it up
                 self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
@@ -537,7 +553,7 @@ class C10dEngine:
             self._changed.wait_for(lambda: not (self._jobs or self._running), _CLOSE_SECONDS)
         self._thread.join(0.1)
         if self._thread.is_alive():
-            self._cut()
+            self._abort_channels()
             self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():  # else a backend does not return, and uses them
             self._release()
@@ -551,51 +567,25 @@ class C10dEngine:
         """Return the first call that is known to have failed; 0: none."""
         return self._failed
 
-    def report(self) -> BackendReport:
+    def report(self) -> _core.Report:
         """Return the report of the first failed call."""
         return self._report
-
-    def bad_id(self) -> None:
-        """Return None: ids and plans are checked before they reach the engine."""
-
-    def damage(self) -> tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]:
-        """Raise UnsupportedError: slots are not checked."""
-        raise UnsupportedError("check mode is for the host engine")
-
-    def last_words(self) -> list[Words] | None:
-        """Return None: peers' records are exchanged in calls, not published."""
-        return None
-
-    def gather_and_plan(
-        self, counted: Counted, load: Tensor, target_ppm: int, costs: Costs | None
-    ) -> tuple[int, Plan, tuple[Tensor, ...]]:
-        """Raise UnsupportedError: ``plans_at_once`` is False."""
-        raise UnsupportedError("the c10d engine gathers and plans in two calls")
 
     @property
     def epoch(self) -> int:
         """Return the number of submitted calls."""
         return self._ledger.epoch
 
-    @property
-    def completed(self) -> int:
-        """Return the number of finished calls."""
-        return self._completed
-
-    @property
-    def waits(self) -> None:
-        """Return None: a backend waits, and does not say for how long."""
+    def health(self, *, waits: bool) -> _core.EngineHealth:
+        """Return what the engine has done so far; a backend does not say how long it waits."""
+        return _core.EngineHealth(
+            **self._counts, completed=self._completed, bytes_stored=self._bytes_sent
+        )
 
     @property
     def bytes_stored(self) -> int:
         """Return the bytes sent so far."""
         return self._bytes_sent
-
-    @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls."""
-        counts = self._counts
-        return counts["replicate"], counts["reduce"], counts["gather"], counts["rejected"]
 
 
 def _mains(

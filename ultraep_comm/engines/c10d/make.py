@@ -1,4 +1,4 @@
-"""Creates the parts of groups on the c10d engine."""
+"""Creates the c10d engines of groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Parts, make_parts
+from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.c10d.agreement import Agreement
 from ultraep_comm.engines.c10d.channel import (
     BackendChannel,
@@ -28,8 +28,6 @@ from ultraep_comm.engines.c10d.channel import (
 from ultraep_comm.engines.c10d.engine import C10dEngine, Slots
 from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
 from ultraep_comm.engines.c10d.probe import measure
-from ultraep_comm.engines.c10d.stages import DeviceStages
-from ultraep_comm.engines.host import HostStages
 from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics.meeting import (
@@ -179,10 +177,10 @@ def choose_engine(meeting: Meeting, wanted: torch.device | None) -> tuple[str, s
         return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
-def make_group_parts(
+def make_group_engine(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
-) -> Parts:
-    """Create one rank's parts. Collective; arguments have been checked on every rank.
+) -> C10dEngine:
+    """Create one rank's engine. Collective; arguments have been checked on every rank.
 
     Raises:
         UnsupportedError: no backend of the process group moves the device's tensors, or torch has
@@ -215,7 +213,7 @@ def make_group_parts(
         machines = {m: i for i, m in enumerate(dict.fromkeys(h.machine for h in hellos))}
         topology = topology.with_domains(np.array([machines[h.machine] for h in hellos], np.int32))
     channels: list[Channel] = []
-    parts = None
+    engine = None
     try:
         try:
             channels.extend(open_channels(meeting, device, hellos[0].token))
@@ -244,23 +242,23 @@ def make_group_parts(
                 else:
                     error = BootstrapError(text, failed_rank=meeting.rank)
                 error.__cause__ = broken
-                channels[0].cut()  # or peers would wait for this rank
+                channels[0].abort()  # or peers would wait for this rank
         cost = meeting.exchange(Hello(cost=cost), error)[0].cost
         try:
-            parts = _make_one(
+            engine = _make_one(
                 meeting.rank, topology, options, meeting.timeout, cost, device, channels
             )
         except Exception as refused:
             error = refused
         meeting.agree(error, last=True)
     except BaseException:
-        if parts is not None:
-            parts.engine.close()
+        if engine is not None:
+            engine.close()
         for channel in channels:
             channel.close()
         raise
-    assert parts is not None
-    return parts
+    assert engine is not None
+    return engine
 
 
 def check_addresses(hellos: list[Hello]) -> None:
@@ -276,8 +274,8 @@ def check_addresses(hellos: list[Hello]) -> None:
         )
 
 
-def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
-    """Create the parts of all ranks in this process, over gloo on this machine."""
+def make_loopback_engines(options: Options, topology: Topology) -> list[C10dEngine]:
+    """Create the engines of all ranks in this process, over gloo on this machine."""
     num_ranks, cpu = topology.num_ranks, torch.device("cpu")
     options.refuse_check("c10d")
     store = undocumented(dist, "HashStore")()
@@ -325,36 +323,33 @@ def _make_one(
     rank: int,
     topology: Topology,
     options: Options,
-    patience: float,
+    call_timeout: float,
     cost: Sequence[int],
     device: torch.device,
     channels: Sequence[Channel],
-) -> Parts:
+) -> C10dEngine:
     num_ranks = topology.num_ranks
-    config = options.config(topology, rank, patience, cost)
+    config = options.config(topology, rank, call_timeout, cost)
     data, (calls, alarms) = channels[0], channels[-2:]
     given = options.timeout
 
-    def start(config: _core.EngineConfig, _local: object) -> C10dEngine:
+    def start(config: _core.EngineConfig) -> C10dEngine:
         return C10dEngine(
-            rank=rank,
+            topology,
+            rank,
+            device,
             ledger=_core.C10dLedger(config),
             slots=_find_slots(config, options, fabric.slots),
             channel=data,
             agreement=Agreement(calls, alarms, rank, num_ranks, topology.num_experts),
-            call_limit=patience if given is None else given,
+            call_limit=call_timeout if given is None else given,
             wait_limit=WAIT_TIMEOUT if given is None else given,
             order=HostOrder() if device.type == "cpu" else DeviceOrder(device),
         )
 
     fabric = PrivateFabric(rank, num_ranks, device)
 
-    def local() -> HostStages:
-        if device.type == "cpu":
-            return HostStages(topology, rank)
-        return DeviceStages(topology, rank, device)
-
-    return make_parts(rank, topology, options, config, fabric, local, start)
+    return start_engine(rank, topology, options, config, fabric, start)
 
 
 def _find_slots(config: _core.EngineConfig, options: Options, memory: torch.Tensor) -> Slots:

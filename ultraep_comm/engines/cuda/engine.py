@@ -1,4 +1,4 @@
-"""The CUDA engine of one rank; implements ``Engine``."""
+"""The CUDA engine of one rank."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Counted
 from ultraep_comm.engines.cuda import virtual
-from ultraep_comm.engines.cuda.device import Device
+from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
-from ultraep_comm.engines.cuda.stages import CudaStages
-from ultraep_comm.errors import DeviceError, UnsupportedError
+from ultraep_comm.engines.cuda.stages import CudaStages, raise_typed
+from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
-from ultraep_comm.plan.topology import IntArray
+from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import Binding
 
 P = ParamSpec("P")
@@ -95,24 +95,33 @@ class SharedLauncher:
         )
 
 
-class CudaEngine:
+_OF_CORE = ("failed_epoch", "report", "health", "version")  # as they are
+
+
+class CudaEngine(CudaStages):
     """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
 
     def __init__(
         self,
+        device: Device,
+        kernels: Kernels,
+        topology: Topology,
+        rank: int,
         config: _core.EngineConfig,
-        stages: CudaStages,
         shared: SharedLauncher,
         peers: Peers | None = None,
+        *,
+        num_segments: int,
     ) -> None:
-        peers = peers or Peers()
-        self._stages = stages
+        super().__init__(device, kernels, topology, rank, num_segments=num_segments)
+        self.start(config, shared, peers or Peers())
+
+    def start(self, config: _core.EngineConfig, shared: SharedLauncher, peers: Peers) -> None:
+        """Create the core's engine, in the memory of ``config``."""
         self._shared = shared
         self.plans_at_once = shared.plans
-        self._device = shared.device
         self._current_stream = shared.device.current_stream
         self._peers = peers
-        self._num_slots = config.slots_per_rank
         self._tables: list[torch.Tensor] = []  # of regions
         self._engine = _translated(
             _core.CudaEngine,
@@ -122,14 +131,8 @@ class CudaEngine:
             pes=list(peers.pes),
             staging=0 if peers.staging is None else peers.staging.data_ptr(),
         )
-        self.check = self._engine.check
-        self.accepts = self._engine.accepts
-        self.fits = self._engine.fits
-        self.has_shape = self._engine.has_shape
-        self.failed_epoch = self._engine.failed_epoch
-        self.report = self._engine.report
-        self.bad_id = self._engine.bad_id
-        self.version = self._engine.version
+        for name in _OF_CORE:
+            setattr(self, name, getattr(self._engine, name))
 
     def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Register main weights that peers can address; return the region's index."""
@@ -141,7 +144,7 @@ class CudaEngine:
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
     ) -> SharedRegion:
         """Return new memory in which slots appear once more; peers cannot address it."""
-        return virtual.show_again(self._device, num_bytes, places)
+        return virtual.map_alias(self._device, num_bytes, places)
 
     def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or a reduction on the current stream, or ordered after it.
@@ -157,76 +160,51 @@ class CudaEngine:
 
     def residents(self, bank: int) -> IntArray:
         """Return int32 ``[G, S]``, what the slots of a bank hold; see `Engine`."""
-        try:
-            return self._engine.residents(bank, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        return _translated(self._engine.residents, bank, self._current_stream())
 
     def bank_table(self, bank: int) -> int:
-        """Return the address of what the slots of a bank hold; see `Engine`."""
-        try:
-            return self._engine.bank_table(bank, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
-
-    def reader(self, bank: int) -> int:
-        """Return 0: :meth:`invalidate` follows the calls so far on the device."""
-        return 0
-
-    def slots_to_fill(self) -> None:
-        """Return None: the device finds out."""
+        """Return the address of what the slots of a bank hold."""
+        return _translated(self._engine.bank_table, bank, self._current_stream())
 
     def invalidate(self, bank: int) -> None:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
-        try:
-            self._engine.invalidate(bank, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        _translated(self._engine.invalidate, bank, self._current_stream())
 
     def gather(self, counted: Counted, load: torch.Tensor) -> int:
         """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
-        try:
-            return self._engine.gather(
-                counted.values.data_ptr(),
-                counted.values.numel(),
-                counted.id_bytes,
-                load.data_ptr(),
-                self._current_stream(),
-            )
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        return _translated(
+            self._engine.gather,
+            counted.values.data_ptr(),
+            counted.values.numel(),
+            counted.id_bytes,
+            load.data_ptr(),
+            self._current_stream(),
+        )
 
     def gather_and_plan(
         self, counted: Counted, load: torch.Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
         """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
-        memory, plan = self._stages.plan_memory(load)
-        try:
-            epoch = self._engine.gather_and_plan(
-                counted.values.data_ptr(),
-                counted.values.numel(),
-                counted.id_bytes,
-                load.data_ptr(),
-                memory.data_ptr(),
-                self._stages.core,
-                target_ppm,
-                costs,
-                self._current_stream(),
-            )
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        memory, plan = self.plan_memory(load)
+        epoch = _translated(
+            self._engine.gather_and_plan,
+            counted.values.data_ptr(),
+            counted.values.numel(),
+            counted.id_bytes,
+            load.data_ptr(),
+            memory.data_ptr(),
+            self._stages,
+            target_ppm,
+            costs,
+            self._current_stream(),
+        )
         return epoch, plan, (counted.values, load, memory)
 
-    def wait(self, epoch: int) -> bool:
-        """Make the current stream wait for a call; False if the call is known to have failed."""
+    def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
+        """Make the current stream wait; False if the call is known to have failed."""
         try:
-            return self._engine.wait(epoch, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
-
-    def wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        """Make the current stream wait for some slots; False: the call is known to have failed."""
-        try:
+            if slots is None:
+                return self._engine.wait(epoch, self._current_stream())
             return self._engine.wait_slots(epoch, slots, self._current_stream())
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
@@ -234,12 +212,10 @@ class CudaEngine:
     def ready(self, bank: int) -> torch.Tensor:
         """Return int64 ``[S]`` on the device, the words of ready.cuh; a view."""
         memory = self._shared.memory
-        words = memory.narrow(0, self._engine.ready(bank) - memory.data_ptr(), 8 * self._num_slots)
+        words = memory.narrow(
+            0, self._engine.ready(bank) - memory.data_ptr(), 8 * self.topology.slots_per_rank
+        )
         return words.view(torch.int64)
-
-    def slot_ready(self, epoch: int, slot: int) -> bool:
-        """Return whether the whole call has finished."""
-        return self.is_completed(epoch)
 
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished; False if it has failed."""
@@ -250,21 +226,7 @@ class CudaEngine:
         try:
             return self._engine.is_completed(epoch)
         except _core.DriverError as error:
-            _raise_typed(error)
-
-    def finished_at(self, epoch: int) -> int:
-        """Return 0: the host does not see when a call finishes."""
-        return 0
-
-    def damage(self) -> NoReturn:
-        """Raise UnsupportedError: transfers on a device are not checked."""
-        raise UnsupportedError("the CUDA engine does not check transfers")
-
-    def last_words(self) -> None:
-        """Return None: the records are in device memory, and the device may be busy for ever."""
-
-    completed = None  # known to the device only
-    waits = None  # not measured in kernels
+            raise_typed(error)
 
     def reject(self) -> None:
         """Take an epoch and tell the peers that this rank rejected its input."""
@@ -284,11 +246,6 @@ class CudaEngine:
         return self._engine.epoch
 
     @property
-    def calls(self) -> tuple[int, int, int, int]:
-        """Return the numbers of transfers, reductions, gathers and rejected calls, not captured."""
-        return self._engine.calls
-
-    @property
     def launch_counts(self) -> tuple[int, int]:
         """Return the numbers of kernels and of copies to the device, for all of its ranks."""
         return self._shared.launcher.counts
@@ -302,14 +259,11 @@ class CudaEngine:
 def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         return function(*args, **kwargs)
-    except _core.DriverError as error:
+    except (_core.DriverError, _core.CaptureError) as error:
         _raise_typed(error)
 
 
 def _raise_typed(error: Exception) -> NoReturn:
     if isinstance(error, _core.CaptureError):
         raise UnsupportedError(str(error)) from error
-    raise DeviceError(
-        f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
-        " the process"
-    ) from error
+    raise_typed(error)

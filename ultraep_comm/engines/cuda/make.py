@@ -1,4 +1,4 @@
-"""Creates the parts of groups on the CUDA engine."""
+"""Creates the CUDA engines of groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
-from ultraep_comm.engines.base import Parts, make_parts
+from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
@@ -23,7 +23,6 @@ from ultraep_comm.engines.cuda.kernels import (
     load_kernels,
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
-from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
 from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
@@ -115,14 +114,14 @@ def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> I
         yield Way(engine_name, fabric_name, found, missing)
 
 
-def make_group_parts(
+def make_group_engine(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
-) -> tuple[Parts | None, str]:
-    """Create one rank's parts over the first fabric that all ranks have. Collective.
+) -> tuple[CudaEngine | None, str]:
+    """Create one rank's engine over the first fabric that all ranks have. Collective.
 
     Returns:
-        The parts; None on every rank if there is no such fabric, and other engines are allowed. And
-        why there are none.
+        The engine; None on every rank if there is no such fabric, and other engines are allowed.
+        And why there is none.
 
     Raises:
         InvalidArgumentError: this rank's device cannot satisfy an argument.
@@ -146,7 +145,7 @@ def make_group_parts(
         lacking = [rank for rank, answer in enumerate(answers) if answer.error]
         if not lacking:
             options.refuse_check("CUDA")  # on all ranks alike
-            make = make_nvshmem_parts if name == "nvshmem" else make_torch_parts
+            make = make_nvshmem_engine if name == "nvshmem" else make_torch_engine
             try:
                 return make(meeting, options, topology, given_domains, way.found), ""
             except OtherPesError as error:  # on all ranks alike, and before any allocation
@@ -182,14 +181,14 @@ def _reasons(reasons: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"fabric {' and '.join(names)}: {why}" for why, names in reasons.items())
 
 
-def make_nvshmem_parts(
+def make_nvshmem_engine(
     meeting: Meeting,
     options: Options,
     topology: Topology,
     given_domains: bool,
     found: tuple[Device, Runtime, Kernels],
-) -> Parts:
-    """Create one rank's parts over NVSHMEM. Collective; arguments have been checked on every rank.
+) -> CudaEngine:
+    """Create one rank's engine over NVSHMEM. Collective; arguments have been checked on every rank.
 
     Raises:
         InvalidArgumentError, UnsupportedError: this rank's device cannot satisfy an argument.
@@ -248,14 +247,14 @@ def make_nvshmem_parts(
         raise
 
 
-def make_torch_parts(
+def make_torch_engine(
     meeting: Meeting,
     options: Options,
     topology: Topology,
     given_domains: bool,
     found: tuple[Device, SymmetricMemory, Kernels],
-) -> Parts:
-    """Create one rank's parts over torch's symmetric memory; see :func:`make_nvshmem_parts`.
+) -> CudaEngine:
+    """Create one rank's engine over torch's symmetric memory; see :func:`make_nvshmem_engine`.
 
     Raises:
         UnsupportedError: also if a rank has no load/store access to another.
@@ -323,8 +322,8 @@ def _make_one(
     num_sms: int,
     peers: Peers,
     exchange_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Parts:
-    """Create this rank's parts, or raise on every rank."""
+) -> CudaEngine:
+    """Create this rank's engine, or raise on every rank."""
     device, _, kernels = found
     far, adds = bool(peers.far), bool(options.grads)
     shared = _attempt(
@@ -340,20 +339,16 @@ def _make_one(
         ),
     )
 
-    def make_engine(config: _core.EngineConfig, stages: CudaStages) -> CudaEngine:
-        return CudaEngine(config, stages, shared, peers)
-
-    stages = _stages(device, kernels, topology, meeting.rank, options)
-    parts, error = None, None
+    start = partial(_start, device, kernels, topology, meeting.rank, options, shared, peers)
+    engine, error = None, None
     try:
-        parts = make_parts(
+        engine = start_engine(
             meeting.rank,
             topology,
             options,
             config,
             fabric,
-            stages,
-            make_engine,
+            start,
             exchange_counts=exchange_counts,
         )
     except Exception as refused:
@@ -362,12 +357,12 @@ def _make_one(
     try:
         meeting.agree(error, last=True)
     except BaseException:
-        if parts is not None:
-            parts.engine.close()
+        if engine is not None:
+            engine.close()
             fabric.close()
         raise
-    assert parts is not None
-    return parts
+    assert engine is not None
+    return engine
 
 
 def _attempt(meeting: Meeting, action: Callable[[], T]) -> T:
@@ -381,17 +376,24 @@ def _attempt(meeting: Meeting, action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _stages(
-    device: Device, kernels: Kernels, topology: Topology, rank: int, options: Options
-) -> Callable[[], CudaStages]:
+def _start(
+    device: Device,
+    kernels: Kernels,
+    topology: Topology,
+    rank: int,
+    options: Options,
+    shared: SharedLauncher,
+    peers: Peers | None,
+    config: _core.EngineConfig,
+) -> CudaEngine:
     count = len(options.segments)
-    return partial(CudaStages, device, kernels, topology, rank, num_segments=count)
+    return CudaEngine(device, kernels, topology, rank, config, shared, peers, num_segments=count)
 
 
-def make_loopback_parts(
+def make_loopback_engines(
     options: Options, topology: Topology, device: Device, kernels: Kernels
-) -> list[Parts]:
-    """Create the parts of all ranks in this process, on one device.
+) -> list[CudaEngine]:
+    """Create the engines of all ranks in this process, on one device.
 
     Raises:
         InvalidArgumentError, UnsupportedError: the device cannot satisfy an argument.
@@ -431,14 +433,13 @@ def make_loopback_parts(
 
     memory = LoopbackMemory(num_ranks, allocate_for_rank)
     return [
-        make_parts(
+        start_engine(
             rank,
             topology,
             options,
             config,
             LoopbackFabric(memory, rank),
-            _stages(device, kernels, topology, rank, options),
-            lambda config, stages: CudaEngine(config, stages, shared),
+            partial(_start, device, kernels, topology, rank, options, shared, None),
         )
         for rank, config in enumerate(configs)
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ultraep_comm.engines.base import too_many_rows
 from ultraep_comm.engines.cuda.device import Device
-from ultraep_comm.engines.host import too_many_rows
 
 
 class Overruns:

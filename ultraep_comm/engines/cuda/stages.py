@@ -13,17 +13,16 @@ from typing import Any, NoReturn
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Form, count_in_torch
+from ultraep_comm.engines.base import Counted, Engine, Form, Movable, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
 from ultraep_comm.engines.cuda.tables import put_addresses
-from ultraep_comm.engines.host import HostStages, find_ends
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
-from ultraep_comm.plan.topology import IntArray, Topology
+from ultraep_comm.plan.topology import Topology
 
 MAX_CAPTURED_SAVES = 4096  # of a group at a time
 MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
@@ -31,7 +30,7 @@ ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
 Tensor = torch.Tensor
 
 
-class CudaStages(HostStages):
+class CudaStages(Engine):
     """Launches the stages in order on the current stream; see src/cuda/stages.hpp.
 
     Tensors on the CPU are planned and rerouted there, as by the host engine. A launch that the
@@ -101,13 +100,13 @@ class CudaStages(HostStages):
         self._reserve(MIN_RUNS, "")
 
     @property
-    def launch_counts(self) -> tuple[int, int]:
-        """Return the numbers of kernels launched and of copies to the device so far."""
+    def stage_launches(self) -> tuple[int, int]:
+        """Return the numbers of the stages' kernels and copies to the device so far."""
         return self._stages.counts
 
-    # ---- placement ------------------------------------------------------------------------
+    # ---- devices --------------------------------------------------------------------------
 
-    def holds(self, value: object) -> bool:
+    def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
         return isinstance(tensor, Tensor) and self._device.holds(tensor)
@@ -121,32 +120,18 @@ class CudaStages(HostStages):
         """Wait for the launches so far, before the host reads their results."""
         if self.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: {what} has to be copied between the CPU and the device, which"
+                f"rank {self.rank}: {what} has to be copied between the CPU and the device, which"
                 " cannot be captured into a CUDA graph; pass all tensors of the call on the device"
             )
         self.finish()
 
-    def on_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU.
-
-        Raises:
-            UnsupportedError: it is on the device, and the current stream is being captured.
-        """
-        if self.holds(tensor):
+    def to_host(self, value: Movable, name: str) -> Movable:
+        """Return a tensor or a plan on the CPU; waits for the launches so far."""
+        if self.is_on_device(value):
             self._prepare_copy(name)
-        return tensor.cpu()
-
-    def plan_on_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU; synchronises.
-
-        Raises:
-            UnsupportedError: the plan is on the device, and the current stream is being captured.
-        """
-        if self.holds(plan):
-            self._prepare_copy("the plan")
-        elif not isinstance(plan, Plan) or plan.slot_expert.is_cpu:
-            return plan
-        return plan.cpu()
+        elif not isinstance(value, Tensor | Plan):  # which checks reject
+            return value
+        return value.cpu()
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return a plan where the engine reads it, and whether that is on the device.
@@ -154,10 +139,10 @@ class CudaStages(HostStages):
         Raises:
             UnsupportedError: it has to be copied, and the current stream is being captured.
         """
-        if not self.holds(plan):
-            return self.plan_on_host(plan), False
+        if not self.is_on_device(plan):
+            return self.to_host(plan, "the plan"), False
         most = _core.CUDA_MAX_DEVICE_SEGMENTS
-        if self._topology.slots_per_rank == 0:  # an empty tensor has no address
+        if self.topology.slots_per_rank == 0:  # an empty tensor has no address
             why = "has no slots: there is nothing to capture, leave the call out"
         elif self._num_segments > most:
             why = (
@@ -168,10 +153,10 @@ class CudaStages(HostStages):
             return plan, True
         if self._device.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: {operation} in a capture into a CUDA graph, on a group that"
+                f"rank {self.rank}: {operation} in a capture into a CUDA graph, on a group that"
                 f" {why}"
             )
-        return self.plan_on_host(plan), False
+        return self.to_host(plan, "the plan"), False
 
     def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         """Return a plan of a bank on the device, where the table of what slots hold is.
@@ -180,18 +165,19 @@ class CudaStages(HostStages):
             UnsupportedError: it has to be copied, and the current stream is being captured; or the
                 group has too many segments.
         """
-        if self.holds(plan) or self._topology.slots_per_rank == 0:  # no slots: nothing is moved
-            return plan, self.holds(plan)
+        on_device = self.is_on_device(plan)
+        if on_device or self.topology.slots_per_rank == 0:  # no slots: nothing is moved
+            return plan, on_device
         if self._num_segments > _core.CUDA_MAX_DEVICE_SEGMENTS:
             raise UnsupportedError(
-                f"rank {self._rank}: a plan of bank {plan.bank} on a group with"
+                f"rank {self.rank}: a plan of bank {plan.bank} on a group with"
                 f" {self._num_segments} segments; the CUDA engine has banks for at most"
                 f" {_core.CUDA_MAX_DEVICE_SEGMENTS}: create it with fewer, larger ones, or use"
                 " bank 0 without reuse=True"
             )
         if self.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: a plan of bank {plan.bank} is on the CPU, and the current"
+                f"rank {self.rank}: a plan of bank {plan.bank} is on the CPU, and the current"
                 " stream is being captured into a CUDA graph; pass a plan on the device"
             )
         return self._put_plan(plan), True
@@ -200,11 +186,11 @@ class CudaStages(HostStages):
         """Return a plan on the device, without its load and moves."""
 
         def put(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else self.put(tensor)
+            return None if tensor is None else self.to_device(tensor)
 
         return replace(
             plan,
-            slot_expert=self.put(plan.slot_expert),
+            slot_expert=self.to_device(plan.slot_expert),
             home=self.home,
             slot_quota=put(plan.slot_quota),
             home_quota=put(plan.home_quota),
@@ -213,47 +199,43 @@ class CudaStages(HostStages):
             moves=None,
         )
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device, in stream order, without waiting.
 
         From host memory that is not page-locked the driver copies only once the stream is idle.
         """
         copy = self._device.empty(tensor.shape, tensor.dtype)
-        if self.holds(tensor):
+        if self.is_on_device(tensor):
             return copy.copy_(tensor)
         self._device.upload(copy, tensor.contiguous())
         return copy
-
-    def beside(self, result: Tensor, given: Tensor) -> Tensor:
-        """Return a result on the device of ``given``, copied there if it is on the CPU."""
-        return self.put(result) if self.holds(given) and not self.holds(result) else result
 
     # ---- stages ---------------------------------------------------------------------------
 
     def counts_of(self, routing: Tensor, form: Form) -> Tensor:
         """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing."""
-        if not self.holds(routing):
+        if not self.is_on_device(routing):
             return super().counts_of(routing, form)
         if form == "counts":
             return self._as_counts(routing)
-        return count_in_torch(routing, self._topology.num_experts)
+        return count_in_torch(routing, self.topology.num_experts)
 
     def count(self, routing: Tensor, form: Form) -> Counted:
         """Return contiguous ids on the device, for the engine's kernel to count, or counts."""
-        if not self.holds(routing) and self._device.is_capturing():
+        if not self.is_on_device(routing) and self._device.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: {form} is on the CPU, and the current stream is being"
+                f"rank {self.rank}: {form} is on the CPU, and the current stream is being"
                 " captured into a CUDA graph; pass a tensor on the device"
             )
         if form == "topk_ids":
             values, id_bytes = routing.contiguous(), routing.element_size()
         else:
             values, id_bytes = self.counts_of(routing, form), 0
-        return Counted(values if self.holds(values) else self.put(values), id_bytes)
+        return Counted(values if self.is_on_device(values) else self.to_device(values), id_bytes)
 
     def empty_load(self) -> Tensor:
         """Return uninitialised int32 ``[G, E]`` on the device."""
-        shape = (self._topology.num_ranks, self._topology.num_experts)
+        shape = (self.topology.num_ranks, self.topology.num_experts)
         return self._device.empty(shape, torch.int32)
 
     def plan(
@@ -263,8 +245,7 @@ class CudaStages(HostStages):
         costs: Costs | None,
         *,
         apart: bool = False,
-        residents: IntArray | None = None,
-        bank_table: int = 0,
+        bank: int | None = None,
     ) -> Plan:
         """Launch the plan of a load of valid shape and dtype; see `plan_replicas`.
 
@@ -274,10 +255,11 @@ class CudaStages(HostStages):
         Raises:
             UnsupportedError: the group is too large for the kernel.
         """
-        if not self.holds(load):
-            return super().plan(load, target_ppm, costs, apart=apart, residents=residents)
-        self._check_can_plan(in_bank=bank_table != 0)
-        t = self._topology
+        if not self.is_on_device(load):
+            return super().plan(load, target_ppm, costs, apart=apart, bank=bank)
+        self._check_can_plan(in_bank=bank is not None)
+        table = 0 if bank is None else self.bank_table(bank)
+        t = self.topology
         given = self._as_counts(load)
         slots = (t.num_ranks, t.slots_per_rank)
         shapes: list[tuple[int, ...]] = [slots, slots, (t.num_experts,)]
@@ -288,7 +270,7 @@ class CudaStages(HostStages):
             if apart
             else self._tensors(shapes)
         )
-        moves = None if bank_table == 0 else self._device.empty(slots, torch.bool)
+        moves = None if bank is None else self._device.empty(slots, torch.bool)
         with self._launching():
             self._stages.plan(
                 given.data_ptr(),
@@ -299,31 +281,35 @@ class CudaStages(HostStages):
                 t.num_ranks if load.dim() == 2 else 1,
                 target_ppm,
                 costs,
-                bank_table,
+                table,
                 0 if moves is None else moves.data_ptr(),
                 self._device.current_stream(),
             )
         self._device.keep([given])
         return Plan(
             slot_expert=slot_expert,
-            home=self.put(self.home) if apart else self.home,
+            home=self.to_device(self.home) if apart else self.home,
             slot_quota=slot_quota,
             home_quota=home_quota,
             load=None if load.dim() == 1 else kept[0] if kept else given,
-            domains=self.put(self.domains) if apart else self.domains,
+            domains=self.to_device(self.domains) if apart else self.domains,
             moves=moves,
         )
+
+    def bank_table(self, bank: int) -> int:
+        """Return the address of what a bank holds from here on in the current stream."""
+        raise NotImplementedError
 
     def _check_can_plan(self, *, in_bank: bool) -> None:
         if (self._bank_plan_warps if in_bank else self.plan_warps) > 0:
             return
         shape = self._shape
         needed = shape.bank_plan_shared_bytes(1) if in_bank else shape.plan_shared_bytes(1)
-        most = most_ranks_planned(self._topology, self._device, in_bank=in_bank)
+        most = most_ranks_planned(self.topology, self._device, in_bank=in_bank)
         options = ", bank=bank, reuse=True" if in_bank else ""
         raise UnsupportedError(
-            f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
-            f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
+            f"rank {self.rank}: a plan for {self.topology.num_experts} experts and"
+            f" {self.topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
             f" device has {self._device.max_shared_bytes}, enough for {most} ranks with as many"
             f" experts and slots each; plan on the CPU:"
             f" plan_replicas(load.cpu(), group=group{options})"
@@ -331,7 +317,7 @@ class CudaStages(HostStages):
 
     def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
         """Return memory for a plan that another kernel writes, and the plan with ``load`` in it."""
-        t = self._topology
+        t = self.topology
         *starts, num_bytes = _core.cuda_plan_offsets(t.num_ranks, t.slots_per_rank, t.num_experts)
         memory = self._device.empty((num_bytes // 4,), torch.int32)
         slots = (t.num_ranks, t.slots_per_rank)
@@ -349,11 +335,6 @@ class CudaStages(HostStages):
         )
         return memory, plan
 
-    @property
-    def core(self) -> _core.CudaStages:
-        """Return the core's stages."""
-        return self._stages
-
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
         """Launch the reroute of ids; see `uec.reroute`. The plan must have load and quotas.
 
@@ -361,8 +342,9 @@ class CudaStages(HostStages):
             UnsupportedError: more working memory is needed during a capture, or the group is too
                 large for the kernel.
         """
-        if not (self.holds(topk_ids) and self.holds(plan)):
-            return super().reroute(topk_ids, plan, source)
+        if not (self.is_on_device(topk_ids) and self.is_on_device(plan)):
+            found = super().reroute(topk_ids, plan, source)
+            return self.to_device(found) if self.is_on_device(topk_ids) else found
         ids = self._dense(topk_ids)
         self._reserve(
             self._shape.runs_of_ids(ids.numel()),
@@ -372,7 +354,7 @@ class CudaStages(HostStages):
         with self._launching():
             self._stages.reroute(
                 *self._addresses(plan),
-                self._rank if source is None else source,
+                self.rank if source is None else source,
                 ids.data_ptr(),
                 out.data_ptr(),
                 ids.numel(),
@@ -390,7 +372,7 @@ class CudaStages(HostStages):
         Raises:
             UnsupportedError: as :meth:`reroute`.
         """
-        if not (self.holds(routing_map) and self.holds(plan)):
+        if not (self.is_on_device(routing_map) and self.is_on_device(plan)):
             return super().reroute_map(routing_map, probs, plan, source)
         differentiable = probs is not None and probs.requires_grad and probs.element_size() > 1
         if differentiable and torch.is_grad_enabled():
@@ -416,7 +398,7 @@ class CudaStages(HostStages):
             The map and probabilities ``[T, G * P]``; with ``with_instances`` also int32 ``[T, E]``,
             the column that each routed entry moved to, -1 where nothing is routed.
         """
-        given, t = self._dense(routing_map), self._topology
+        given, t = self._dense(routing_map), self.topology
         num_tokens = given.shape[0]
         self._reserve(
             self._shape.runs_of_map(num_tokens),
@@ -450,7 +432,7 @@ class CudaStages(HostStages):
         self, grad: Tensor, routing_map: Tensor, plan: Plan, source: int
     ) -> Tensor:
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
-        if not (self.holds(routing_map) and self.holds(plan)):
+        if not (self.is_on_device(routing_map) and self.is_on_device(plan)):
             return super().reroute_gradient(grad, routing_map, plan, source)
         *_, instances = self.move(routing_map, None, plan, source, with_instances=True)
         assert instances is not None
@@ -458,10 +440,10 @@ class CudaStages(HostStages):
 
     def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
         """Return the ends of the rows of this rank's instances, on the device if the plan is."""
-        if not self.holds(slot_quota):
+        if not self.is_on_device(slot_quota):
             return super().instance_offsets(home_quota, slot_quota, pad_to)
         self._device.keep([home_quota, slot_quota])
-        ends = find_ends(home_quota, self._own_mains, slot_quota[self._rank])
+        ends = find_ends(home_quota, self._own_mains, slot_quota[self.rank])
         if not len(ends):
             return ends.int()
         self._overruns.count(ends[-1:], pad_to)
@@ -501,7 +483,7 @@ class CudaStages(HostStages):
         """
         if self.is_capturing() and not self._device.has_graph_pool():
             raise UnsupportedError(
-                f"rank {self._rank}: save in a capture into a CUDA graph that is not one of torch:"
+                f"rank {self.rank}: save in a capture into a CUDA graph that is not one of torch:"
                 " only with torch.cuda.graph does the memory of the plan belong to the graph. Save"
                 " the plan before, or capture with torch.cuda.graph"
             )
@@ -528,32 +510,32 @@ class CudaStages(HostStages):
         }
         if found.load is not kinds.NONE:
             raise InvalidLoadError(
-                f"rank {self._rank}: an earlier plan_replicas on the device got a load with"
+                f"rank {self.rank}: an earlier plan_replicas on the device got a load with"
                 f" {texts[found.load]}; its plan has no replicas and no tokens"
             )
         if found.saved_tag:
             layer, microbatch = (found.saved_tag >> 32) - 1, found.saved_tag & 0xFFFFFFFF
             generation = found.saved_generation
             raise PlanHandleError(
-                f"rank {self._rank}: a CUDA graph was replayed while the plan saved by an earlier"
+                f"rank {self.rank}: a CUDA graph was replayed while the plan saved by an earlier"
                 f" replay, of layer {layer}, microbatch {microbatch} (generation {generation}), was"
                 " still in use: it was neither reduced nor released. That plan was kept, so what"
                 " this replay computed by its own plan is wrong. Replay the graph that reduces"
                 " before this one, or capture one graph for each microbatch in flight",
-                rank=self._rank,
+                rank=self.rank,
                 layer=layer,
                 microbatch=microbatch,
                 generation=generation,
             )
         routing = "routing_map" if found.of_map else "topk_ids"
-        raise_fault(found.reroute, routing, self._rank, self._topology.num_experts)
+        raise_fault(found.reroute, routing, self.rank, self.topology.num_experts)
 
     def finish(self) -> None:
         """Wait for the launches outside captures."""
         with _typed_errors():
             self._stages.await_idle()
 
-    def finish_replays(self) -> None:
+    def synchronize_captured(self) -> None:
         """Wait for the launches outside captures; if any were captured, for the whole device.
 
         The same for counts of overruns, which are torch's launches.
@@ -568,13 +550,13 @@ class CudaStages(HostStages):
         try:
             yield
         except _core.CaptureError as error:
-            raise UnsupportedError(f"rank {self._rank}: {error}") from error
+            raise UnsupportedError(f"rank {self.rank}: {error}") from error
         except _core.DriverError as error:
             if self._device.is_capturing():
                 raise UnsupportedError(
-                    f"rank {self._rank}: the capture into a CUDA graph failed: {error}"
+                    f"rank {self.rank}: the capture into a CUDA graph failed: {error}"
                 ) from error
-            _raise_typed(error)
+            raise_typed(error)
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -584,7 +566,7 @@ class CudaStages(HostStages):
             if not call:
                 return
             raise UnsupportedError(
-                f"rank {self._rank}: rerouting {self._topology.num_experts} experts needs"
+                f"rank {self.rank}: rerouting {self.topology.num_experts} experts needs"
                 f" {self._shape.reroute_shared_bytes} bytes of shared memory, but this device has"
                 f" {self._device.max_shared_bytes}; reroute on the CPU: pass the ids or map on the"
                 " CPU, and plan.cpu()"
@@ -593,7 +575,7 @@ class CudaStages(HostStages):
             return
         if call and self.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: {call} needs more working memory than this group has, which"
+                f"rank {self.rank}: {call} needs more working memory than this group has, which"
                 f" cannot be allocated while a CUDA graph is being captured; call {call} once"
                 " before the capture"
             )
@@ -640,7 +622,7 @@ class CudaStages(HostStages):
         )
 
     def _dense(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_contiguous() else self.put(tensor)
+        return tensor if tensor.is_contiguous() else self.to_device(tensor)
 
 
 class _MoveProbs(torch.autograd.Function):
@@ -679,10 +661,11 @@ def _typed_errors() -> Iterator[None]:
     try:
         yield
     except _core.DriverError as error:
-        _raise_typed(error)
+        raise_typed(error)
 
 
-def _raise_typed(error: Exception) -> NoReturn:
+def raise_typed(error: Exception) -> NoReturn:
+    """Raise a refusal of the driver as DeviceError."""
     raise DeviceError(
         f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
         " the process"

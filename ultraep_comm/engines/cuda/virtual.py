@@ -1,4 +1,4 @@
-"""Virtual memory of a device: slots that appear behind other mains once more.
+"""Virtual memory of a device: slots that are mapped a second time, behind other mains.
 
 ``cuMemMap`` takes an allocation from its beginning only, says the driver's header. So the slots of
 each segment are an allocation of their own, side by side with mains in one range of addresses.
@@ -61,7 +61,7 @@ def _free(device: Device, start: int, num_bytes: int, mapped: list[tuple[int, in
 def allocate(
     device: Device, num_bytes: int, offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return zeroed memory, uint8, that :func:`show_again` can show parts of.
+    """Return zeroed memory, uint8, that :func:`map_alias` can show parts of.
 
     Args:
         device: where it is.
@@ -76,7 +76,7 @@ def allocate(
     return _compose(device, num_bytes, parts)
 
 
-def show_again(device: Device, num_bytes: int, places: Sequence[Place]) -> SharedRegion:
+def map_alias(device: Device, num_bytes: int, places: Sequence[Place]) -> SharedRegion:
     """Return new memory in which other memory of the device appears at some places.
 
     Raises:

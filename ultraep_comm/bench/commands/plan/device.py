@@ -218,7 +218,7 @@ def _measure_plans(
     target_ppm = target_to_ppm(settings.target)
     times, first, wrong = [], 0.0, 0
     for i, case in enumerate(cases):
-        load = stages.put(case.load)
+        load = stages.to_device(case.load)
         plans: list[Plan] = []
         meter.settle()
 
@@ -243,8 +243,8 @@ def _measure_others(
     meter: Meter, stages: CudaStages, group: Group, case: Sourced
 ) -> tuple[float, float, float, float, int]:
     """Return the times of counts, an empty launch, reroutes of padding and of ids; wrong values."""
-    ids, padding = stages.put(case.ids), stages.put(torch.full((1, 1), -1))
-    plan = stages.plan(stages.put(case.load), 1_000_000, None)
+    ids, padding = stages.to_device(case.ids), stages.to_device(torch.full((1, 1), -1))
+    plan = stages.plan(stages.to_device(case.load), 1_000_000, None)
     meter.settle()
     for name in FIELDS:  # use the host's plan, whatever the target
         getattr(plan, name).copy_(getattr(case.plan, name))
@@ -323,10 +323,10 @@ class AllRanks:
         groups, meter = self.ranks.groups, self.ranks.meter
         stages = device_stages(groups[0])
         on_device = Plan(
-            slot_expert=stages.put(plan.slot_expert),
+            slot_expert=stages.to_device(plan.slot_expert),
             home=stages.home,
-            slot_quota=stages.put(plan.slot_quota),  # type: ignore[arg-type]
-            home_quota=stages.put(plan.home_quota),  # type: ignore[arg-type]
+            slot_quota=stages.to_device(plan.slot_quota),  # type: ignore[arg-type]
+            home_quota=stages.to_device(plan.home_quota),  # type: ignore[arg-type]
         )
         times, wrong = [], 0
         for given in (on_device, plan):
@@ -340,7 +340,7 @@ class AllRanks:
             wrong += self.ranks.count_wrong(plan, self._payload, self._epoch)
         at_once_us = None
         if plans_at_once(groups[0]):
-            own = [stages.put(i) for i in ids]
+            own = [stages.to_device(i) for i in ids]
             made: list[Plan] = []
             gather_and_plan_together(groups, own, target)  # allocates, so that it can be captured
             meter.settle()
