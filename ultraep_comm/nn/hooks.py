@@ -104,7 +104,7 @@ class ExpertPass:
         self.calls = PassCalls()
         slots = handle.saved.plan.slot_expert
         self.slot_expert: list[list[int]] | None = (
-            slots.tolist() if slots.device.type == "cpu" else None
+            None if handle.group.session.local.holds(slots) else slots.tolist()
         )
         self.is_empty = self.slot_expert is not None and not any(
             expert >= 0 for row in self.slot_expert for expert in row
@@ -330,13 +330,14 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     if last is handle:
         return True
     mine = handle.saved.plan.slot_expert
-    if mine.device.type == "cpu" and not (mine >= 0).any():
+    on_device = handle.group.session.local.holds(mine)
+    if not on_device and not (mine >= 0).any():
         return True  # no replicas: frameworks may skip the transfer
     if isinstance(last, uec.PlanHandle):
         if last.layer != handle.layer:
             return False
         # On a device, the memory of a handle that has ended may have another plan by now.
-        if not last.is_live and handle.group.session.engine.is_on_device(mine):
+        if not last.is_live and on_device:
             return True
         last = last.saved.plan
     return _find_same(handle, [last.slot_expert]) is not None

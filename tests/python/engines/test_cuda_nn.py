@@ -9,6 +9,21 @@ from emulated_device import EmulatedDevice
 from nn_model import Model
 
 import ultraep_comm as uec
+from ultraep_comm.nn.hooks import ExpertPass
+
+
+def test_a_pass_does_not_read_a_plan_on_the_device(
+    emulated: EmulatedDevice, models: Callable[..., Model]
+) -> None:
+    """Its save may not have run yet: the memory of an empty plan would leave out the calls."""
+    model = models(3, num_ranks=2, num_layers=1, num_microbatches=1, engine="cuda")
+    group, plan = model.groups[0], model.plans[0, 0]
+    with group.save(emulated.put_plan(plan)) as handle, group.save(plan) as on_host:
+        emulated.settle()
+        handle.plan.slot_expert.fill_(-1)
+        run = ExpertPass(handle, {})
+        assert (run.slot_expert, run.is_empty) == (None, False)
+        assert ExpertPass(on_host, {}).slot_expert == plan.slot_expert.tolist()
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["plans on the CPU", "on the device"])
