@@ -25,15 +25,15 @@ FORMAT = 2  # changes with the fields
 ENGINES = ("host", "cuda", "loopback", "c10d")  # loopback: all ranks on one GPU
 Constants = tuple[int, int, int, int, int]
 
-_LEAST_GBPS = 1e-3
+_MIN_GBPS = 1e-3
 MOST = 1e6  # upper bound of every figure, in microseconds or 10^9 bytes per second
 _PS = 1e12
 
 # Published rates of an NVLink one way, in 10^9 bytes per second, by the major compute capability:
 # what NCCL assumes of NVLink 4, and of NVLink 5 the 710 that a rank of an NVL72 rack sends.
-NVLINKS = 18  # of a GPU on a board with NVSwitches
+NVLINKS = 18  # per GPU on a board with NVSwitches
 NVLINK_GBPS = {9: 20.6, 10: 710 / NVLINKS}
-PCIE_GBPS = 50.0  # of 64 of PCIe 5 by its data sheet
+PCIE_GBPS = 50.0  # of the 64 that PCIe 5 has nominally
 
 
 def link_gbps(capability: tuple[int, int], links: Links | None) -> float:
@@ -190,14 +190,14 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
         raise _error(path, f"has a device for {engine!r} that is not a string")
     if not _is_number(entry["ranks"]) or entry["ranks"] != int(entry["ranks"]):
         raise _error(path, f"has {reprlib.repr(entry['ranks'])} ranks for {engine!r}")
-    least = {"ranks": 1, "parallel": 1, "store_gbps": _LEAST_GBPS, "load_gbps": _LEAST_GBPS}
+    lowest = {"ranks": 1, "parallel": 1, "store_gbps": _MIN_GBPS, "load_gbps": _MIN_GBPS}
     for name in names[1:]:
         value = entry[name]
-        if not _is_number(value) or not least.get(name, 0) <= value <= MOST:
+        if not _is_number(value) or not lowest.get(name, 0) <= value <= MOST:
             raise _error(
                 path,
                 f"has {name} = {reprlib.repr(value)} for {engine!r}; expected"
-                f" {least.get(name, 0):g} to {MOST:g}",
+                f" {lowest.get(name, 0):g} to {MOST:g}",
             )
     return MeasuredCosts(**entry)
 

@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
-OUT = object()  # where a call's result goes, in its arguments
-_LENGTH = 96  # of texts
-# Of CUdevice_attribute.
+OUT = object()  # stands for the address of the result in a call's arguments
+_LENGTH = 96  # bytes of a text
+# Values of CUdevice_attribute.
 _MAJOR, _MINOR = 75, 76
 _ATTRIBUTES = {"num_sms": 16, "compute_mode": 20, "cooperative": 95, "mps": 133}
 _LINK_SPEED = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
-_MOST_LINKS = 36
+_MAX_LINKS = 36
 _BY_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 REGISTERED = "completed"
-_FABRIC_STATES = ("", "not started", "in progress", REGISTERED)  # of nvmlGpuFabricState_t
+_FABRIC_STATES = ("", "not started", "in progress", REGISTERED)  # by nvmlGpuFabricState_t
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class Links:
     """What NVML knows of a GPU."""
 
     pci: str  # address
-    mig: bool | None = None  # whether it is divided; None: it cannot be
-    links: tuple[bool, ...] = ()  # for each NVLink, whether it is active
+    mig: bool | None = None  # whether it is partitioned; None: it cannot be
+    links: tuple[bool, ...] = ()  # whether each NVLink is active
     link_mbps: int = 0  # MB/s of an active link in a direction; 0: unknown
-    fabric_state: str = ""  # of its registration in an NVLink fabric; empty: there is none
-    clique: str = ""  # cluster UUID and clique id there; empty: no other machine's GPU is in it
+    fabric_state: str = ""  # state of its registration in an NVLink fabric; empty: no fabric
+    clique: str = ""  # cluster UUID and clique id in it; empty: the fabric is one machine
     nvlink_to: tuple[str, ...] = ()  # addresses of the GPUs that it reaches by NVLink
 
 
@@ -207,13 +207,13 @@ def _open_nvml() -> _Library:
 
 def _read_links(nvml: _Library, pci: str, handle: ctypes.c_void_p) -> Links:
     found: dict[str, Any] = {}
-    # A GPU without the thing asked for answers with an error.
+    # A GPU without this property answers with an error.
     with contextlib.suppress(CallError):
         pending = ctypes.byref(ctypes.c_int())
         found["mig"] = bool(nvml.read("nvmlDeviceGetMigMode", handle, OUT, pending).value)
     active = []
     with contextlib.suppress(CallError):
-        for link in range(_MOST_LINKS):
+        for link in range(_MAX_LINKS):
             active.append(bool(nvml.read("nvmlDeviceGetNvLinkState", handle, link, OUT).value))
     with contextlib.suppress(CallError):
         field = _FieldValue(field=_LINK_SPEED)
@@ -233,7 +233,7 @@ def _read_fabric(info: _FabricInfo) -> dict[str, str]:
     if info.status != 0:
         return {"fabric_state": f"failed (NVML error {info.status})"}
     cluster = bytes(info.cluster)
-    # A machine whose NVSwitches lead to no other one has a cluster of zeros.
+    # A machine whose NVSwitches connect to no other machine has a cluster of zeros.
     clique = f"{UUID(bytes=cluster)} {info.clique}" if any(cluster) else ""
     return {"fabric_state": state, "clique": clique}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from weakref import WeakSet
 
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit status after Ctrl-C
 FAILED = 2
 MAX_JSON_BYTES = 64 << 20  # far more than any file of this library needs
 
@@ -26,7 +26,7 @@ MAX_JSON_BYTES = 64 << 20  # far more than any file of this library needs
 def run_main(module: str) -> int:
     """Run a module's ``main()`` as a program; return its exit status.
 
-    Ctrl-C, also while the module is imported, and a standard output that is full or closed end it
+    Ctrl-C, also during the import, and a standard output that is full or closed end the program
     without a traceback.
     """
     try:
@@ -42,12 +42,12 @@ def run_main(module: str) -> int:
 
 
 def report_output(error: Exception) -> bool:
-    """Print one line if the error is of standard output, which is not written to any more."""
+    """Print one line if writing to standard output failed, and redirect it to /dev/null."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
         return False
-    # Python flushes the buffer at exit, which would fail again.
+    # At exit Python flushes the buffer, which would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     why = f"cannot be written: {error.strerror}"
     why = "was closed by its reader" if error.errno == errno.EPIPE else why
@@ -135,7 +135,7 @@ def _after_fork_in_child() -> None:
     for thing in list(_watched):
         try:
             thing.leave_to_parent()
-        except Exception as error:  # the other objects still have to drop theirs
+        except Exception as error:  # go on: the other objects have to drop theirs
             failed = error
     if failed is not None:
         raise failed
@@ -187,7 +187,7 @@ class Process:
         if not here or not self.namespace == pid_namespace() != 0:
             return False
         found = _state_and_start(self.pid)
-        if found is None:  # gone, or hidden by /proc's mount options: kill tells which
+        if found is None:  # ended, or hidden by /proc's mount options: ask with kill
             try:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
@@ -207,7 +207,7 @@ def _read_boot_id() -> bytes:
         return b""
 
 
-_BOOT_ID = _read_boot_id()  # now, as there may be no file descriptor left later
+_BOOT_ID = _read_boot_id()  # at import: later there may be no file descriptor left
 
 
 def boot_id() -> bytes:

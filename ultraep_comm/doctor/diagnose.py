@@ -11,13 +11,13 @@ from ultraep_comm.driver import REGISTERED
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
-PROHIBITED = 2  # a compute mode
+PROHIBITED = 2  # the compute mode that allows no context
 _FIRST_CUDA = (12, 0)
-FIRST_BINDINGS = (0, 4)  # of nvshmem4py, as in pyproject.toml
+FIRST_BINDINGS = (0, 4)  # the lowest nvshmem4py of pyproject.toml
 _EXTRAS = (12, 13)  # the extras cuda12 and cuda13
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 _CHECK = "nvidia-smi; sudo dmesg | grep -i nvrm"
-_MENDS = {  # of what cuInit answers
+_MENDS = {  # by cuInit's error
     "CUDA_ERROR_SYSTEM_NOT_READY": "sudo systemctl restart nvidia-fabricmanager",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "sudo reboot  # the driver was updated while loaded",
     "CUDA_ERROR_STUB_LIBRARY": "unset LD_LIBRARY_PATH  # it leads to the stubs of a CUDA toolkit",

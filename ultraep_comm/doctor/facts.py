@@ -14,8 +14,8 @@ from ultraep_comm.doctor.probes import ask
 from ultraep_comm.driver import Links
 
 CUDA_PACKAGES = ("cuda-bindings",)  # of the extras cuda12 and cuda13
-NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # one of them
-BINDINGS_NEED = "cuda-core"  # which nothing else here does
+NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # alternatives
+BINDINGS_NEED = "cuda-core"  # a dependency of nvshmem4py alone
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"
 Kind = TypeVar("Kind")
 
@@ -29,12 +29,12 @@ class System:
     platform: str
     pci_gpus: int  # NVIDIA GPUs on the PCI bus, with or without a driver
     packages: dict[str, str]  # installed versions
-    variables: dict[str, str]  # of the environment, that change what a GPU offers
+    variables: dict[str, str]  # environment variables that change what a GPU offers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU that CUDA sees; None where the driver does not tell."""
+    """A GPU that CUDA sees; None where the driver does not report a value."""
 
     name: str
     pci: str  # address
@@ -42,8 +42,8 @@ class Device:
     memory_bytes: int
     num_sms: int | None = None
     compute_mode: int | None = None  # 0: default, 2: prohibited, 3: one process only
-    cooperative: int | None = None  # 1: it takes cooperative launches
-    mps: int | None = None  # 1: contexts on it are shared through MPS
+    cooperative: int | None = None  # 1: it supports cooperative launches
+    mps: int | None = None  # 1: MPS shares its contexts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Driver:
     """libcuda. Like other areas it has an ``error`` if its probe raised, hung or died."""
 
     missing: str = ""  # why there is no libcuda
-    cuda: tuple[int, int] | None = None  # the newest that it runs
-    status: str = ""  # the error that it answers with
+    cuda: tuple[int, int] | None = None  # the newest version that it supports
+    status: str = ""  # the error that cuInit returned
     devices: tuple[Device, ...] = ()
     reaches: tuple[tuple[bool, ...], ...] = ()  # [i][j]: i loads and stores in the memory of j
     error: str = ""
@@ -84,7 +84,7 @@ class Torch:
     version: str = ""  # empty: it is not installed
     cuda: str | None = None  # that it was built with
     folder: str = ""
-    ways: tuple[Way, ...] = ()  # the preferred first
+    ways: tuple[Way, ...] = ()  # in order of preference
     error: str = ""
 
 

@@ -1,7 +1,7 @@
 """What may hang or crash, each in a process of its own: ``python -m ultraep_comm.doctor.probes``.
 
-A probe yields what it finds as it finds it, a line of JSON each, so that it is known even if the
-probe never ends.
+A probe prints each finding at once, as a line of JSON, so that it is known even if the probe never
+ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAP_PROBE_BYTES = 1 << 20
 
 
 def probe_torch() -> Fields:
-    """Import torch, and look for all that ``auto`` may take."""
+    """Import torch, and find what ``auto`` may choose."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def probe_nvshmem() -> Fields:
 def probe_kernels(
     capabilities: list[list[int]], cuda_major: int | None, nvshmem: list[int] | None
 ) -> Fields:
-    """Look at the cubins, and for one for each compute capability."""
+    """Check the cubins, and that there is one for each compute capability."""
     from ultraep_comm import _core
     from ultraep_comm.engines.cuda.kernels import check_info, cubin_folder, find_cubin, read_info
     from ultraep_comm.errors import UnsupportedError
@@ -127,14 +127,14 @@ PROBES: dict[str, Callable[..., Fields]] = {
 def main(name: str, arguments: str) -> None:
     """Run a probe and print what it finds."""
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # libraries print too
+        os.dup2(2, 1)  # keep what libraries print out of the answer
         try:
             for fields in PROBES[name](**json.loads(arguments)):
                 print(json.dumps(fields), file=out, flush=True)
         except Exception as error:
             text = f"raised {type(error).__name__}: {error}"
             print(json.dumps({"error": text}), file=out, flush=True)
-    os._exit(0)  # how libraries come to their end is not the question
+    os._exit(0)  # skip libraries' exit handlers, which may crash
 
 
 # ---- in the doctor's process --------------------------------------------------------------------
@@ -181,10 +181,10 @@ def _answer(
             error = f"was ended by {signal.Signals(-status).name}"
         elif status > 0:
             error = f"ended with status {status}"
-    said = _lines(errors) if error else []
-    found = {"error": "; its last words: ".join([error, *said[-1:]])} if error else {}
+    printed = _lines(errors) if error else []
+    found = {"error": "; it printed: ".join([error, *printed[-1:]])} if error else {}
     for line in _lines(out):
-        with contextlib.suppress(ValueError):  # it was ended while it wrote
+        with contextlib.suppress(ValueError):  # the last line may be cut off
             found |= json.loads(line)
     return found
 
