@@ -104,7 +104,7 @@ class ExpertPass:
         self.calls = PassCalls()
         slots = handle.saved.plan.slot_expert
         self.slot_expert: list[list[int]] | None = (
-            None if handle.group.session.local.holds(slots) else slots.tolist()
+            None if handle.group.session.engine.is_on_device(slots) else slots.tolist()
         )
         self.is_empty = self.slot_expert is not None and not any(
             expert >= 0 for row in self.slot_expert for expert in row
@@ -330,7 +330,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     if last is handle:
         return True
     mine = handle.saved.plan.slot_expert
-    on_device = handle.group.session.local.holds(mine)
+    on_device = handle.group.session.engine.is_on_device(mine)
     if not on_device and not (mine >= 0).any():
         return True  # no replicas: frameworks may skip the transfer
     if isinstance(last, uec.PlanHandle):
