@@ -247,7 +247,8 @@ class Group(Shared):
                 raise
             session.fabric.begin(None)
             region, begins = self._instances.take(index)
-        is_even = len(set(session.layout.num_local_experts)) == 1  # else mains begin at different places
+        # Else the local experts of ranks begin at different places.
+        is_even = len(set(session.layout.num_local_experts)) == 1
         if is_even and region.bases and session.fabric.can_pull:
             session.add_mains(region, begins)
         with torch.inference_mode(False):

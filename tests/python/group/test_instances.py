@@ -417,7 +417,9 @@ def _in_process(
     sizes = [os.fstat(fd).st_blocks * 512 for fd in taken]
     for fd in taken:
         os.close(fd)
-    mains = sum(group.session.layout.max_local_experts * s.nbytes + 2 * 4096 for s in MIXED.values())
+    mains = sum(
+        group.session.layout.max_local_experts * s.nbytes + 2 * 4096 for s in MIXED.values()
+    )
     group.close()
     for bank in (0, 1):
         shown = [own[0]["packed"] for other, own in layers if other == bank]
