@@ -85,7 +85,7 @@ void bind_c10d(nb::module_& m) {
           "last_call", [](Ledger& l, int32_t bank) { return l.banks().last_call(bank); }, "bank"_a)
       .def(
           "invalidate", [](Ledger& l, int32_t bank) { l.banks().invalidate(bank); }, "bank"_a)
-      .def("slots_to_fill",
+      .def("moves",
            [](const Ledger& l) { return slots_to_fill_array(l.topology(), l.slots_to_fill()); });
 }
 

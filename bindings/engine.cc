@@ -204,7 +204,7 @@ void bind_engine(nb::module_& m) {
       .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
       .def("last_call", &Engine::last_call, "bank"_a, nb::call_guard<Unlocked>())
       .def("invalidate", &Engine::invalidate, "bank"_a, nb::call_guard<Unlocked>())
-      .def("slots_to_fill",
+      .def("moves",
            [](const Engine& e) { return slots_to_fill_array(e.topology(), e.slots_to_fill()); })
       .def("reject",
            [](Engine& e) {
