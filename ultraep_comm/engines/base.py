@@ -20,7 +20,7 @@ from ultraep_comm.errors import (
     Words,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
-from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -503,18 +503,18 @@ def check_rows(table: Tensor, rank: int, epoch: int) -> None:
 class ProcessGroupLoads:
     """Exchange over the process group, for ranks that do not all reach each other's memory."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
 
     def exchange(self, counts: Tensor) -> Tensor:
         """Gather the counts of all ranks."""
         try:
-            return self._meeting.gather(counts)
+            return self._rendezvous.gather(counts)
         except BootstrapError as error:
             raise PeerGoneError(
-                f"rank {self._meeting.rank}: gather_load over the process group failed ({error});"
-                " close the group and create a new one",
-                rank=self._meeting.rank,
+                f"rank {self._rendezvous.rank}: gather_load over the process group failed"
+                f" ({error}); close the group and create a new one",
+                rank=self._rendezvous.rank,
                 peer=error.failed_rank,
             ) from error
 

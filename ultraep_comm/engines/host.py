@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -28,9 +29,9 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, show_again
-from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
-from ultraep_comm.fabrics.sockets import Listener, cannot_listen
+from ultraep_comm.fabrics.sockets import Listener
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -339,58 +340,37 @@ def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
 
 
 def make_shm_parts(
-    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> Parts:
     """Create one rank's parts. Collective; arguments have been checked on every rank.
 
     Raises:
-        BootstrapError: ranks disagree, or a rank left or cannot take part.
+        BootstrapError: a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
         UnsupportedError: the domains need another engine.
     """
     num_cores = len(os.sched_getaffinity(0))
-    listener, error, hello = None, None, Hello()
-    try:
-        listener = Listener(meeting.rank)
-        hello = Hello(
-            digest=options.digest(topology, given_domains),
-            machine=machine_id(),
-            token=listener.token,
-            address=listener.address,
-            cost=options.calibration.constants(
-                "host", topology.num_ranks, cost_constants(num_cores)
-            ),
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
+    cost = options.calibration.constants("host", num_ranks, cost_constants(num_cores))
+    with contextlib.closing(Listener(rank)) as listener:
+        records = rendezvous.exchange(
+            {"machine": machine_id(), "address": listener.address, "cost": cost}
         )
-    except OSError as refused:
-        error = cannot_listen(meeting.rank, refused)
-    try:
-        hellos = meeting.exchange(hello, error)
-        assert listener is not None
-        topology = place(topology, hellos, given_domains)
-        fabric = ShmFabric(meeting, listener, hellos)
-    finally:
-        if listener is not None:
-            listener.close()
-
-    ranks_here = sum(h.machine == hellos[meeting.rank].machine for h in hellos)
-    parts = None
-    try:
-        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+        machines = [record["machine"] for record in records]
+        topology = place(topology, machines, given_domains)
+        fabric = ShmFabric(rendezvous, listener, records)
+    with contextlib.ExitStack() as undo:
+        undo.callback(fabric.close)
+        config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
+        ranks_here = machines.count(machines[rank])
         config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
         # The fabric reaches one machine; the process group reaches all.
-        loads = None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting)
-        try:
-            parts = _make_parts(meeting.rank, topology, options, config, fabric, loads)
-        except NoThreadError as no_thread:  # all ranks know of other errors already
-            error = no_thread
-        meeting.agree(error, last=True)
-    except BaseException:
-        if parts is not None:
-            parts.engine.abort()
-            parts.engine.close()
-        fabric.close()
-        raise
-    assert parts is not None
+        loads = None if ranks_here == num_ranks else ProcessGroupLoads(rendezvous)
+        parts = _make_parts(rank, topology, options, config, fabric, loads)
+        undo.callback(parts.engine.close)
+        undo.callback(parts.engine.abort)
+        rendezvous.raise_if_any_failed()
+        undo.pop_all()
     return parts
 
 
@@ -414,34 +394,29 @@ def _make_parts(
     )
 
 
-class NoThreadError(BootstrapError):
-    """The engine's threads could not be started."""
-
-
 def _start_engine(rank: int, config: _core.EngineConfig, _local: LocalStages) -> HostEngine:
     try:
         return HostEngine(config)
     except RuntimeError as error:
-        raise NoThreadError(
+        raise BootstrapError(
             f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
             " limit of processes with ulimit -u, or create the group with a smaller num_sms",
             failed_rank=rank,
         ) from error
 
 
-def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
-    """Check that the ranks agree, and set the domains. Same result or error on every rank."""
-    check_same_arguments(hellos)
-    if unknown := say_unknown(hellos):
+def place(topology: Topology, machines: list[str], given_domains: bool) -> Topology:
+    """Check and set the domains, by the ranks' machines. Same result or error on every rank."""
+    if unknown := say_unknown(machines):
         raise UnsupportedError(
             f"{unknown}, by which the host engine finds the ranks that share memory. Use"
             " engine='c10d'"
         )
-    machines = {machine: i for i, machine in enumerate(dict.fromkeys(h.machine for h in hellos))}
-    machine = np.array([machines[h.machine] for h in hellos], np.int32)
-    if topology.allow_cross_domain and len(machines) > 1:
+    different = list(dict.fromkeys(machines))
+    machine = np.array([different.index(m) for m in machines], np.int32)
+    if topology.allow_cross_domain and len(different) > 1:
         raise UnsupportedError(
-            f"allow_cross_domain=True over {len(machines)} machines: the host engine reaches only"
+            f"allow_cross_domain=True over {len(different)} machines: the host engine reaches only"
             " the memory of one machine"
         )
     if not given_domains:

@@ -364,7 +364,7 @@ def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
 def _two_machines(rank: int, process_group: Any) -> Any:
     """Pretend that ranks 0 and 1, and ranks 2 and 3, sit on different machines."""
     kept = host.machine_id
-    host.machine_id = lambda: bytes([rank // 2]) * 24  # type: ignore[attr-defined]
+    host.machine_id = lambda: f"machine {rank // 2}"  # type: ignore[attr-defined]
     try:
         group = uec.new_group(
             process_group, num_experts=8, slots_per_rank=1, expert=SMALL, timeout=20.0
