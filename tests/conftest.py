@@ -87,13 +87,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def default_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let groups of this process have an engine where a test names none."""
-    made = uec.new_loopback_groups
+    made = uec.testing.new_loopback_groups
 
     def make(num_ranks: int, **options: Any) -> list[uec.Group]:
         return made(num_ranks, **{"engine": request.param, **options})
 
     if request.param != "host":
-        monkeypatch.setattr(uec, "new_loopback_groups", make)
+        monkeypatch.setattr(uec.testing, "new_loopback_groups", make)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -144,11 +144,11 @@ def models() -> Iterator[Callable[..., Model]]:
 
 @pytest.fixture
 def new_groups() -> Iterator[Callable[..., list[uec.Group]]]:
-    """``uec.new_loopback_groups``, whose groups are aborted and closed after the test."""
+    """``uec.testing.new_loopback_groups``, whose groups are aborted and closed after the test."""
     made: list[uec.Group] = []
 
     def make(num_ranks: int, **options: Any) -> list[uec.Group]:
-        made.extend(groups := uec.new_loopback_groups(num_ranks, **options))
+        made.extend(groups := uec.testing.new_loopback_groups(num_ranks, **options))
         return groups
 
     yield make

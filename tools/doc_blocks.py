@@ -353,7 +353,7 @@ def walk() -> str:
             name = kind if name == "__init__" else f"{kind}.{name}"
         lines.append(f"{'  ' * (len(under_way) - 1) + name:38}{file}\n")
 
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=2, slots_per_rank=1, expert={"w": ((8, 8), torch.float32)}, num_sms=1
     )
     weights = {"w": torch.ones(1, 8, 8)}

@@ -19,22 +19,19 @@ _HOMES = {
     "calls.replicate": ("replicate_experts",),
     "calls.reroute": ("reroute", "reroute_map"),
     "engines.cuda.kernels": ("get_include",),
-    "group.bank": ("Bank",),
-    "group.create": ("new_group", "new_loopback_groups"),
+    "group.create": ("new_group",),
     "group.group": ("Group",),
-    "group.health": ("GroupHealth",),
-    "group.layers": ("LayerGroup", "group_for"),
-    "group.memory": ("GroupMemory", "group_memory"),
+    "group.memory": ("group_memory",),
     "group.saved_plans": ("PlanHandle",),
     "group.work": ("Work",),
-    "plan.certificate": ("PlanCertificate", "verify_plan"),
+    "plan.certificate": ("verify_plan",),
     "plan.forecast": ("LoadForecast",),
     "plan.plan": ("Plan", "PlanCost"),
     "plan.topology": ("slots_for_exact",),
     "recording.recorder": ("Recorder",),
-    "weights.segments": ("BoundWeights", "Segment"),
+    "weights.segments": ("Segment",),
 }
-_PACKAGES = ("adapters", "interop", "model", "nn")
+_PACKAGES = ("adapters", "interop", "model", "nn", "testing")
 
 __version__ = "0.1.0"
 __all__ = sorted([*(name for names in _HOMES.values() for name in names), "errors", "ops"])  # noqa: PLE0605

@@ -3,6 +3,7 @@ from ultraep_comm import errors, ops
 from ultraep_comm import interop as interop
 from ultraep_comm import model as model
 from ultraep_comm import nn as nn
+from ultraep_comm import testing as testing
 from ultraep_comm.calls.gather import gather_and_plan, gather_load
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts
@@ -10,32 +11,23 @@ from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_map
 from ultraep_comm.engines.cuda.kernels import get_include
-from ultraep_comm.group.bank import Bank
-from ultraep_comm.group.create import new_group, new_loopback_groups
+from ultraep_comm.group.create import new_group
 from ultraep_comm.group.group import Group
-from ultraep_comm.group.health import GroupHealth
-from ultraep_comm.group.layers import LayerGroup, group_for
-from ultraep_comm.group.memory import GroupMemory, group_memory
+from ultraep_comm.group.memory import group_memory
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
-from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
+from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan, PlanCost
 from ultraep_comm.plan.topology import slots_for_exact
 from ultraep_comm.recording.recorder import Recorder
-from ultraep_comm.weights.segments import BoundWeights, Segment
+from ultraep_comm.weights.segments import Segment
 
 __version__: str
 __all__ = [
-    "Bank",
-    "BoundWeights",
     "Group",
-    "GroupHealth",
-    "GroupMemory",
-    "LayerGroup",
     "LoadForecast",
     "Plan",
-    "PlanCertificate",
     "PlanCost",
     "PlanHandle",
     "Recorder",
@@ -45,10 +37,8 @@ __all__ = [
     "gather_and_plan",
     "gather_load",
     "get_include",
-    "group_for",
     "group_memory",
     "new_group",
-    "new_loopback_groups",
     "ops",
     "plan_replicas",
     "prefetch_experts",

@@ -198,9 +198,6 @@ class CorruptSlotError(TransferError):
         self.source_changed = source_changed
 
 
-# Short names, as in `except ultraep_comm.errors.PlanMismatch`.
-PlanMismatch = PlanMismatchError
-TransferTimeout = TransferTimeoutError
 # A rank's health record as an engine read it: kind, epoch (0: none), epoch of its abort (0: none),
 # the rank it waited for, the rank that told it to abort (-1: none), process gone, reachable.
 Words: TypeAlias = "tuple[_core.RecordKind, int, int, int, int, bool, bool]"

@@ -20,7 +20,7 @@ from ultraep_comm.calls.plan import plan_apart
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
-from ultraep_comm.calls.traced import TABLE, bank_of
+from ultraep_comm.calls.traced import bank_of
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
@@ -99,7 +99,8 @@ def _plan_of(
     slot_quota: Tensor | None,
     home_quota: Tensor | None,
     load: Tensor | None = None,
-    bank: int | None = None,
+    bank: int = 0,
+    reuse: bool = False,
 ) -> Plan:
     return Plan(
         slot_expert=slot_expert,
@@ -108,6 +109,7 @@ def _plan_of(
         home_quota=home_quota,
         load=load,
         bank=bank,
+        reuse=reuse,
     )
 
 
@@ -220,7 +222,7 @@ def _plan_replicas_in_bank(
     bank: int,
     group: str,
 ) -> tuple[Tensor | None, ...]:
-    plan = plan_apart(load, find_group(group), target, _cost_of(cost), bank)
+    plan = plan_apart(load, find_group(group), target, _cost_of(cost), bank, reuse=True)
     return (
         *(plan.slot_expert, plan.slot_quota, plan.home_quota),
         *(plan.home, plan.domains, plan.moves),
@@ -247,7 +249,7 @@ def _gather_load(
 _WEIGHTS = f"Tensor[] weights, int[] counts, str[] given, {_PLAN}"
 _SLOTS = "Tensor(a!)[] slots, str[] names, Tensor(b!) order"
 # Versions grow from step to step: as a SymInt, a new one compiles nothing anew.
-_HOW = "str how, int? bank, SymInt? version, int? layer, str group"
+_HOW = "str how, int bank, bool reuse, SymInt? version, int? layer, str group"
 
 
 @_operator(
@@ -273,7 +275,7 @@ def _start_replicate(*arguments: Any) -> Tensor:
 
 
 @_operator(
-    f"wait_replicate_experts(Tensor token, Tensor[] held, Tensor slot_expert, {_SLOTS}, int? bank,"
+    f"wait_replicate_experts(Tensor token, Tensor[] held, Tensor slot_expert, {_SLOTS}, int bank,"
     " str group, bool synchronize) -> ()",
     lambda *_: None,
 )
@@ -284,7 +286,7 @@ def _wait_replicate(
     slots: list[Tensor],
     names: list[str],
     _order: Tensor,
-    bank: int | None,
+    bank: int,
     group_name: str,
     synchronize: bool,
 ) -> None:
@@ -310,18 +312,18 @@ def _transfer_of(
     names: list[str],
     _order: Tensor,
     mode: str,
-    bank: int | None,
+    bank: int,
+    reuse: bool,
     version: int | None,
     layer: int | None,
     group_name: str,
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
     """Return the slots that are copies, the rows that the plan fills, and the call."""
     group = find_group(group_name)
-    weights = _by_name(tensors, counts, given)
     call = partial(
         replicate_experts,
-        tensors[0] if given == [TABLE] else weights,
-        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank),
+        _by_name(tensors, counts, given),
+        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
         segments=names,
@@ -342,7 +344,8 @@ def _by_name(tensors: list[Tensor], counts: list[int], given: list[str]) -> Weig
 
 @_operator(
     f"reduce_expert_grads(Tensor(a!)[] grads, int[] counts, str[] given, {_PLAN},"
-    " Tensor(b!)[] slot_grads, Tensor(c!) order, str how, bool zero, int? bank, str group) -> ()",
+    " Tensor(b!)[] slot_grads, Tensor(c!) order, str how, bool zero, int bank, bool reuse,"
+    " str group) -> ()",
     lambda *_: None,
 )
 def _reduce(
@@ -357,7 +360,8 @@ def _reduce(
     _order: Tensor,
     mode: str,
     zero: bool,
-    bank: int | None,
+    bank: int,
+    reuse: bool,
     group_name: str,
 ) -> None:
     group = find_group(group_name)
@@ -369,7 +373,7 @@ def _reduce(
         own.copy_(copy)
     reduce_expert_grads(
         _by_name(grads, counts, given),
-        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank),
+        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
         zero=zero,
@@ -384,7 +388,7 @@ def _reduce(
 # copied there, the results are copied back, and the group's memory is restored.
 
 
-def _copies_among(slots: list[Tensor], names: list[str], group: Group, bank: int | None) -> Copies:
+def _copies_among(slots: list[Tensor], names: list[str], group: Group, bank: int) -> Copies:
     """Return the slots that are copies, each paired with the group's own."""
     held = bank_of(bank, group).slots
     own = [held[name] for name in names if name in held]

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import GroupKernels
 from ultraep_comm.engines.cuda.make import cost_constants
 from ultraep_comm.engines.cuda.stages import CudaStages
-from ultraep_comm.engines.cuda.tables import WeightTables
+from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.host import HostStages
 from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
@@ -44,7 +45,8 @@ from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import Topology
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 EXPERTS, SLOTS = 256, 2
 EXPERT = {"w13": ((2 * 2048, 3072), torch.bfloat16), "w2": ((3072, 2048), torch.bfloat16)}
@@ -144,6 +146,7 @@ class IdleStages(HostStages):
 
     def __init__(self, device: IdleDevice, topology: Topology, rank: int) -> None:
         super().__init__(topology, rank)
+        self.put_addresses = partial(put_addresses, device)
         self.device = device
 
     def holds(self, value: object) -> bool:
@@ -158,10 +161,6 @@ class IdleStages(HostStages):
     def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         """Return the plan, which is on the device."""
         return plan, True
-
-    def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
-        """Return tables on the device."""
-        return WeightTables(self.device, num_segments, num_mains)
 
 
 def make_group(num_ranks: int, device: IdleDevice) -> Group:
@@ -242,14 +241,14 @@ def measure(
     hold it, so that nothing is moved.
     """
     stacked = make_weights(group)
-    given: dict[str, Weights | BoundWeights] = {
+    given: dict[str, Weights | Binding] = {
         "bound": group.bind(stacked),
         "stacked": stacked,
         "listed": {name: list(tensor) for name, tensor in stacked.items()},
         "device": group.bind(stacked),
         "resident": group.bind(stacked),
     }
-    held = replace(put_plan(plans[0], device), bank=0)
+    held = replace(put_plan(plans[0], device), reuse=True)
     on_device = itertools.cycle([put_plan(plan, device) for plan in plans])
     rows = list(itertools.product(given, (False, True)))
     times = np.zeros((len(rows), iters))

@@ -74,7 +74,7 @@ def replicate(groups: Sequence[uec.Group], weights: Any, plans: Any, mode: str) 
 
 def new_groups(ranks: int, experts: int, slots: int, size: int, num_sms: int) -> list[uec.Group]:
     """Create groups of one segment on the GPU."""
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         ranks,
         num_experts=experts,
         slots_per_rank=slots,

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transfer_ranks import call_all
 
-from ultraep_comm import Plan, Recorder, new_loopback_groups, plan_replicas
+from ultraep_comm import Plan, Recorder, plan_replicas
 from ultraep_comm.plan.topology import Topology
+from ultraep_comm.testing import new_loopback_groups
 
 
 @pytest.mark.benchmark(group="replicate: empty plan")

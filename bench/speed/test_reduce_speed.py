@@ -8,8 +8,9 @@ import pytest
 import torch
 from transfer_ranks import spread_plan
 
-from ultraep_comm import Group, new_loopback_groups, reduce_expert_grads
+from ultraep_comm import Group, reduce_expert_grads
 from ultraep_comm.bench.payload import MAIN, GradPayload, count_different
+from ultraep_comm.testing import new_loopback_groups
 
 G, E, S = 4, 4, 1
 PLAN = spread_plan(G, E, S)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transfer_ranks import EXPERT, SEGMENT_BYTES, call_all, count_wrong, set_epoch, spread_plan
 
-from ultraep_comm import Group, Plan, new_loopback_groups
+from ultraep_comm import Group, Plan
+from ultraep_comm.testing import new_loopback_groups
 
 G, E, S = 4, 4, 2
 ROUNDS = {"64K": 300, "4M": 40}

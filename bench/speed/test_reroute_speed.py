@@ -9,7 +9,8 @@ import pytest
 import torch
 from rack import TOPK, E, G, S
 
-from ultraep_comm import Plan, _core, new_loopback_groups, plan_replicas, reroute_map
+from ultraep_comm import Plan, _core, plan_replicas, reroute_map
+from ultraep_comm.testing import new_loopback_groups
 
 ROUTED = 8192  # tokens of the rank that reroutes
 

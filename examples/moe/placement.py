@@ -97,7 +97,8 @@ class Replicated(AtHome):
         group: uec.Group,
     ) -> None:
         bank = group.bank(layer)
-        plan = uec.plan_replicas(uec.gather_load(topk_ids, group=group), group=group, bank=bank)
+        load = uec.gather_load(topk_ids, group=group)
+        plan = uec.plan_replicas(load, group=group, bank=bank, reuse=True)
         handle = group.save(plan, layer=layer)  # the reduction ends it
         self._transfer = uec.replicate_experts(weights, handle, group=group, async_op=True)
         self._pass = ExpertPass(handle, weights, main_grads=grads)

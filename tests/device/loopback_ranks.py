@@ -119,7 +119,7 @@ class Ranks:
             options["num_sms"] = min(options.get("num_sms") or most, most)
         payload = Payload(len(segments), {name: s.nbytes for name, s in expert.items()})
         self.num_experts, self.num_slots = num_experts, slots
-        self.groups = uec.new_loopback_groups(
+        self.groups = uec.testing.new_loopback_groups(
             num_ranks,
             num_experts=num_experts,
             slots_per_rank=slots,

@@ -108,7 +108,7 @@ def run_reductions(engine: str) -> int:
     calls = 0
     expert = {"w": uec.Segment((65, 128), torch.bfloat16), "b": uec.Segment((7,), torch.float32)}
     for dtype in (torch.float32, torch.bfloat16):
-        groups = uec.new_loopback_groups(
+        groups = uec.testing.new_loopback_groups(
             4,
             num_experts=6,
             slots_per_rank=2,

@@ -137,7 +137,7 @@ def test_a_plan_without_a_bank_leaves_bank_0_empty(engine: str) -> None:
     slots = [[-1, -1], [0, -1], [0, -1]]
     assert replicate(groups, weights, plan_of(slots)) == 2
     assert replicate(groups, weights, plan_of(slots, bank=1)) == 2
-    assert replicate(groups, weights, plan_of(slots, bank=None)) == 2
+    assert replicate(groups, weights, plan_of(slots, reuse=False)) == 2
     assert groups[0].bank(0).residents.tolist() == [[-1, -1]] * 3
     assert groups[0].bank(1).residents.tolist() == slots
     assert replicate(groups, weights, plan_of(slots)) == 2
@@ -153,7 +153,9 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
     load[:, 0] += 900
     for step in range(6):
         load = load + torch.randint(0, 40, load.shape, generator=generator)
-        plans = [uec.plan_replicas(load, group=group, bank=group.bank(1)) for group in groups]
+        plans = [
+            uec.plan_replicas(load, group=group, bank=group.bank(1), reuse=True) for group in groups
+        ]
         plan = plans[0]
         assert plan.bank == 1
         assert plan.moves is not None
@@ -163,7 +165,7 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
         )
         assert torch.equal(apart.slot_expert, plan.slot_expert)
         assert torch.equal(apart.moves, plan.moves)
-        assert apart.bank is None
+        assert not apart.reuse
         from_empty = uec.plan_replicas(load, group=groups[0])
         assert plan.imbalance <= max(1.01, from_empty.imbalance)
         if step == 0:
@@ -177,7 +179,7 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
 
 def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
     """What a slot keeps for later is neither added up nor cleared."""
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         3,
         num_experts=3,
         slots_per_rank=1,
@@ -199,6 +201,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
             slot_quota=torch.tensor([[0], [5], [0]]),
             home_quota=torch.tensor([5, 0, 0]),
             bank=index,
+            reuse=True,
         )
         mains = [{"w": torch.full((1, 4), 100.0)} for _ in groups]
         synchronize_all(start_all(groups, mains, plan, call=uec.reduce_expert_grads))
@@ -215,7 +218,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
 
 def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) -> uec.Plan:
     plan = put_plan(group, plan_of(slots))
-    return replace(plan, home=group.session.local.home, bank=bank)
+    return replace(plan, home=group.session.local.home, bank=bank, reuse=True)
 
 
 def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
@@ -232,7 +235,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
                 group.bank(1).invalidate()
         hold(streams)
         plans = [
-            uec.plan_replicas(group.session.local.put(load), group=group, bank=1)
+            uec.plan_replicas(group.session.local.put(load), group=group, bank=1, reuse=True)
             for group in groups
         ]
         works = start_all(groups, weights, plans)
@@ -251,11 +254,11 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     assert still == 2
     load[1, 2] = -1
     group = groups[0]
-    plan = uec.plan_replicas(group.session.local.put(load), group=group, bank=1)
+    plan = uec.plan_replicas(group.session.local.put(load), group=group, bank=1, reuse=True)
     device.find_device().settle()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
-        uec.plan_replicas(load, group=group, bank=1)
+        uec.plan_replicas(load, group=group, bank=1, reuse=True)
     close_all(groups)
 
 
@@ -269,7 +272,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
     plans: dict[int, uec.Plan] = {}
 
     def calls(rank: int) -> None:
-        plans[rank] = uec.plan_replicas(loads[rank], group=groups[rank], bank=1)
+        plans[rank] = uec.plan_replicas(loads[rank], group=groups[rank], bank=1, reuse=True)
         uec.replicate_experts(bound[rank], plans[rank], group=groups[rank])
 
     device.find_device().settle()

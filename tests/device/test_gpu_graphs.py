@@ -188,18 +188,18 @@ def test_a_rank_alone(streams: str, made: str, forks: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_updates_of_the_weight_table_do_not_wait(streams: str) -> None:
+def test_updates_of_bound_weights_do_not_wait(streams: str) -> None:
     with Layer(streams, "torch", "one stream", 2, 5) as layer:
         homes = [layer.stacked(), layer.stacked()]
-        group, seen = layer.groups[0], []
-        group.update_weight_table(homes[0][0])
+        bound, seen = layer.groups[0].bind(homes[0][0]), []
+        assert bound.table is not None
         layer.finish()
         busy = torch.cuda.Event()
         torch.cuda._sleep(1 << 31)  # about a second
         busy.record()
         for turn in range(8):
-            group.update_weight_table(homes[turn % 2][0])
-            seen.append(group.weight_table.clone())
+            bound.update(homes[turn % 2][0])
+            seen.append(bound.table.clone())
         assert not busy.query()
         layer.finish()
         assert not torch.equal(seen[0], seen[1])
@@ -224,19 +224,19 @@ def test_every_mode(streams: str, made: str, forks: str, mode: str) -> None:
 def test_weights_that_move(streams: str, made: str, forks: str) -> None:
     replays = 60 if streams == "cuda" else 4
     with Layer(streams, made, forks, 4, 9) as layer:
-        tables = [group.weight_table for group in layer.groups]
         homes = [layer.stacked(), layer.shared(), [r.at_odd_offsets(3, 5) for r in layer.ranks]]
 
         def move(turn: int) -> Any:
             weights = homes[turn % len(homes)]
             layer.settle()
-            for group, own in zip(layer.groups, weights, strict=True):
-                group.update_weight_table(own)
+            for own, moved in zip(bound, weights, strict=True):
+                own.update(moved)
             return weights
 
+        bound = layer.bind(homes[0])
         weights: Any = move(0)
-        layer.run(weights, layer.path(tables))
-        found, replay = layer.capture(layer.path(tables))
+        layer.run(weights, layer.path(bound))
+        found, replay = layer.capture(layer.path(bound))
         for turn in range(replays):
             layer.replay(move(turn), found, replay)
         del replay
@@ -369,7 +369,7 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
             (reroute(layer.ids, on_host), errors.UnsupportedError, "topk_ids has to be copied"),
             (reroute(cpu_ids, plan), errors.UnsupportedError, "the plan has to be copied"),
             (reroute(many, plan), errors.UnsupportedError, "more working memory"),
-            (lambda r: layer.groups[r].weight_table, errors.UnsupportedError, "before the capture"),
+            (lambda r: bound[r].update(weights[r]), errors.UnsupportedError, "before the replay"),
         ]
         for call, kind, text in cases:
             outcomes, _ = layer.capture(lambda r, call=call: raised(lambda: call(r)))

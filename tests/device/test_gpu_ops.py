@@ -122,7 +122,7 @@ def test_tensors_of_a_plan_share_no_memory(
     load = place.put(torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape))
     with SchemaCheckMode():
         plan = make_plan(place, load, group)
-    tensors = [load, *(t for t in vars(plan).values() if t is not None)]
+    tensors = [load, *plan.tensors().values()]
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors) == 6
 
 
@@ -134,9 +134,8 @@ def test_plans_do_not_depend_on_what_was_done_to_earlier_ones(place: Place) -> N
     for _ in range(3):
         plan = make_plan(place, place.put(load), group)
         assert_same(plan, expected)
-        for tensor in vars(plan).values():
-            if tensor is not None:
-                tensor.copy_(tensor.flip(0))  # ranks 0 and 1 in each other's place
+        for tensor in plan.tensors().values():
+            tensor.copy_(tensor.flip(0))  # ranks 0 and 1 in each other's place
     again = uec.plan_replicas(place.put(load.sum(0)), group=group)
     place.settle()
     assert_same(again, expected)
@@ -171,7 +170,7 @@ def test_operators_are_what_torch_asks_of_them(place: Place) -> None:
     slots = list(group.slots.values())
     arguments = (
         *(weights, [-1], ["w"], *transferred),
-        *(slots, ["w"], ORDER, "auto", None, None, None, group.name),
+        *(slots, ["w"], ORDER, "auto", 0, False, None, None, group.name),
     )
     opcheck(OPERATORS.replicate_experts.default, arguments)
     opcheck(OPERATORS.start_replicate_experts.default, arguments)

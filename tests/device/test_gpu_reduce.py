@@ -34,7 +34,7 @@ def make_groups(engine: str, num_ranks: int, **options: Any) -> list[uec.Group]:
         most = max(1, EMULATED_SMS // num_ranks)
         options["num_sms"] = min(options.get("num_sms") or 2, most)
     options = {"expert": EXPERT, "slots_per_rank": 2, "timeout": 30.0, **options}
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks, engine="cuda" if engine == "emulated" else engine, **options
     )
 

@@ -61,8 +61,6 @@ class Passes:
         return self.groups[rank].save(self.given, layer=LAYER, microbatch=MICROBATCH)
 
     def capture_save(self) -> tuple[list[uec.PlanHandle], Replay]:
-        for group in self.groups:
-            group.reserve_plans(1)
         return self.capture(self.save)
 
     def capture_passes(self) -> tuple[list[uec.PlanHandle], Replay, Replay]:
@@ -156,9 +154,6 @@ def test_the_next_collective_call_ends_the_group(passes: Passes) -> None:
 
 
 def test_a_captured_release_ends_the_use_of_each_replay(streams: str, passes: Passes) -> None:
-    for group in passes.groups:
-        group.reserve_plans(1)
-
     def evaluate(rank: int) -> uec.PlanHandle:
         with passes.save(rank) as handle:
             return handle
@@ -200,16 +195,16 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
     passes.take_turns(forward, backward, range(2))
 
 
-def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
+def test_a_mark_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
     handles, forward = passes.capture_save()
     passes.run(forward, 1)
-    entries = [handle.saved.entry for handle in handles]
+    marks = [handle.saved.in_use for handle in handles]
     for handle in handles:  # the graph is gone, its last plan was never reduced
         handle.release()
     passes.each(lambda rank: passes.reduce(rank, passes.plan(0)))
     passes._device.settle()
     again, forward, backward = passes.capture_passes()
-    assert all(handle.saved.entry in entries for handle in again)
+    assert [handle.saved.in_use for handle in again] == marks
     passes.take_turns(forward, backward, (2, 3))
     passes.run(forward, 4)
     passes.run(forward, 5)

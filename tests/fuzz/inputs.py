@@ -173,6 +173,7 @@ def recording_arrays() -> dict[str, Any]:
         "slot_quota": np.array([[[0], [3]], [[2], [1]]], i32),
         "home_quota": np.array([[3, 2, 1], [1, 1, 1]], i32),
         "load": np.array([[[6, 1, 1], [0, 1, 0]], [[1, 1, 1], [0, 1, 2]]], i32),
+        "moves": np.array([[[False], [True]], [[True], [True]]]),
     }
 
 

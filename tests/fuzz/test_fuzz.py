@@ -29,7 +29,6 @@ from ultraep_comm.bench.traces import TraceError, open_trace
 from ultraep_comm.calibration import read_calibration
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import MAX_COUNT, Topology
-from ultraep_comm.recording.file import ArrayFile, ArrayFileError
 from ultraep_comm.system import MAX_JSON_BYTES, read_json
 from ultraep_comm.viz.bound import load_results
 from ultraep_comm.viz.cli import main as viz
@@ -173,10 +172,10 @@ def test_traces_with_numbers_beyond_all_bounds(
 
 def test_array_files(tmp_path: Path) -> None:
     for odd in ("/dev/zero", "/dev/null"):
-        with pytest.raises(ArrayFileError, match="not a regular file"):
-            ArrayFile(Path(odd))
+        with pytest.raises(TraceError, match=r"it is not an \.npz file"):
+            open_trace(Path(odd))
     with pytest.raises(IsADirectoryError):
-        ArrayFile(tmp_path)
+        open_trace(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +284,7 @@ LONG = "9" * 5000
         (["plan", "--sizes", f"{LONG}/8/1"], "--sizes"),
         (["plan", "--sizes", "8/99999999999/1"], "--sizes"),
         (["plan", "--engine", "cuda", "--warps", LONG], "--warps"),
-        (["replicate", "--trace", "/dev/zero"], "not a regular file"),
+        (["replicate", "--trace", "/dev/zero"], "not an .npz file"),
         (["show", "/dev/zero"], "more than"),
         (["replicate", "--json", "loop"], "link"),
     ],

@@ -18,6 +18,7 @@ from ranks import (
 )
 
 import ultraep_comm as uec
+from ultraep_comm.group.bank import Bank
 
 E, S = 8, 2
 EXPERT_BYTES = sum(segment.nbytes for segment in MIXED.values())
@@ -31,12 +32,14 @@ def new_groups(num_ranks: int, *, engine: str = "host", **options: Any) -> list[
         options = {"num_sms": EMULATED_SMS // num_ranks, **options}
     options = {"expert": MIXED, "timeout": 30.0, "banks": 2, **options}
     options["engine"] = "cuda" if engine == "emulated" else engine
-    return uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
+    return uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 
-def plan_of(slots: list[list[int]], bank: int | None = 0, **fields: Any) -> uec.Plan:
+def plan_of(
+    slots: list[list[int]], bank: int = 0, *, reuse: bool = True, **fields: Any
+) -> uec.Plan:
     return uec.Plan.from_slots(
-        torch.tensor(slots, dtype=torch.int32), num_experts=E, bank=bank, **fields
+        torch.tensor(slots, dtype=torch.int32), num_experts=E, bank=bank, reuse=reuse, **fields
     )
 
 
@@ -74,7 +77,7 @@ def check_slots(group: uec.Group, held: Held) -> None:
                     assert torch.equal(found, expert_bytes(epoch, expert, index, segment))
 
 
-def check_residents(bank: uec.Bank, rank: int) -> None:
+def check_residents(bank: Bank, rank: int) -> None:
     """Check every byte of what this rank's slots are said to hold, of weights of epoch 0."""
     for slot, expert in enumerate(bank.residents[rank].tolist()):
         for index, (name, segment) in enumerate(MIXED.items()):

@@ -119,6 +119,9 @@ class EmulatedDevice:
     def is_capturing(self) -> bool:
         return bool(self.library.emulated_is_capturing(self.current_stream()))
 
+    def has_graph_pool(self) -> bool:
+        return True
+
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device; the copy is complete."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)

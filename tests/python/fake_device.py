@@ -162,6 +162,9 @@ class FakeDevice:
     def links(self) -> Links | None:
         return self.known_links
 
+    def has_graph_pool(self) -> bool:
+        return False
+
     def is_capturing(self) -> bool:
         return bool(self.capturing)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class Model:
     ) -> None:
         self.draw = torch.Generator().manual_seed(seed)
         self.num_ranks, self.num_experts = num_ranks, num_experts
-        self.groups = uec.new_loopback_groups(
+        self.groups = uec.testing.new_loopback_groups(
             num_ranks,
             num_experts=num_experts,
             slots_per_rank=S,
@@ -71,7 +70,9 @@ class Model:
         calls = [(layer, mb) for layer in range(num_layers) for mb in range(num_microbatches)]
         self.plans = {call: self.plan() for call in calls}
         if banks > 1:
-            self.plans = {call: replace(plan, bank=call[0]) for call, plan in self.plans.items()}
+            self.plans = {
+                call: plan.in_bank(call[0], reuse=True) for call, plan in self.plans.items()
+            }
         self.instances = {
             (rank, *call): self.choose(rank, self.plans[call], num_tokens)
             for rank in range(num_ranks)

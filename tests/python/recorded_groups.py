@@ -22,7 +22,9 @@ W, GRADS = 8 * 4 * 4 + 3, 8 * 4 * 4
 
 def make_groups(**options: Any) -> list[uec.Group]:
     options = {"grads": {"w": torch.float32}, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(G, num_experts=E, slots_per_rank=S, expert=EXPERT, **options)
+    return uec.testing.new_loopback_groups(
+        G, num_experts=E, slots_per_rank=S, expert=EXPERT, **options
+    )
 
 
 def make_recorder(rank: int, topology: Topology, **options: Any) -> Recorder:

@@ -43,7 +43,7 @@ class Case:
             "allow_cross_domain": seed % 8 == 3,
             **options,
         }
-        self.groups = uec.new_loopback_groups(
+        self.groups = uec.testing.new_loopback_groups(
             self.num_ranks,
             num_experts=self.num_experts,
             slots_per_rank=self.slots,

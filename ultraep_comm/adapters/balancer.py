@@ -12,7 +12,7 @@ from ultraep_comm.adapters.seams import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.weights import Mains
-from ultraep_comm.weights.segments import BoundWeights
+from ultraep_comm.weights.binding import Binding
 
 Tensor = torch.Tensor
 
@@ -40,12 +40,12 @@ class Balancer:
     """
 
     def __init__(
-        self, group: uec.Group, weights: Mapping[str, Mains] | BoundWeights, **options: Any
+        self, group: uec.Group, weights: Mapping[str, Mains] | Binding, **options: Any
     ) -> None:
         """Describe a layer.
 
         Args:
-            group: shared by layers whose experts have the same shape; see ``uec.group_for``.
+            group: shared by layers whose experts have the same shape; see ``group_for``.
             weights: this rank's main weights, as for :meth:`Replication.begin`: bound ones for
                 captures into CUDA graphs.
             options: as for :class:`Replication`: ``target``, ``cost``, ``min_tokens``, ``mode``,

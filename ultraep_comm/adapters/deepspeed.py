@@ -16,6 +16,7 @@ from torch import Tensor
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
@@ -86,7 +87,7 @@ def replicate(
     for layer in layers:
         weights = dict(layer.experts.named_parameters())
         is_trained = any(weight.requires_grad for weight in weights.values())
-        group, index = uec.group_for(
+        group, index = group_for(
             layer.ep_group,
             like={name: weight.detach() for name, weight in weights.items()},
             slots_per_rank=slots_per_rank,

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
@@ -102,7 +104,7 @@ def replicate(
         each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
         if any(p.requires_grad for p in each[0].values()):
             options.setdefault("grads", torch.float32)
-        group, index = uec.group_for(
+        group, index = group_for(
             layer.ep_group,
             like={name: [own[name].detach() for own in each] for name in each[0]},
             slots_per_rank=slots_per_rank,
@@ -145,27 +147,8 @@ def _describe(layer: Any) -> tuple[str, Any]:
     return problem, [shapes, seams.name_code(experts.local_experts[0])]
 
 
-class _Instance:
-    """An expert's module with an instance's weights: functional_call in a tenth of its time."""
-
-    def __init__(self, expert: Any, names: Sequence[str]) -> None:
-        self._expert = expert
-        parts = [name.rpartition(".")[::2] for name in names]
-        self.places = [
-            (undocumented(expert.get_submodule(m), "_parameters"), leaf) for m, leaf in parts
-        ]
-        self.weights: Sequence[Tensor] = ()
-
-    def __call__(self, *given: Any) -> Any:
-        own = [module[name] for module, name in self.places]
-        weights, self.weights = self.weights, ()  # they hold the graph
-        try:
-            for (module, name), weight in zip(self.places, weights, strict=True):
-                module[name] = weight
-            return self._expert(*given)
-        finally:
-            for (module, name), weight in zip(self.places, own, strict=True):
-                module[name] = weight
+def _run(expert: Any, weights: dict[str, Tensor], *given: Any) -> Any:
+    return functional_call(expert, weights, given, tie_weights=False)
 
 
 class _Replicas:
@@ -177,9 +160,6 @@ class _Replicas:
         self._modules = [(undocumented(m, "_forward_pre_hooks"), m) for m in every]
         self._seen = seams.contents(local_experts.modules())
         self._names = [name for name, _ in local_experts[0].named_parameters()]
-        local = list(local_experts) + [local_experts[0]] * calls.group.topology.slots_per_rank
-        self.instances = [_Instance(expert, self._names) for expert in local]
-        self._mains = [instance.places for instance in self.instances[: len(local_experts)]]
         self.run: LayerPass | None = None
 
     def _check(self) -> None:
@@ -210,17 +190,20 @@ class _Replicas:
             for hook in hooks.values():
                 if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel."):
                     hook(module)
-        held = zip(*([module[leaf] for module, leaf in own] for own in self._mains), strict=True)
-        weights = dict(zip(self._names, held, strict=True))
+        weights = {n: [e.get_parameter(n) for e in self._experts] for n in self._names}
         self.run = self.calls.begin(weights, routing_map=routing_map, probs=probs)
         return self.run
 
-    def load(self, plan: uec.Plan, mains: dict[str, Any], slots: dict[str, Tensor]) -> None:
-        rank = self.calls.group.rank
+    def instances(
+        self, plan: uec.Plan, mains: dict[str, Any], slots: dict[str, Tensor]
+    ) -> list[Any]:
+        """Return, for each instance, its expert's module with its weights."""
+        group = self.calls.group
+        local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
         by_expert = zip(*(mains[name] for name in self._names), strict=True)
-        by_slot = zip(*(unbind_slots(slots[n], plan, rank) for n in self._names), strict=True)
-        for instance, weights in zip(self.instances, chain(by_expert, by_slot), strict=True):
-            instance.weights = weights
+        by_slot = zip(*(unbind_slots(slots[n], plan, group.rank) for n in self._names), strict=True)
+        weights = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
+        return [functools.partial(_run, *own) for own in zip(local, weights, strict=True)]
 
 
 def _change(layer: Any, calls: Replication) -> None:
@@ -272,8 +255,7 @@ def _experts_class(base: Any) -> Any:
         def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
             replicas = self.replicas
             x, mains, slots = replicas.run.before_experts(x)
-            replicas.load(replicas.run.plan, mains, slots)
-            each = replicas.instances
+            each = replicas.instances(replicas.run.plan, mains, slots)
             s = SimpleNamespace(config=self.config, num_local_experts=len(each), local_experts=each)
             y, bias = base.forward(s, x, tokens_per_expert, probs)
             return replicas.run.after_experts(y), bias

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import ultraep_comm as uec
 from ultraep_comm.adapters.seams import agree, check_unchanged, name_code
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.weights import check_trained
 
@@ -93,7 +94,7 @@ class Options:
         except UnsupportedError as error:
             problem = str(error)
         agree(process_group, [(problem, [sorted(grads), name_code(experts, hooks=hooks)])])
-        group, layer = uec.group_for(
+        group, layer = group_for(
             process_group,
             like=weights,
             slots_per_rank=self.slots_per_rank,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidPlanError, UnsupportedError
+from ultraep_comm.group.layers import group_for
 
 
 def by_name(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -20,7 +21,7 @@ def by_name(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 def group_of_rows(process_group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> uec.Group:
     """Return the group of all layers and models with such tensors, ``[L, ...]`` each; L slots."""
     rows = len(tensors[0])
-    return uec.group_for(
+    return group_for(
         process_group,
         like=by_name(tensors),
         slots_per_rank=rows,

@@ -18,12 +18,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
 from ultraep_comm import env
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.nn import Replication
-from ultraep_comm.system import undocumented
 from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -397,22 +397,12 @@ def run_grouped(
     # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
     num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
     if not num_away:
-        return _run_with(experts, mains, rows, parts[0])
+        output: torch.Tensor = functional_call(experts, mains, (rows, parts[0]))
+        return output
     home, away = rows[:num_home], rows[num_home:]
     return torch.cat(
-        [_run_with(experts, mains, home, parts[0]), _run_with(experts, slots, away, parts[1])]
+        [
+            functional_call(experts, mains, (home, parts[0])),
+            functional_call(experts, slots, (away, parts[1])),
+        ]
     )
-
-
-def _run_with(
-    experts: Any, weights: dict[str, torch.Tensor], *inputs: torch.Tensor
-) -> torch.Tensor:
-    """Call a module with other tensors in its parameters' place."""
-    own: dict[str, Any] = undocumented(experts, "_parameters")
-    given = dict(own)
-    own.update(weights)
-    try:
-        output: torch.Tensor = experts(*inputs)
-    finally:
-        own.update(given)
-    return output

@@ -18,10 +18,11 @@ from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.fabrics.shm import machine_id
-from ultraep_comm.group.create import new_group, new_loopback_groups
+from ultraep_comm.group.create import new_group
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
+from ultraep_comm.testing import new_loopback_groups
 
 TIMED_CALLS = 3  # and one that lines up the ranks: the host blocks if more than 4 are pending
 TILE_BYTES = 32 << 10  # default on a device

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidLoadError
 from ultraep_comm.plan.topology import MAX_COUNT
-from ultraep_comm.recording.file import ArrayFile, ArrayFileError
+from ultraep_comm.recording.file import read_arrays
 
 MAX_LOAD = 2**31 - 1
+_AXES = {"counts_src": 4, "topk": 3}
 Ints = NDArray[np.integer]
 
 
@@ -89,20 +90,13 @@ def open_trace(path: Path) -> Trace:
         TraceError: the file is not as this module describes.
         OSError: it cannot be read.
     """
-    try:
-        with ArrayFile(path) as file:
-            name = next((n for n in ("counts_src", "topk") if n in file.names), None)
-            if name is None:
-                raise TraceError(
-                    f"{path} has the arrays {sorted(file.names)[:20]}; expected 'counts_src'"
-                    " [steps, layers, G, E] or 'topk' [tokens, layers, k]"
-                )
-            array = file.read(name)
-            num_experts = file.read("n_experts") if "n_experts" in file.names else None
-    except ArrayFileError as error:
-        raise TraceError(f"{path} is not an .npz file of plain arrays: {error}") from error
+    names = ("counts_src", "topk", "n_experts")
+    what = "an .npz file with 'counts_src' [steps, layers, G, E] or 'topk' [tokens, layers, k]"
+    arrays = read_arrays(path, names, TraceError, what)
+    name = next((name for name in names if name in arrays), "")
+    array, num_experts = arrays[name], arrays.get("n_experts")
     place = f"{path}: {name}"
-    if array.dtype.kind not in "iu" or array.ndim != {"counts_src": 4, "topk": 3}[name]:
+    if array.dtype.kind not in "iu" or array.ndim != _AXES.get(name):
         raise TraceError(
             f"{place} has shape {array.shape} and dtype {array.dtype}; expected integers"
             " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"

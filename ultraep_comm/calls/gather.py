@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from ultraep_comm.calls.plan import plan_objective, plan_replicas
 from ultraep_comm.engines.base import (
     REJECTED_ROW,
     Form,
-    LoadExchange,
     check_rows,
     count_in_torch,
 )
@@ -69,8 +69,8 @@ def gather_load(
         return traced.gather_load(routing, form, group)
     local = session.local
     session.enter("gather_load")
-    if session.loads is not None and source is None:
-        return _exchange(given, session, session.loads)
+    if session.exchange_counts is not None and source is None:
+        return _exchange(given, session, session.exchange_counts)
     try:
         routing, form = _find_routing(given, session)
         if source is not None:
@@ -126,14 +126,14 @@ def gather_and_plan(
     """
     session = session_of(group)
     given = _Given(topk_ids, routing_map, counts, num_tokens)
-    at_once = source is None and session.loads is None and session.engine.plans_at_once
+    at_once = source is None and session.exchange_counts is None and session.engine.plans_at_once
     objective = None
     if not torch.compiler.is_dynamo_compiling():  # which checks it when the function runs
         try:
             objective = plan_objective(target, cost, group)
         except Exception as error:  # of any type: peers must not wait for this rank
-            if source is None and session.loads is not None:
-                _exchange(given, session, session.loads, error)
+            if source is None and session.exchange_counts is not None:
+                _exchange(given, session, session.exchange_counts, error)
             session.reject(error)
             raise
     if objective is None or not (at_once and any(map(session.local.holds, given))):
@@ -211,7 +211,10 @@ def _count_alone(routing: torch.Tensor, form: Form, source: int, session: Sessio
 
 
 def _exchange(
-    given: _Given, session: Session, loads: LoadExchange, rejected: Exception | None = None
+    given: _Given,
+    session: Session,
+    exchange: Callable[[torch.Tensor], torch.Tensor],
+    rejected: Exception | None = None,
 ) -> torch.Tensor:
     """Exchange loads outside the engine; a rank that rejects its input sends REJECTED_ROW."""
     local, t = session.local, session.topology
@@ -230,7 +233,7 @@ def _exchange(
     except Exception as error:
         rejected = error
     try:
-        table = loads.exchange(counts)
+        table = exchange(counts)
         if rejected is None:
             check_rows(table, session.rank, session.engine.epoch)
     except UltraEPError as error:

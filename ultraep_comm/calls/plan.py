@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def plan_replicas(
     domains: IntsLike | None = None,
     allow_cross_domain: bool = False,
     cost: PlanCost | None = None,
-    bank: Bank | int | None = None,
+    bank: Bank | int = 0,
+    reuse: bool = False,
     residents: torch.Tensor | IntsLike | None = None,
 ) -> Plan:
     """Decide which experts to copy where. Local and pure: equal loads give equal plans.
@@ -47,7 +49,7 @@ def plan_replicas(
     experts that any rank exports or imports; the number of replicas. With ``cost`` it minimises the
     total time instead, over a set of plans from no replicas to the best balanced.
 
-    With a bank, slots keep what they hold: it minimises the imbalance, down to the target; the
+    With ``reuse``, slots keep what they hold: it minimises the imbalance, down to the target; the
     transfer of the *moves*, the slots that have to be written; their number; the instances in use.
     ``Plan.moves`` says which slots they are. A slot whose expert has no tokens keeps it, with a
     quota of 0, until another expert needs the slot.
@@ -65,7 +67,8 @@ def plan_replicas(
         domains: integers ``[G]``; None: a single domain.
         allow_cross_domain: replicas may lie outside their home's domain.
         cost: replaces the target.
-        bank: of the group: plan on top of what it holds. None: slots count as empty.
+        bank: of the group: whose slots are meant.
+        reuse: plan on top of what the bank holds. False: its slots count as empty.
         residents: without a group: integers ``[G, S]``, what slots hold already; -1: nothing.
 
     Raises:
@@ -74,7 +77,7 @@ def plan_replicas(
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range; a
             bank of another group; residents that are no legal plan, or together with ``cost``.
         UnsupportedError: the load is on the device, and the group is too large to plan there; or
-            it is on the CPU, with a bank, and the current stream is being captured.
+            it is on the CPU, with ``reuse``, and the current stream is being captured.
         DeviceError: the CUDA driver refused the launch.
     """
     if group is not None:
@@ -87,15 +90,16 @@ def plan_replicas(
             "plan_replicas was given both a group and a topology (slots_per_rank, num_ranks, home,"
             " domains, allow_cross_domain); expected one of them"
         )
-    if (bank is not None and group is None) or (residents is not None and group is not None):
+    has_bank = reuse or bank != 0
+    if (has_bank and group is None) or (residents is not None and group is not None):
         raise InvalidArgumentError(
-            "plan_replicas needs bank= with a group, and residents= without one"
+            "plan_replicas needs bank= and reuse= with a group, and residents= without one"
         )
     if group is not None and torch.compiler.is_dynamo_compiling():
         index = bank_index(bank, group.session) if isinstance(bank, Bank) else bank
-        return traced.plan_replicas(load, group, target, cost, index)
+        return traced.plan_replicas(load, group, target, cost, index, reuse)
     if group is not None:
-        return _plan(load, group, target, cost, bank=bank)
+        return _plan(load, group, target, cost, bank, reuse)
     _check_load(load, ["cpu"])
     if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
         raise InvalidArgumentError(
@@ -145,13 +149,14 @@ def plan_apart(
     group: Group,
     target: float,
     cost: PlanCost | None,
-    bank: int | None = None,
+    bank: int = 0,
+    reuse: bool = False,
 ) -> Plan:
     """Do :func:`plan_replicas`, but share no memory among the plan's tensors or with the group.
 
     The plan's ``load`` may be the caller's.
     """
-    return _plan(load, group, target, cost, apart=True, bank=bank)
+    return _plan(load, group, target, cost, bank, reuse, apart=True)
 
 
 def _plan(
@@ -159,23 +164,23 @@ def _plan(
     group: Group,
     target: float,
     cost: PlanCost | None,
+    bank: Bank | int,
+    reuse: bool,
     *,
     apart: bool = False,
-    bank: Bank | int | None = None,
 ) -> Plan:
     local = group.session.local
     local.raise_fault()
     _check_load(load, list(dict.fromkeys(["cpu", str(group.device)])), on_device=local.holds(load))
     _check_shape(load, group.topology)
-    if bank is None:
-        return local.plan(load, *plan_objective(target, cost, group), apart=apart)
     index, engine = bank_index(bank, group.session), group.session.engine
-    objective = _objective_on(True, target, cost, group)
-    table = engine.bank_table(index) if local.holds(load) else 0
-    held: dict[str, Any] = (
-        {"bank_table": table} if table else {"residents": engine.residents(index)}
-    )
-    return local.plan(load, *objective, apart=apart, bank=index, **held)
+    objective = _objective_on(reuse, target, cost, group)
+    held: dict[str, Any] = {}
+    if reuse:
+        table = engine.bank_table(index) if local.holds(load) else 0
+        held = {"bank_table": table} if table else {"residents": engine.residents(index)}
+    plan = local.plan(load, *objective, apart=apart, **held)
+    return replace(plan, bank=index, reuse=reuse) if index or reuse else plan
 
 
 def _objective_on(
@@ -183,7 +188,8 @@ def _objective_on(
 ) -> tuple[int, Costs | None]:
     if has_residents and cost is not None:
         raise InvalidArgumentError(
-            "plan_replicas was given a cost and residents, or a bank; expected a target with these"
+            "plan_replicas was given a cost and residents, or reuse=True; expected a target with"
+            " these"
         )
     return plan_objective(target, cost, group)
 

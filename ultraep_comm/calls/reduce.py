@@ -11,7 +11,7 @@ from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.binding import Binding
 from ultraep_comm.weights.segments import Weights
 
 REDUCE_MODES = ("pull", "direct")
@@ -19,7 +19,7 @@ _REDUCE = _core.Operation.REDUCE
 
 
 def reduce_expert_grads(
-    grads: Weights | BoundGrads,
+    grads: Weights | Binding,
     plan: Plan | PlanHandle,
     *,
     group: Group,
@@ -70,7 +70,7 @@ def reduce_expert_grads(
     session = session_of(group)
     if torch.compiler.is_dynamo_compiling():
         plan = plan_of(plan, "reduce_expert_grads", session)
-        grads = grads.grads if isinstance(grads, BoundGrads) else grads
+        grads = grads.tensors if isinstance(grads, Binding) else grads
         return traced.reduce_expert_grads(grads, plan, group, async_op, mode, zero)
 
     call = Call(session, plan, "reduce_expert_grads")
@@ -95,4 +95,5 @@ def reduce_expert_grads(
     except Exception as error:
         call.reject(error)
         raise
-    return call.submit(reduction, bound, session.grads.expert_bytes, async_op, spends=True)
+    _, expert_bytes = session.grads.select(None)
+    return call.submit(reduction, bound, expert_bytes, async_op, spends=True)

@@ -16,13 +16,14 @@ from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import MODES
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 _REPLICATE = _core.Operation.REPLICATE
 
 
 def replicate_experts(
-    weights: Weights | BoundWeights | torch.Tensor,
+    weights: Weights | Binding,
     plan: Plan | PlanHandle,
     *,
     group: Group,
@@ -37,9 +38,11 @@ def replicate_experts(
     When the call has finished, this rank's filled slots are complete, bit for bit; empty slots are
     untouched; no peer reads this rank's main weights any more; its own sends are delivered.
 
-    A plan of a bank is copied into the bank's slots, as far as they do not hold it yet: slots that
-    do are not written to, and may be used throughout the call. Ranks that hold an expert send it as
-    well as its home does. What the bank held of another version, or in other segments, is gone.
+    A plan with ``reuse`` is copied into its bank's slots as far as they do not hold it yet: slots
+    that do are not written to, and may be used throughout the call. Ranks that hold an expert send
+    it as well as its home does. What the bank held of another version, or in other segments, is
+    gone. A plan without is copied as a whole, as after :meth:`Bank.invalidate`, and in bank 0
+    nothing is kept for later calls.
 
     On the CUDA engine the call is stream-ordered: it runs after the work that the current stream
     already has, and work enqueued after ``wait()`` runs after it. Without ``async_op`` it runs on
@@ -48,21 +51,19 @@ def replicate_experts(
 
     A plan on the device of a CUDA group stays there: the kernel checks it, chooses the mode and
     makes the schedule. A fault in it is raised by ``synchronize()`` of the call, or by the next
-    call. Such a call can be captured into a CUDA graph, with weights bound before the capture or
-    with ``group.weight_table``. (In groups of more than 32 segments the plan is copied to the CPU,
-    which synchronises.)
+    call. Such a call can be captured into a CUDA graph, with weights bound before the capture. (In
+    groups of more than 32 segments the plan is copied to the CPU, which synchronises.)
 
     Args:
         weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
-            or what ``group.bind`` returned, or ``group.weight_table``. Not to be changed before the
-            call has finished.
+            or what ``group.bind`` returned. Not to be changed before the call has finished.
         plan: the same on every rank, or the handle that ``group.save`` returned for it. In a CUDA
             graph, every replay reads the plan's memory.
         group: the group.
         async_op: return a :class:`Work` at once; a CUDA group then uses its own stream.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
         segments: names of the segments to transfer; None: all.
-        version: of the main weights, for a plan of a bank: a number that grows whenever they
+        version: of the main weights, for a plan with ``reuse``: a number that grows whenever they
             change, the same on every rank. None: that of the bank; see :meth:`Bank.invalidate`.
         layer: whose weights they are, so that a rank that skips a layer gets a PlanMismatchError
             instead of another layer's weights. None: a handle's layer, or not compared.
@@ -85,14 +86,9 @@ def replicate_experts(
 
     call = Call(session, plan, "replicate_experts", layer)
     try:
-        selection = session.selections.find(segments)
+        indices, expert_bytes = session.weights.select(segments)
         bound = session.weights.bind(weights)
-        session.selections.require(bound, selection)
-        if not (call.on_device or bound.addresses or session.num_mains == 0):
-            raise InvalidWeightsError(
-                f"rank {session.rank}: group.weight_table was given with a plan on the CPU;"
-                " expected a plan on the device, or the weights themselves"
-            )
+        session.weights.require(bound, indices)
         if mode == "pull" and bound.region < 0:
             counts = session.layout.num_mains
             uneven = (
@@ -109,11 +105,11 @@ def replicate_experts(
             operation=_REPLICATE,
             plan=call.view,
             mains=bound.addresses.buffer_info()[0],
-            num_segments=selection.count,
+            num_segments=len(indices),
             mode=find_mode(mode, MODES, session.rank),
             background=async_op,
             tag=call.tag,
-            segments=selection.address,
+            segments=indices.buffer_info()[0],
             region=bound.region,
             on_device=call.on_device,
             own_home=call.plan.home is session.local.home,
@@ -122,14 +118,14 @@ def replicate_experts(
             version=(
                 0
                 if version is None and call.bank < 0
-                else find_version(version, call.bank, session)
+                else find_version(version, call.plan, session)
             ),
             known=address(call.filled) if call.bank >= 0 else 0,
         )
     except Exception as error:
         call.reject(error)
         raise
-    work = call.submit(transfer, bound, selection.nbytes, async_op)
+    work = call.submit(transfer, bound, expert_bytes, async_op)
     # After submit: a call that the engine refused fills nothing.
-    session.filled_by[max(call.bank, 0)] = plan
+    session.filled_by[call.plan.bank] = plan
     return work

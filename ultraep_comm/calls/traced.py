@@ -16,7 +16,8 @@ from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 if TYPE_CHECKING:
     from ultraep_comm.group.bank import Bank
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 # All groups share it, as ranks have to issue calls in one order across groups too. torch's effect
 # tokens do not support operators that mutate arguments, as these mutate slots.
 ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
-TABLE = "group.weight_table"  # takes the place of the segment names
 
 
 def gather_load(routing: torch.Tensor, form: Form, group: Group) -> torch.Tensor:
@@ -42,7 +42,7 @@ def gather_load(routing: torch.Tensor, form: Form, group: Group) -> torch.Tensor
 
 
 def replicate_experts(
-    weights: Weights | BoundWeights | torch.Tensor,
+    weights: Weights | Binding,
     plan: Plan,
     group: Group,
     async_op: bool,
@@ -53,11 +53,7 @@ def replicate_experts(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
-    given: Weights
-    if isinstance(weights, torch.Tensor):  # group.weight_table
-        given = {TABLE: weights}
-    else:
-        given = weights.weights if isinstance(weights, BoundWeights) else weights
+    given = weights.tensors if isinstance(weights, Binding) else weights
     counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
     tensors: list[torch.Tensor] = []
     for value in given.values():
@@ -70,7 +66,7 @@ def replicate_experts(
     plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     arguments: tuple[Any, ...] = (
         *(tensors, counts, list(given), *plan_fields),
-        *(slots, names, order, mode, plan.bank, version, layer, group.name),
+        *(slots, names, order, mode, plan.bank, plan.reuse, version, layer, group.name),
     )
     if not async_op:
         torch.ops.ultraep_comm.replicate_experts(*arguments)
@@ -106,14 +102,15 @@ def reduce_expert_grads(
         mode,
         zero,
         plan.bank,
+        plan.reuse,
         group.name,
     )
     return FinishedWork() if async_op else None
 
 
-def bank_of(index: int | None, group: Group) -> Bank:
+def bank_of(index: int, group: Group) -> Bank:
     """Return the bank that a plan's calls use; the first if they will reject the plan."""
-    return group.banks[index if index is not None and index < len(group.banks) else 0]
+    return group.banks[index if index < len(group.banks) else 0]
 
 
 class FinishedWork(Work):
@@ -155,7 +152,7 @@ class TracedWork(Work):
         slot_expert: torch.Tensor,
         slots: list[torch.Tensor],
         names: list[str],
-        bank: int | None,
+        bank: int,
         mode: str,
         group_name: str,
     ) -> None:
@@ -196,7 +193,12 @@ class TracedWork(Work):
 
 
 def plan_replicas(
-    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, bank: int | None = None
+    load: torch.Tensor,
+    group: Group,
+    target: float,
+    cost: PlanCost | None,
+    bank: int = 0,
+    reuse: bool = False,
 ) -> Plan:
     """Trace :func:`ultraep_comm.plan_replicas` with a group."""
     t = group.topology
@@ -206,12 +208,12 @@ def plan_replicas(
         if cost.expert_bytes is not None:
             costs.append(cost.expert_bytes)
     sizes = (t.num_ranks, t.num_experts, t.slots_per_rank)
-    if bank is None:
-        fields = torch.ops.ultraep_comm.plan_replicas(load, *sizes, target, costs, group.name)
-    else:
+    if reuse:
         fields = torch.ops.ultraep_comm.plan_replicas_in_bank(
             load, *sizes, target, costs, ORDER, bank, group.name
         )
+    else:
+        fields = torch.ops.ultraep_comm.plan_replicas(load, *sizes, target, costs, group.name)
     slot_expert, slot_quota, home_quota, home, domains, *moves = fields
     return Plan(
         slot_expert=slot_expert,
@@ -220,8 +222,9 @@ def plan_replicas(
         home_quota=home_quota,
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=domains,
-        moves=None if bank is None else moves[0],
+        moves=moves[0] if reuse else None,
         bank=bank,
+        reuse=reuse,
     )
 
 

@@ -9,15 +9,14 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.engines.reports import name_call
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
-from ultraep_comm.group.bank import plan_bank
+from ultraep_comm.group.bank import core_bank
 from ultraep_comm.group.checks import check_plan, view_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import MODES
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights
+from ultraep_comm.weights.binding import Binding
 
 _NAMES: dict[_core.Mode | None, str] = {mode: name for name, mode in MODES.items()}
 _NAMES[None] = "auto"
@@ -34,7 +33,7 @@ class Call:
         view: its addresses and shape.
         on_device: a kernel reads it.
         tag: layer and microbatch, which ranks compare besides the plan; 0: neither was given.
-        bank: the plan's; -1: none.
+        bank: the core's number of the plan's bank; -1: bank 0, without reuse.
         filled: the plan's slot_expert on the CPU, if it is known there.
     """
 
@@ -70,11 +69,9 @@ class Call:
         try:
             self.view = check_plan(self.plan, self.on_device, session)
             self._on_host = None if self.on_device else self.plan
-            bank = self.plan.bank
-            self.bank = -1
             self.filled = None if self._on_host is None else self._on_host.slot_expert
-            if bank is not None:
-                self.bank = plan_bank(bank, session)
+            self.bank = core_bank(self.plan, session)
+            if self.bank >= 0:
                 self._enter_bank(session)
         except Exception as error:
             self.reject(error)
@@ -112,7 +109,7 @@ class Call:
     def submit(
         self,
         call: _core.TransferCall,
-        bound: BoundWeights | BoundGrads,
+        bound: Binding,
         expert_bytes: int,
         async_op: bool,
         *,
@@ -133,7 +130,7 @@ class Call:
             on_host = self._on_host
             work = session.submit(
                 epoch,
-                (bound, plan),
+                (bound, bound.tensors, plan),  # before an update, too
                 self._operation,
                 _NAMES[mode],
                 on_host,

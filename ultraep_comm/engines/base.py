@@ -13,19 +13,16 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import (
-    BootstrapError,
     OutOfSharedMemoryError,
-    PeerGoneError,
     PeerRejectedError,
     Words,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
-from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables, BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Segment
+from ultraep_comm.weights.binding import Binding, PutAddresses
+from ultraep_comm.weights.segments import Segment
 
 Tensor = torch.Tensor
 Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
@@ -105,9 +102,7 @@ class Engine(Protocol):
     def has_shape(self, plan: _core.PlanView) -> bool:
         """Return whether a plan is for as many ranks, slots and experts as the group."""
 
-    def transfer(
-        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
-    ) -> tuple[int, _core.Mode | None]:
+    def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).
 
         ``bound``: what it moves; most engines read the addresses in ``call``.
@@ -245,12 +240,14 @@ class LocalStages(Protocol):
     Attributes:
         home: int32 ``[E]``, on the group's device; shared by all plans made there.
         domains: int32 ``[G]``, likewise.
-        lends_entries: whether captured saves use memory that was reserved before the capture.
+        marks: int64, zeroed: one for each plan that graphs save.
+        put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
     """
 
     home: Tensor
     domains: Tensor
-    lends_entries: bool
+    marks: Tensor
+    put_addresses: PutAddresses | None
 
     def holds(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
@@ -332,7 +329,6 @@ class LocalStages(Protocol):
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,
     ) -> Plan:
@@ -359,34 +355,25 @@ class LocalStages(Protocol):
         """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed uint8 memory for saved plans."""
+        """Return uninitialised uint8 memory for a saved plan; in a capture, of its graph.
+
+        Raises:
+            UnsupportedError: the current stream is being captured by another library than torch.
+        """
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
     ) -> None:
         """Copy a plan's tensors, given as pairs (destination, source).
 
-        ``in_use`` (int64, one word) marks an entry that graphs save to; see ``PlanStore``.
+        ``in_use``, one of ``marks``, is that of a captured save; see ``PlanStore``.
         """
-
-    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return address tables on the device; None: there is no device."""
 
     def finish_replays(self) -> None:
         """Wait for launches outside the engine, those of graph replays included."""
 
 
 Local = TypeVar("Local", bound=LocalStages)
-
-
-class LoadExchange(Protocol):
-    """Exchange of loads outside the engine, on one rank. Collective."""
-
-    def exchange(self, counts: Tensor) -> Tensor:
-        """All-gather int32 ``[E]`` into ``[G, E]``."""
-
-    def leave(self) -> None:
-        """Release the resources; no exchange follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +390,7 @@ class Parts:
         memory: its regions; the first has slots, slot gradients and flags.
         engine: executes schedules.
         local: the stages that need no peer.
-        loads: exchanges loads; None: the engine does.
+        exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         check: check mode.
         banks, grad_banks: sets of slots, and of their gradients.
     """
@@ -417,7 +404,7 @@ class Parts:
     memory: list[SharedRegion]
     engine: Engine
     local: LocalStages
-    loads: LoadExchange | None = None
+    exchange_counts: Callable[[Tensor], Tensor] | None = None
     check: bool = False
     banks: int = 1
     grad_banks: int = 1
@@ -432,7 +419,7 @@ def make_parts(
     local: Callable[[], Local],
     engine: Callable[[_core.EngineConfig, Local], Engine],
     *,
-    loads: LoadExchange | None = None,
+    exchange_counts: Callable[[Tensor], Tensor] | None = None,
 ) -> Parts:
     """Allocate one rank's memory, then create its local stages, then its engine."""
     layout = _core.EngineLayout(config)
@@ -459,7 +446,7 @@ def make_parts(
         memory=[region, *checked],
         engine=engine(config, stages),
         local=stages,
-        loads=loads,
+        exchange_counts=exchange_counts,
         check=options.check,
         banks=options.banks,
         grad_banks=options.grad_banks,
@@ -498,25 +485,3 @@ def check_rows(table: Tensor, rank: int, epoch: int) -> None:
             root=peer,
             epoch=epoch,
         )
-
-
-class ProcessGroupLoads:
-    """Exchange over the process group, for ranks that do not all reach each other's memory."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-
-    def exchange(self, counts: Tensor) -> Tensor:
-        """Gather the counts of all ranks."""
-        try:
-            return self._rendezvous.gather(counts)
-        except BootstrapError as error:
-            raise PeerGoneError(
-                f"rank {self._rendezvous.rank}: gather_load over the process group failed"
-                f" ({error}); close the group and create a new one",
-                rank=self._rendezvous.rank,
-                peer=error.failed_rank,
-            ) from error
-
-    def leave(self) -> None:
-        """Do nothing: the caller owns the process group."""

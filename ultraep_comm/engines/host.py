@@ -16,7 +16,6 @@ from ultraep_comm.engines.base import (
     Form,
     LocalStages,
     Parts,
-    ProcessGroupLoads,
     make_parts,
 )
 from ultraep_comm.engines.options import Options
@@ -26,6 +25,7 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
     UnsupportedError,
+    name_ranks,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, show_again
@@ -35,7 +35,7 @@ from ultraep_comm.fabrics.sockets import Listener
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables
+from ultraep_comm.weights.binding import PutAddresses
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
@@ -98,7 +98,8 @@ def check_load_values(load: Tensor) -> None:
 class HostStages:
     """Count, plan and reroute on the CPU; see :class:`LocalStages`."""
 
-    lends_entries = False
+    marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
+    put_addresses: PutAddresses | None = None
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology = topology
@@ -190,7 +191,6 @@ class HostStages:
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,  # of a device
     ) -> Plan:
@@ -226,7 +226,6 @@ class HostStages:
             load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
             domains=domains,
             moves=moves,
-            bank=bank,
         )
 
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
@@ -282,8 +281,8 @@ class HostStages:
     # ---- saved plans ----------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed memory, uint8."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        """Return uninitialised memory, uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
@@ -291,10 +290,6 @@ class HostStages:
         """Copy a plan's tensors, given as pairs (destination, source)."""
         for to, source in fields:
             to.copy_(source)
-
-    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return None: the engine reads addresses on the CPU."""
-        return None
 
     def finish_replays(self) -> None:
         """Do nothing: there are no replays."""
@@ -347,7 +342,7 @@ def make_shm_parts(
     Raises:
         BootstrapError: a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
-        UnsupportedError: the domains need another engine.
+        UnsupportedError: the ranks are on several machines.
     """
     num_cores = len(os.sched_getaffinity(0))
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
@@ -356,17 +351,13 @@ def make_shm_parts(
         records = rendezvous.exchange(
             {"machine": machine_id(), "address": listener.address, "cost": cost}
         )
-        machines = [record["machine"] for record in records]
-        topology = place(topology, machines, given_domains)
+        topology = place(topology, [record["machine"] for record in records], given_domains)
         fabric = ShmFabric(rendezvous, listener, records)
     with contextlib.ExitStack() as undo:
         undo.callback(fabric.close)
         config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
-        ranks_here = machines.count(machines[rank])
-        config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
-        # The fabric reaches one machine; the process group reaches all.
-        loads = None if ranks_here == num_ranks else ProcessGroupLoads(rendezvous)
-        parts = _make_parts(rank, topology, options, config, fabric, loads)
+        config.num_workers = options.num_sms or max(1, min(8, num_cores // num_ranks))
+        parts = _make_parts(rank, topology, options, config, fabric)
         undo.callback(parts.engine.close)
         undo.callback(parts.engine.abort)
         rendezvous.raise_if_any_failed()
@@ -380,7 +371,6 @@ def _make_parts(
     options: Options,
     config: _core.EngineConfig,
     fabric: Fabric,
-    loads: ProcessGroupLoads | None = None,
 ) -> Parts:
     return make_parts(
         rank,
@@ -390,7 +380,6 @@ def _make_parts(
         fabric,
         partial(HostStages, topology, rank),
         partial(_start_engine, rank),
-        loads=loads,
     )
 
 
@@ -406,28 +395,19 @@ def _start_engine(rank: int, config: _core.EngineConfig, _local: LocalStages) ->
 
 
 def place(topology: Topology, machines: list[str], given_domains: bool) -> Topology:
-    """Check and set the domains, by the ranks' machines. Same result or error on every rank."""
+    """Check that the ranks share memory, and set the domains: alike on every rank."""
     if unknown := say_unknown(machines):
         raise UnsupportedError(
             f"{unknown}, by which the host engine finds the ranks that share memory. Use"
             " engine='c10d'"
         )
-    different = list(dict.fromkeys(machines))
-    machine = np.array([different.index(m) for m in machines], np.int32)
-    if topology.allow_cross_domain and len(different) > 1:
+    apart = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
+    if apart:
         raise UnsupportedError(
-            f"allow_cross_domain=True over {len(different)} machines: the host engine reaches only"
-            " the memory of one machine"
+            f"the host engine reaches only the memory of one machine, but rank 0 and"
+            f" {name_ranks(apart)} of {len(machines)} are on different ones. Use engine='c10d'"
         )
-    if not given_domains:
-        return topology.with_domains(machine)
-    for domain in np.unique(topology.domain):
-        if len(np.unique(machine[topology.domain == domain])) > 1:
-            raise UnsupportedError(
-                f"domain {domain} spans several machines; the host engine reaches only the memory"
-                " of one machine. Leave domains=None to detect them"
-            )
-    return topology
+    return topology if given_domains else topology.with_domains(np.zeros(len(machines), np.int32))
 
 
 def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Options:
         expert: ExpertSpec,
         engine: str,
         fabric: str,
-        timeout: float | None,
+        timeout: timedelta | float | None,
         num_sms: int | None,
         tile_bytes: int | None,
         grads: GradSpec = None,
@@ -111,12 +112,15 @@ class Options:
             self.refuse_check({"cuda": "CUDA"}.get(engine, engine))
         self.segments = make_segments(expert)
         self.grads = make_grads(grads, self.segments)
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
         self.timeout = env.timeout() if timeout is None else timeout
         if self.timeout is not None and not (
             isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
         ):
             raise InvalidArgumentError(
-                f"timeout is {self.timeout!r}; expected seconds below 1e9, or 0 for no limit"
+                f"timeout is {self.timeout!r}; expected a timedelta, or seconds below 1e9;"
+                " 0: no limit"
             )
         self.num_sms = env.num_sms() if num_sms is None else as_int(num_sms, "num_sms")
         if self.num_sms is not None and not 1 <= self.num_sms <= 256:

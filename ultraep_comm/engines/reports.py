@@ -258,9 +258,9 @@ def refusal_error(
         )
     if reason == _core.Refusal.WEIGHTS.value:
         return InvalidWeightsError(
-            f"rank {rank}: group.weight_table has no address of segment {names[report.piece]!r} of"
-            f" expert {report.expert}, which the plan replicates; call group.update_weight_table"
-            " first"
+            f"rank {rank}: the table of bound weights has no address of segment"
+            f" {names[report.piece]!r} of expert {report.expert}, which the plan replicates; call"
+            " bound.update(weights) first"
         )
     place = divmod(report.piece, topology.slots_per_rank)
     return placement_error(rank, PlanFault(reason), place, report.expert, topology.num_experts)

@@ -12,6 +12,7 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.session import Session
+from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import as_int
 
 
@@ -132,34 +133,35 @@ def bank_index(bank: Bank | int, session: Session) -> int:
     return index
 
 
-def plan_bank(bank: int, session: Session) -> int:
-    """Return a plan's bank.
+def core_bank(plan: Plan, session: Session) -> int:
+    """Return the core's number of a plan's bank; -1: bank 0, without reuse.
 
     Raises:
         InvalidPlanError: the group has no such bank.
     """
-    if bank >= session.banks:
+    if plan.bank >= session.banks:
         raise InvalidPlanError(
-            f"rank {session.rank}: the plan is for bank {bank}; expected 0 to {session.banks - 1}:"
-            f" the group was created with banks={session.banks}"
+            f"rank {session.rank}: the plan is for bank {plan.bank}; expected 0 to"
+            f" {session.banks - 1}: the group was created with banks={session.banks}"
         )
-    return bank
+    return plan.bank if plan.bank or plan.reuse else -1
 
 
-def find_version(version: int | None, bank: int, session: Session) -> int:
-    """Return the version of the main weights of a call.
+def find_version(version: int | None, plan: Plan, session: Session) -> int:
+    """Return the version of the main weights of a call; without reuse the bank's next one.
 
     Raises:
-        InvalidArgumentError: it is older than the bank's, or is given without a bank.
+        InvalidArgumentError: it is older than the bank's, or is given without reuse.
     """
-    if bank < 0:
-        raise InvalidArgumentError(
-            f"rank {session.rank}: version={version} was given with a plan without a bank, which"
-            " copies everything; plan with bank=, or leave the version out"
-        )
+    bank = plan.bank
     known = session.engine.version(bank)
     if version is None:
-        return known
+        return known + (not plan.reuse)
+    if not plan.reuse:
+        raise InvalidArgumentError(
+            f"rank {session.rank}: version={version} was given with a plan without reuse, which"
+            " copies everything; plan with reuse=True, or leave the version out"
+        )
     number = as_int(version, "version")
     if not known <= number < 2**63:
         raise InvalidArgumentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -40,7 +41,7 @@ def new_group(
     instances: bool = False,
     engine: str = "auto",
     fabric: str = "auto",
-    timeout: float | None = None,
+    timeout: timedelta | float | None = None,
     num_sms: int | None = None,
     tile_bytes: int | None = None,
     check: bool | None = None,
@@ -73,8 +74,8 @@ def new_group(
         fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
             symmetric memory, for ranks that all reach each other by load and store); "none" with
             "c10d"; or "auto": "nvshmem" where every rank has it over these ranks, else "torch".
-        timeout: limit of every wait in seconds; 0: no limit. None: the process group's timeout
-            until every rank of a plan has called, then 30 s.
+        timeout: limit of every wait, a timedelta or seconds; 0: no limit. None: the process
+            group's timeout until every rank of a plan has called, then 30 s.
         num_sms: workers per rank: threads (None: the machine's cores divided by its ranks) or
             blocks on the GPU (None: 64, or 24 in a call with ``async_op=True``; or all
             multiprocessors if there are fewer). Ranks may differ.
@@ -198,7 +199,7 @@ def new_loopback_groups(
     grad_banks: int = 1,
     instances: bool = False,
     engine: str = "host",
-    timeout: float | None = None,
+    timeout: timedelta | float | None = None,
     num_sms: int | None = None,
     tile_bytes: int | None = None,
     check: bool | None = None,

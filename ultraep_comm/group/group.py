@@ -28,8 +28,8 @@ from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import IntsLike, as_int
 from ultraep_comm.recording.recorder import CAPACITY, Recorder
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Segment, Weights, with_own_storage
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Segment, Weights, with_own_storage
 
 
 class Group(Shared):
@@ -129,11 +129,12 @@ class Group(Shared):
 
     # ---- weights --------------------------------------------------------------------------
 
-    def bind(self, weights: Weights | BoundWeights) -> BoundWeights:
+    def bind(self, weights: Weights | Binding) -> Binding:
         """Check main weights and take their addresses, once for repeated calls.
 
         On a CUDA group this also copies the addresses to the device, synchronously; weights that
-        were bound before a capture into a CUDA graph can be used in it.
+        were bound before a capture into a CUDA graph can be used in it. For weights that move, see
+        :meth:`Binding.update`.
 
         Args:
             weights: ``{name: tensor [M, *shape] or sequence of M tensors}``; segments that later
@@ -143,9 +144,9 @@ class Group(Shared):
             InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
                 strides, or bound to another group.
         """
-        return self.session.weights.bind_for_good(weights)
+        return self.session.weights.bind_persistent(weights)
 
-    def bind_grads(self, grads: Weights | BoundGrads) -> BoundGrads:
+    def bind_grads(self, grads: Weights | Binding) -> Binding:
         """Check main gradients and take their addresses, once for repeated reductions.
 
         On a CUDA group this also copies the addresses to the device, synchronously; gradients that
@@ -158,33 +159,7 @@ class Group(Shared):
             InvalidGradientsError: likewise; a segment is missing; rows share memory; or the group
                 was created without ``grads=``.
         """
-        return self.session.grads.bind_for_good(grads)
-
-    @property
-    def weight_table(self) -> torch.Tensor:
-        """Return this rank's table of addresses, to pass in place of weights that move.
-
-        int64 ``[num_segments, M]`` on the device of a CUDA group, initially zero; its own address
-        does not change. A call with it and a plan on the device reads it when its kernel runs, so
-        replays of a graph follow :meth:`update_weight_table`.
-
-        Raises:
-            UnsupportedError: the group uses the host engine, or the first use is in a capture.
-        """
-        return self.session.weights.table
-
-    def update_weight_table(self, weights: Weights | BoundWeights) -> None:
-        """Write the addresses of weights to :attr:`weight_table`, in the current stream's order.
-
-        Args:
-            weights: as for :meth:`bind`; not to be freed before the calls that use them have
-                finished. Addresses of segments that are left out become 0.
-
-        Raises:
-            InvalidWeightsError: as :meth:`bind`.
-            UnsupportedError: as :attr:`weight_table`, and during a capture.
-        """
-        self.session.weights.update_table(weights)
+        return self.session.grads.bind_persistent(grads)
 
     def empty_weights(self) -> dict[str, torch.Tensor]:
         """Allocate main weights that peers can address, as ``pull`` needs. Collective.
@@ -315,7 +290,7 @@ class Group(Shared):
             )
 
     def expert_pointers(
-        self, weights: Weights | BoundWeights, *, bank: Bank | int = 0
+        self, weights: Weights | Binding, *, bank: Bank | int = 0
     ) -> dict[str, torch.Tensor]:
         """Return addresses for grouped GEMMs: ``{name: int64 [M + S]}``, mains first, then slots.
 
@@ -331,10 +306,10 @@ class Group(Shared):
         session = self.session
         session.refuse_capture("expert_pointers()")
         first = bank_index(bank, session) * len(self.segments)
-        bound, mains = session.weights.addresses_of(weights), self.num_mains
+        bound, mains = session.weights.bind(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
-            if name not in bound.names:
+            if name not in bound.tensors:
                 continue
             base = session.memory[0].bases[self.rank] + session.layout.slot_offset[first + i]
             slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
@@ -402,7 +377,7 @@ class Group(Shared):
         """Save a plan for later calls of a layer and microbatch. Local.
 
         The group copies the plan, in the current stream's order; the caller may then reuse its
-        memory. On the device of a CUDA group a save can be captured into a CUDA graph: its entry
+        memory. On the device of a CUDA group a save can be captured by torch.cuda.graph: its memory
         belongs to the graph, and every replay saves the plan's current contents. A replay does not
         overwrite a plan whose reduction or captured release has not run: the old plan stays, and
         the next call on the group raises PlanHandleError.
@@ -417,8 +392,8 @@ class Group(Shared):
             InvalidArgumentError: ``layer`` or ``microbatch`` is out of range.
             GroupClosedError: the group is closed or failed earlier.
             PlanHandleError, InvalidLoadError: an earlier launch on the device found the error.
-            UnsupportedError: the current stream is being captured, and no entry is free; see
-                :meth:`reserve_plans`.
+            UnsupportedError: the current stream is being captured, by another library than torch;
+                or graphs have saved as many plans of this group as it can track.
             DeviceError: the CUDA driver refused the launch.
         """
         self._require_plan(plan, "save")
@@ -433,19 +408,6 @@ class Group(Shared):
             check_device_plan(plan, session)
         else:
             check_plan_fits(plan, session)
-
-    def reserve_plans(self, count: int) -> None:
-        """Preallocate ``count`` entries for the plans that a capture saves. Local.
-
-        Outside of captures :meth:`save` allocates by itself and leaves these alone. The host engine
-        needs none.
-
-        Raises:
-            UnsupportedError: the current stream is being captured.
-            OutOfSharedMemoryError: the device has not enough memory.
-        """
-        self.session.require_open("reserve_plans")
-        self.session.plans.reserve(count)
 
     def assert_idle(self) -> None:
         """Raise unless every saved plan was reduced or released, and every call has finished.

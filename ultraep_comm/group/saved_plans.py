@@ -100,9 +100,9 @@ class PlanHandle:
     def release(self) -> None:
         """End the handle without a reduction. Does nothing if it has ended.
 
-        A handle saved in a capture into a CUDA graph keeps its entry for the graph's replays. A
+        A handle saved in a capture into a CUDA graph keeps its memory for the graph's replays. A
         release in a capture is part of the graph: each replay ends its use there. To free the
-        entry, release the handle (again) outside of captures after the graph is destroyed.
+        memory, release the handle (again) outside of captures after the graph is destroyed.
         """
         self.saved.store.release(self.saved)
 
@@ -131,19 +131,7 @@ class PlanHandle:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """Memory on the device for one plan.
-
-    Attributes:
-        fields: ``{field: tensor}``.
-        in_use: int64 ``[1]``, for captured saves: the generation of the save whose plan has not
-            been reduced or released; 0: none. A generation below that of the entry's current
-            handle is left from an earlier handle and is ignored.
-    """
-
-    fields: Mapping[str, torch.Tensor]
-    in_use: torch.Tensor
+Entry = Mapping[str, torch.Tensor]  # memory on the device for the fields of one plan
 
 
 @dataclass(kw_only=True, eq=False)
@@ -152,9 +140,11 @@ class Saved:
 
     Attributes:
         store: the group's.
-        plan: in the store's memory.
-        entry: the store's entry that holds it; None: the plan owns its memory.
-        captured: a CUDA graph saves it, in each replay.
+        plan: a copy.
+        entry: the store's memory that it is in; None: the plan owns its memory.
+        mark: int64 ``[1]``, of a save that a CUDA graph makes in each replay: the generation, while
+            the plan has not been reduced or released; 0: none. A lower generation is left from an
+            earlier handle and is ignored. None: it was not captured.
         layer, microbatch, generation: as :class:`PlanHandle`.
         end: why it has ended; None: it is live.
     """
@@ -162,7 +152,7 @@ class Saved:
     store: PlanStore
     plan: Plan
     entry: Entry | None
-    captured: bool
+    mark: torch.Tensor | None
     layer: int
     microbatch: int
     generation: int
@@ -171,9 +161,7 @@ class Saved:
     @property
     def in_use(self) -> int:
         """Return the address of the mark set by replays of a captured save; 0: there is none."""
-        if self.entry is None or not self.captured:
-            return 0
-        return self.entry.in_use.data_ptr()
+        return 0 if self.mark is None else self.mark.data_ptr()
 
     @property
     def tag(self) -> int:
@@ -182,7 +170,7 @@ class Saved:
 
     def release_unless_captured(self) -> None:
         """Release the plan of a dropped pass, unless it was captured: the graph still saves it."""
-        if not self.captured:
+        if self.mark is None:
             self.store.release(self)
 
 
@@ -193,12 +181,14 @@ def _tag(layer: int, microbatch: int) -> int:
 class PlanStore:
     """The saved plans of a group.
 
-    A plan on the CPU is cloned. A plan on the device is copied to a preallocated entry of device
-    memory, in the current stream's order, so that a save can be captured. An entry is reused when
-    its handle has ended and all calls on the group up to then have finished; the entry of a
-    captured save belongs to the graph. The host does not see replays, so the device tracks them:
-    the save's kernel marks the entry, and the reduction's kernel clears the mark after the rank's
-    last read. A save that finds the mark set leaves the entry as it is and reports a fault.
+    A plan on the CPU is cloned. A plan on the device is copied to device memory, in the current
+    stream's order, so that a save can be captured. Outside of captures this memory is an entry of
+    the store, reused when its handle has ended and all calls on the group up to then have finished.
+    In a capture it comes from torch's pool of the graph, and the store keeps it until the handle is
+    released outside of captures. The host does not see replays, so the device tracks them: the
+    save's kernel sets a mark, and the reduction's kernel clears it after the rank's last read. A
+    save that finds the mark set leaves the plan as it is and reports a fault. Marks are the
+    group's memory, since a pool's may be written by other graphs between two replays.
 
     Args:
         rank: for error texts.
@@ -227,9 +217,10 @@ class PlanStore:
         self._saved: Counter[int] = Counter()  # number of plans by layer
         self._live: dict[int, tuple[int, int]] = {}  # layer and microbatch, by generation
         self._free: list[Entry] = []
-        self._reserved: list[Entry] = []  # for captured saves only
         self._ended: deque[tuple[int, Entry]] = deque()  # free once the call has finished
-        self._captured_saves = 0  # since the last save outside of captures
+        self._in_graphs: set[Saved] = set()
+        self._unused_marks = iter(range(len(local.marks)))
+        self._free_marks: list[torch.Tensor] = []
 
     # ---- saving ---------------------------------------------------------------------------
 
@@ -245,34 +236,42 @@ class PlanStore:
             for name, tensor in plan.tensors().items()
             if name != "moves" and not any(tensor is constant for constant in shared)
         }
-        entry, captured = None, False
+        entry = mark = None
         copies: dict[str, Any] = {}
         if not self._local.holds(plan):
             copies.update({name: tensor.clone() for name, tensor in fields.items()})
         else:
-            captured = self._local.is_capturing()
-            entry = self._take_entry(captured)
-            copies.update({name: entry.fields[name] for name in fields})
+            if self._local.is_capturing():
+                memory, mark = self._make_entry(), self._take_mark()
+            else:
+                self._collect()
+                memory = entry = self._free.pop() if self._free else self._make_entry()
+            copies.update({name: memory[name] for name in fields})
         saved = Saved(
             store=self,
             plan=replace(plan, moves=None, **copies),  # what a later call moves is another matter
             entry=entry,
-            captured=captured,
+            mark=mark,
             layer=layer,
             microbatch=microbatch,
             generation=self._generation + 1,
         )
-        if entry is not None:
+        if entry is not None or mark is not None:
             try:
                 self._local.save(
                     [(copies[name], fields[name]) for name in fields],
-                    entry.in_use if captured else None,
-                    saved.generation if captured else 0,
+                    mark,
+                    0 if mark is None else saved.generation,
                     saved.tag,
                 )
             except BaseException:
-                self._take_back(entry, captured)
+                if entry is not None:
+                    self._free.append(entry)
+                if mark is not None:
+                    self._free_marks.append(mark)
                 raise
+        if mark is not None:
+            self._in_graphs.add(saved)
         self._generation += 1
         self._saved[layer] += 1
         self._live[self._generation] = (layer, microbatch)
@@ -290,30 +289,17 @@ class PlanStore:
             )
         return number
 
-    def _take_entry(self, captured: bool) -> Entry:
-        if not captured:
-            self._captured_saves = 0
-            self._collect()
-            return self._free.pop() if self._free else self._make_entry()
-        held = self._reserved or self._free
-        if not held:
-            needed = self._captured_saves + 1
+    def _take_mark(self) -> torch.Tensor:
+        if self._free_marks:
+            return self._free_marks.pop()
+        i = next(self._unused_marks, None)
+        if i is None:
             raise UnsupportedError(
-                f"rank {self._rank}: save found no free entry in the plan store after"
-                f" {self._captured_saves} captured saves, and cannot allocate one while a CUDA"
-                f" graph is being captured. Before the capture, call group.reserve_plans({needed}),"
-                " or more: one entry for each plan that it saves"
+                f"rank {self._rank}: CUDA graphs have saved {len(self._local.marks)} plans of this"
+                " group, as many as it can track; release the handles of graphs that are gone,"
+                " outside of captures"
             )
-        self._captured_saves += 1
-        return held.pop()
-
-    def _take_back(self, entry: Entry, captured: bool) -> None:
-        """Return the entry of a refused save to the free list."""
-        if captured:
-            self._captured_saves -= 1
-            self._reserved.append(entry)
-        else:
-            self._free.append(entry)
+        return self._local.marks[i : i + 1]
 
     def _collect(self) -> None:
         """Free the entries whose calls have finished. Not in a capture, which forbids the query."""
@@ -331,34 +317,16 @@ class PlanStore:
             "load": (t.num_ranks, t.num_experts),
             "domains": (t.num_ranks,),
         }
-        begins, total = {}, ALIGNMENT  # the mark comes first
+        begins, total = {}, 0
         for name, shape in shapes.items():
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):  # autograd may save these tensors
             memory = self._local.allocate(4 * total).view(torch.int32)
-            return Entry(
-                {
-                    name: memory[begins[name] :][: math.prod(shape)].view(shape)
-                    for name, shape in shapes.items()
-                },
-                memory[:2].view(torch.int64),
-            )
-
-    def reserve(self, count: int) -> None:
-        """Preallocate ``count`` entries for captured saves; see ``Group.reserve_plans``."""
-        count = as_int(count, "count")
-        if not self._local.lends_entries:
-            return
-        if self._local.is_capturing():
-            raise UnsupportedError(
-                f"rank {self._rank}: reserve_plans({count}) in a capture into a CUDA graph; call it"
-                " before the capture"
-            )
-        self._captured_saves = 0
-        self._collect()
-        while len(self._reserved) < count:
-            self._reserved.append(self._free.pop() if self._free else self._make_entry())
+            return {
+                name: memory[begins[name] :][: math.prod(shape)].view(shape)
+                for name, shape in shapes.items()
+            }
 
     # ---- using ----------------------------------------------------------------------------
 
@@ -383,8 +351,7 @@ class PlanStore:
         end = saved.end or (_CLOSED if self.closed else None)
         if end is not None:
             raise self._error(saved, operation, end)
-        is_lent = saved.entry is not None and not saved.captured
-        if is_lent and self._local.is_capturing():
+        if saved.entry is not None and self._local.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
                 f" handle of layer {saved.layer}, microbatch {saved.microbatch}, which was saved"
@@ -417,30 +384,31 @@ class PlanStore:
             self._clear(saved)
 
     def _end(self, saved: Saved, end: _End) -> None:
-        """End a plan, unless it has ended, and return its entry if no graph uses it."""
+        """End a plan, unless it has ended, and free its memory if no graph uses it."""
         was_live = saved.end is None
         if was_live:
             saved.end = end
             self._live.pop(saved.generation, None)
-        elif not saved.captured:
-            return
         if self.closed:
             return
-        entry = saved.entry
-        if entry is None:
+        if saved.entry is not None:
+            # Waits for all calls so far, those of other handles included: simple, and late enough.
+            self._ended.append((self._engine.epoch, saved.entry))
+            saved.entry = None
+        elif saved not in self._in_graphs:
             return
-        if saved.captured and (end is _SPENT or self._local.is_capturing()):  # the graph keeps it
+        elif end is _SPENT or self._local.is_capturing():
             if was_live and end is _RELEASED:
                 self._clear(saved)  # a reduction clears it by itself
-            return
-        saved.entry = None
-        # Waits for all calls so far, those of other handles included: simple, and late enough.
-        self._ended.append((self._engine.epoch, entry))
+        else:
+            assert saved.mark is not None
+            self._in_graphs.remove(saved)
+            self._free_marks.append(saved.mark)
 
     def _clear(self, saved: Saved) -> None:
         """Clear the mark of a captured save in the current stream's order."""
-        if saved.entry is not None and saved.captured:
-            self._local.save([], saved.entry.in_use, 0, 0)
+        if saved.mark is not None:
+            self._local.save([], saved.mark, 0, 0)
 
     def assert_idle(self) -> None:
         """Raise GroupBusyError if a handle is live or a call has not finished."""
@@ -486,5 +454,5 @@ class PlanStore:
         del self._engine, self._local  # graphs that outlive the interpreter refer to handles
         self._live.clear()
         self._free.clear()
-        self._reserved.clear()
+        self._in_graphs.clear()
         self._ended.clear()

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,8 +30,7 @@ from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.system import watch_forks
-from ultraep_comm.weights.binding import RankGrads, RankWeights
-from ultraep_comm.weights.segments import Selections
+from ultraep_comm.weights.binding import Binder, GradBinder
 
 Held = deque[tuple[int, tuple[object, ...]]]
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -48,9 +47,8 @@ class Session(Shared):
         num_mains: M.
         weights: binds main weights.
         grads: binds main gradients.
-        selections: checks ``segments=``.
         plans: saved plans.
-        filled_by: the plan or handle of the last transfer to each bank; without one: to bank 0.
+        filled_by: the plan or handle of the last transfer to each bank.
         held_for: of each bank, whose main weights its slots hold; see `nn.Replication`.
         recomputed: forward passes made in a backward pass, until that reduces: the number of the
             backward pass, the layer, and the plan's ``slot_expert``.
@@ -73,29 +71,20 @@ class Session(Shared):
         self.memory = parts.memory
         self.engine = parts.engine
         self.local = parts.local
-        self.loads = parts.loads
+        self.exchange_counts = parts.exchange_counts
         self.check = parts.check
         self.banks = parts.banks
         self.grad_banks = parts.grad_banks
         self.device = parts.memory[0].local.device
         self.num_mains = parts.layout.num_mains[parts.rank]
-        tables = self.local.address_tables
-        self.weights = RankWeights(
-            rank=self.rank,
-            segments=self.segments,
-            num_mains=self.num_mains,
-            owner=self.memory[0],
-            device=self.device,
-            tables=tables(len(self.segments), self.num_mains),
-        )
-        self.grads = RankGrads(
-            rank=self.rank,
-            segments=parts.grads,
-            num_mains=self.num_mains,
-            device=self.device,
-            tables=tables(len(parts.grads), self.num_mains),
-        )
-        self.selections = Selections(self.rank, self.segments)
+        local_experts: dict[str, Any] = {
+            "rank": self.rank,
+            "num_local_experts": self.num_mains,
+            "device": self.device,
+            "put_addresses": self.local.put_addresses,
+        }
+        self.weights = Binder(segments=self.segments, **local_experts)
+        self.grads = GradBinder(segments=parts.grads, **local_experts)
         self.plans = PlanStore(
             rank=self.rank,
             name=self.name,
@@ -267,18 +256,13 @@ class Session(Shared):
     def fail(self, error: Exception) -> None:
         """Abort a group whose ranks may no longer be at the same call."""
         self.first_error = self.first_error or error
-        self._abort_engine()
+        self.engine.abort()
 
     def abort(self) -> None:
         """Fail the calls in flight; see ``Group.abort``."""
         if self.state == "open":
             self.aborted = True
-            self._abort_engine()
-
-    def _abort_engine(self) -> None:
-        self.engine.abort()
-        if self.loads is not None:
-            self.loads.leave()
+            self.engine.abort()
 
     def start_recording(self, capacity: int, loads: bool) -> Recorder:
         """See ``Group.start_recording``."""
@@ -322,6 +306,7 @@ class Session(Shared):
         """
         self.state = "closed"
         self.engine = self.local = self.layout = _Ended()  # type: ignore[assignment]
+        self.weights.put_addresses = self.grads.put_addresses = None  # bindings refer to these
         self.recorder = self.first_error = None  # a traceback refers to the engine
         self._captured.clear()
 
@@ -350,8 +335,6 @@ class Session(Shared):
                 self.recorder.stop()
             peer = engine.close()
             self.fabric.close()
-            if self.loads is not None:
-                self.loads.leave()
             self.plans.close()
             self._in_flight.clear()
             self._captured.clear()

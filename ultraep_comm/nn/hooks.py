@@ -29,10 +29,11 @@ from torch.autograd.function import once_differentiable
 import ultraep_comm as uec
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -75,13 +76,12 @@ class ExpertPass:
     def __init__(
         self,
         handle: uec.PlanHandle,
-        weights: Weights | BoundWeights | Tensor,
+        weights: Weights | Binding,
         *,
-        main_grads: Weights | BoundGrads | None = None,
+        main_grads: Weights | Binding | None = None,
         mode: str = "auto",
         reduce_mode: str = "auto",
         segments: Sequence[str] | None = None,
-        shares_bank: bool = False,
     ) -> None:
         """Describe a pass.
 
@@ -93,8 +93,6 @@ class ExpertPass:
             mode: of the transfers.
             reduce_mode: of the reduction.
             segments: segments that the backward pass needs; None: all.
-            shares_bank: layers of other weights use the bank of the plan too, so that what its
-                slots hold is never reused.
         """
         # Not the group: graphs reference passes, and errors of groups reference graphs.
         self.handle = handle
@@ -103,7 +101,6 @@ class ExpertPass:
         self.mode = mode
         self.reduce_mode = reduce_mode
         self.segments = segments
-        self.shares_bank = shares_bank
         self.calls = PassCalls()
         slots = handle.saved.plan.slot_expert
         self.slot_expert: list[list[int]] | None = (
@@ -123,9 +120,9 @@ class ExpertPass:
             ]
 
     @property
-    def bank(self) -> uec.Bank:
-        """Return the bank of the handle's plan; the first for a plan without one."""
-        return self.handle.group.bank(self.handle.saved.plan.bank or 0)
+    def bank(self) -> Bank:
+        """Return the bank of the handle's plan."""
+        return self.handle.group.bank(self.handle.saved.plan.bank)
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------
@@ -158,35 +155,32 @@ def _replicate(run: ExpertPass) -> uec.Work:
         mode=run.mode,
         segments=run.segments,
         owner=run.calls.owner,
-        expires=run.shares_bank,
     )
     run.calls.has_restored = True
     return work
 
 
 def start_transfer(
-    weights: Weights | BoundWeights | Tensor,
+    weights: Weights | Binding,
     plan: uec.Plan | uec.PlanHandle,
     group: uec.Group,
     *,
     mode: str,
     segments: Sequence[str] | None,
     owner: object,
-    expires: bool,
     layer: int | None = None,
 ) -> uec.Work:
     """Start to fill slots.
 
-    What their bank holds is not reused if it may be of other weights: ``expires``, or the last
-    transfer was that of another ``owner``, such as a copy of a layer; None: not known.
+    What their bank holds is not reused if the last transfer was that of another ``owner``, such as
+    a copy of a layer; None: not known.
     """
     held_for, version = group.session.held_for, None
-    bank = (plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan).bank
-    if bank is not None:
-        holder = held_for.setdefault(bank, owner)
-        if expires or (owner is not None and holder is not owner):
-            version = group.bank(bank).version + 1
-        held_for[bank] = owner
+    given = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan
+    holder = held_for.setdefault(given.bank, owner)
+    if given.reuse and owner is not None and holder is not owner:
+        version = group.bank(given.bank).version + 1
+    held_for[given.bank] = owner
     work = uec.replicate_experts(
         weights,
         plan,

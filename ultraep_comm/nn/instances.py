@@ -9,6 +9,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.bank import Bank
 
 Tensor = torch.Tensor
 
@@ -31,7 +32,7 @@ def join_instances(
     slots: Mapping[str, Tensor],
     *,
     group: uec.Group,
-    bank: uec.Bank | int = 0,
+    bank: Bank | int = 0,
 ) -> dict[str, Tensor]:
     """Return the weights of all of a rank's instances as one tensor of each segment, not copied.
 

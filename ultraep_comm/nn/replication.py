@@ -9,6 +9,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
@@ -21,8 +22,8 @@ from ultraep_comm.nn.hooks import (
 )
 from ultraep_comm.nn.weights import Mains, local_weights
 from ultraep_comm.plan.topology import as_int
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 
@@ -55,7 +56,8 @@ class Replication:
         *,
         layer: int = 0,
         live: int = 1,
-        bank: int | None = None,
+        bank: int = 0,
+        reuse: bool = False,
         target: float = 1.01,
         cost: uec.PlanCost | None = None,
         min_tokens: int = 0,
@@ -72,11 +74,12 @@ class Replication:
             live: microbatches of this layer whose passes overlap: that are between ``begin`` and
                 their experts, forward or backward, at one time. Each needs slots of its own, a bank
                 of the group; they use these in turn.
-            bank: the first of this layer's own banks, which keep what they hold from call to call:
-                call ``group.bank(bank).invalidate()`` whenever main weights have changed. None:
-                layers share the slots, from bank 0 on, and every pass fills them.
+            bank: the first of the banks that this layer uses.
+            reuse: they are its own, and keep what they hold from call to call: call
+                ``group.bank(bank).invalidate()`` whenever main weights have changed. False: layers
+                may share them, and every pass fills them.
             target: of the plans; see ``plan_replicas``.
-            cost: replaces the target, and cannot be combined with banks of its own.
+            cost: replaces the target, and cannot be combined with ``reuse``.
             min_tokens: with fewer routed tokens than this on all ranks together, the plan is empty.
                 Where plans are made on the device, use ``cost`` instead.
             mode: of the transfers.
@@ -87,9 +90,9 @@ class Replication:
             InvalidArgumentError: the group has too few banks.
         """
         self.layer = layer
-        self._first = 0 if bank is None else as_int(bank, "bank")
+        self._first = as_int(bank, "bank")
         self._live = as_int(live, "live")
-        self._keeps = bank is not None
+        self._reuse = reuse
         self._owner = object()  # of what slots hold: that of a copy is another
         self._calls = 0
         self._target, self._cost = target, cost
@@ -117,7 +120,7 @@ class Replication:
 
     def begin(
         self,
-        weights: Mapping[str, Mains] | BoundWeights,
+        weights: Mapping[str, Mains] | Binding,
         topk_ids: Tensor | None = None,
         *,
         routing_map: Tensor | None = None,
@@ -126,7 +129,7 @@ class Replication:
         num_tokens: int | Tensor | None = None,
         source: int | None = None,
         microbatch: int | None = None,
-        main_grads: Weights | BoundGrads | None = None,
+        main_grads: Weights | Binding | None = None,
     ) -> LayerPass:
         """Plan, start to fill the slots, and map the routing to instances. Collective.
 
@@ -151,17 +154,16 @@ class Replication:
         """
         group = self.group
         with group.session.rejecting():
-            given = weights.weights if isinstance(weights, BoundWeights) else weights
+            given = weights.tensors if isinstance(weights, Binding) else weights
             mains = local_weights(given, group)
             if torch.is_grad_enabled() and main_grads is None:
                 find_trained(mains, group)
             bank = group.banks[self._first + self._calls % self._live]
             self._calls += 1
-            shares = not self._keeps and bank.index > 0
             if plan is None:
                 plan = self._plan(topk_ids, routing_map, num_tokens, source, bank)
-            if plan.bank is None and (self._keeps or shares):
-                plan = plan.in_bank(bank.index)
+            if (bank.index or self._reuse) and not (plan.bank or plan.reuse):
+                plan = plan.in_bank(bank.index, reuse=self._reuse)
             saved: uec.Plan | uec.PlanHandle = plan
             run: ExpertPass | None = None
             if torch.is_grad_enabled():
@@ -173,17 +175,15 @@ class Replication:
                     mode=self._mode,
                     reduce_mode=self._reduce_mode,
                     segments=self._segments,
-                    shares_bank=shares,
                 )
                 run.calls.owner = self._owner
             work = start_transfer(
-                weights if isinstance(weights, BoundWeights) else mains,
+                weights if isinstance(weights, Binding) else mains,
                 saved,
                 group,
                 mode=self._mode,
                 segments=None,
                 owner=self._owner,
-                expires=shares,
                 layer=self.layer,
             )
             how: dict[str, Any] = {"group": group, "num_tokens": num_tokens, "source": source}
@@ -195,7 +195,7 @@ class Replication:
                 plan=plan,
                 work=work,
                 mains=mains,
-                slots=group.bank(plan.bank or 0).slots,
+                slots=group.bank(plan.bank).slots,
                 run=run,
                 topk_ids=topk_ids,
                 routing_map=routing_map,
@@ -208,11 +208,11 @@ class Replication:
         routing_map: Tensor | None,
         num_tokens: int | Tensor | None,
         source: int | None,
-        bank: uec.Bank,
+        bank: Bank,
     ) -> uec.Plan:
         group, target = self.group, self._target
         given: dict[str, Any] = {"routing_map": routing_map, "num_tokens": num_tokens}
-        if not (self._keeps or self._min_tokens):
+        if not (self._reuse or self._min_tokens):
             return uec.gather_and_plan(
                 topk_ids, **given, group=group, source=source, target=target, cost=self._cost
             )
@@ -227,8 +227,9 @@ class Replication:
             if int(load.sum()) < self._min_tokens:
                 # No rank has more than all tokens, which is G times the mean.
                 return uec.plan_replicas(load, group=group, target=float(group.num_ranks))
-        kept = bank if self._keeps else None
-        return uec.plan_replicas(load, group=group, target=target, cost=self._cost, bank=kept)
+        return uec.plan_replicas(
+            load, group=group, target=target, cost=self._cost, bank=bank, reuse=self._reuse
+        )
 
 
 class LayerPass:

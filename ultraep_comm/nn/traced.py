@@ -46,10 +46,10 @@ class _Restore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        group, bank, mode, segments, layer, names = ctx.how
+        group, where, mode, segments, layer, names = ctx.how
         slot_expert, home, *weights = ctx.saved_tensors
         given = dict(zip(names, weights, strict=True))
-        plan = uec.Plan(slot_expert=slot_expert, home=home, bank=bank)
+        plan = uec.Plan(slot_expert=slot_expert, home=home, **where)
         grad = grad.clone()
         how = (group, False, mode, segments)
         traced.replicate_experts(given, plan, *how, layer=layer, order=grad)
@@ -74,17 +74,17 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        group, bank, names = ctx.how
+        group, where, names = ctx.how
         slot_expert, home, slot_quota, home_quota = ctx.saved_tensors
         own = {name: grads[i].clone() for i, name in enumerate(names)}
         for i, name in enumerate(names):
-            traced.bank_of(bank, group).slot_grads[name].copy_(grads[len(names) + i])
+            traced.bank_of(where["bank"], group).slot_grads[name].copy_(grads[len(names) + i])
         plan = uec.Plan(
             slot_expert=slot_expert,
             home=home,
             slot_quota=slot_quota,
             home_quota=home_quota,
-            bank=bank,
+            **where,
         )
         grad_x = grad_x.clone()
         traced.reduce_expert_grads(own, plan, group, False, "auto", True, order=grad_x)
@@ -104,8 +104,8 @@ def run_experts(
     layer: int,
 ) -> Tensor:
     """Trace :class:`ReplicatedExperts`."""
-    bank = plan.bank
-    slots = dict(traced.bank_of(bank, group).slots)
+    where = {"bank": plan.bank, "reuse": plan.reuse}
+    slots = dict(traced.bank_of(plan.bank, group).slots)
     trained = find_trained(weights, group) if torch.is_grad_enabled() else []
     uec.replicate_experts(weights, plan, group=group, mode=mode, layer=layer)
     if not torch.is_grad_enabled():
@@ -115,12 +115,12 @@ def run_experts(
     if names:
         tensors = (*(mains[name] for name in names), *(slots[name] for name in names))
         fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
-        x, *rest = _Start.apply((group, bank, names), *fields, x, *tensors)  # type: ignore[no-untyped-call]
+        x, *rest = _Start.apply((group, where, names), *fields, x, *tensors)  # type: ignore[no-untyped-call]
         mains.update(zip(names, rest[: len(names)], strict=True))
         slots.update(zip(names, rest[len(names) :], strict=True))
     restored = list(weights) if segments is None else list(segments)
     saved = (plan.slot_expert, plan.home, *(weights[name].detach() for name in restored))
     y = experts(x, mains, slots, *args)
-    how = (group, bank, mode, segments, layer, restored)
+    how = (group, where, mode, segments, layer, restored)
     result: Tensor = _Restore.apply(how, y, x, *saved)  # type: ignore[no-untyped-call]
     return result

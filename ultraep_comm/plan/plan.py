@@ -41,7 +41,9 @@ class Plan:
         domains: ``[G]``, or None for a single domain.
         moves: bool ``[G, S]``, the slots that were to be written when the plan was made, on top of
             what a bank held; None: all filled ones. A call finds out anew.
-        bank: the bank whose slots are meant; None: the slots count as empty.
+        bank: the bank whose slots are meant.
+        reuse: a call keeps what these hold, and writes only to those that lack their expert; False:
+            they count as empty.
     """
 
     slot_expert: torch.Tensor
@@ -51,7 +53,8 @@ class Plan:
     load: torch.Tensor | None = None
     domains: torch.Tensor | None = None
     moves: torch.Tensor | None = None
-    bank: int | None = None
+    bank: int = 0
+    reuse: bool = False
 
     def __post_init__(self) -> None:
         slots = self._field("slot_expert", 2)
@@ -69,8 +72,8 @@ class Plan:
         for name, shape in shapes.items():
             if getattr(self, name) is not None:
                 _shaped(self._field(name, len(shape)), name, shape)
-        if self.bank is not None and not 0 <= as_int(self.bank, "bank") <= MAX_COUNT:
-            raise InvalidPlanError(f"bank is {self.bank}; expected the index of a bank, or None")
+        if not 0 <= as_int(self.bank, "bank") <= MAX_COUNT:
+            raise InvalidPlanError(f"bank is {self.bank}; expected the index of a bank")
 
     def _field(self, name: str, dims: int) -> torch.Tensor:
         value = getattr(self, name)
@@ -101,7 +104,8 @@ class Plan:
         load: torch.Tensor | None = None,
         domains: IntsLike | None = None,
         allow_cross_domain: bool = False,
-        bank: int | None = None,
+        bank: int = 0,
+        reuse: bool = False,
     ) -> Plan:
         """Make a plan by hand, or from another planner's output.
 
@@ -114,8 +118,7 @@ class Plan:
             load: integers ``[G, E]``; the quotas of an expert's instances must sum to its load.
             domains: integers ``[G]``; None: a single domain.
             allow_cross_domain: replicas may lie outside their home's domain.
-            bank: whose slots are meant, which a call then only writes to where they do not hold
-                their expert; None: the slots count as empty.
+            bank, reuse: as the attributes.
 
         Raises:
             InvalidPlanError: shapes or dtypes are wrong; an expert is out of range, in a slot of
@@ -143,7 +146,8 @@ class Plan:
             home_quota=_optional(home_quota, "home_quota", (num_experts,), slots.device),
             load=_optional(load, "load", (num_ranks, num_experts), slots.device),
             domains=_optional(domains, "domains", (num_ranks,), slots.device),
-            bank=None if bank is None else as_int(bank, "bank"),
+            bank=as_int(bank, "bank"),
+            reuse=reuse,
         )
         plan.validate(allow_cross_domain=allow_cross_domain)
         return plan
@@ -155,9 +159,9 @@ class Plan:
         moved: dict[str, Any] = {name: t.cpu() for name, t in self.tensors().items()}
         return replace(self, **moved)
 
-    def in_bank(self, bank: int) -> Plan:
+    def in_bank(self, bank: int, *, reuse: bool = False) -> Plan:
         """Return the plan for the slots of a bank; its moves, if any, are not known there."""
-        return replace(self, bank=as_int(bank, "bank"), moves=None)
+        return replace(self, bank=as_int(bank, "bank"), reuse=reuse, moves=None)
 
     # ---- rules ----------------------------------------------------------------------------
 

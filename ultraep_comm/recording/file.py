@@ -14,8 +14,7 @@ An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E exp
 | ``home [E]``, ``domain [G]`` | the group's constants                                        |
 | ``calls [N]`` of ``CALL``    | each call: operation, times, what is known of its plan       |
 | ``slot_expert [N, G, S]``    | -1 where the plan is not known                               |
-| ``moves [N, G, S]``          | slots that the call writes to or, of a reduction, reads;     |
-|                              | older files lack it: all filled ones                         |
+| ``moves [N, G, S]``          | slots that the call writes to or, of a reduction, reads      |
 | ``slot_quota [N, G, S]``     | 0 where quotas are not known                                 |
 | ``home_quota [N, E]``        | likewise                                                     |
 | ``load [N, G, E]``           | 0 where not known; no rows if loads were not recorded        |
@@ -24,18 +23,11 @@ An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E exp
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import stat
-import struct
-import tokenize
-import zipfile
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntFlag
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -162,6 +154,24 @@ def save_recording(recording: Recording, path: Path) -> None:
 
 # ---- reading ------------------------------------------------------------------------------------
 
+_I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
+# The dtype and axes of each array; L is N, or 0 where loads were not recorded.
+_FORMS = {
+    "rank": (_I64, ""),
+    "epoch_ns": (_I64, ""),
+    "num_calls": (_I64, ""),
+    "failed_epoch": (_I64, ""),
+    "home": (_I32, "E"),
+    "domain": (_I32, "G"),
+    "calls": (CALL, "N"),
+    "slot_expert": (_I32, "NGS"),
+    "moves": (np.dtype(np.bool_), "NGS"),
+    "slot_quota": (_I32, "NGS"),
+    "home_quota": (_I32, "NE"),
+    "load": (_I32, "LGE"),
+}
+_TEXTS = ("run", "machine")
+
 
 def load_recording(path: Path, *, loads: bool = True) -> Recording:
     """Read a recording and check every value.
@@ -174,157 +184,159 @@ def load_recording(path: Path, *, loads: bool = True) -> Recording:
         RecordingError: not a recording, damaged, or of another version; the text names the file.
         OSError: the file cannot be read.
     """
-    try:
-        with ArrayFile(path) as file:
-            return _read(_Checker(path, file), loads)
-    except ArrayFileError as error:
+    names = {"magic", "version", *_TEXTS, *_FORMS} - (set() if loads else {"load"})
+    arrays = read_arrays(path, names, RecordingError, "a recording written by recorder.dump()")
+    if str(arrays.get("magic")) != MAGIC:
         raise RecordingError(
-            f"{path} is not a recording, or is damaged: {error}; expected a file written"
-            " by recorder.dump()"
-        ) from error
-
-
-class _Checker:
-    """Reads the arrays of a file and raises RecordingError for unexpected ones."""
-
-    def __init__(self, path: Path, file: ArrayFile) -> None:
-        self.path = path
-        self._file = file
-
-    def fail(self, text: str) -> RecordingError:
-        return RecordingError(f"{self.path} is not a recording of version {VERSION}: {text}")
-
-    def magic(self) -> None:
-        """Raise unless the file has the magic string and this version."""
-        if "magic" not in self._file.names or self.text("magic") != MAGIC:
-            raise RecordingError(
-                f"{self.path} has the arrays {sorted(self._file.names)[:20]}, and no magic string"
-                f" {MAGIC!r}; expected a file written by recorder.dump()"
-            )
-        version = self.integer("version")
-        if version != VERSION:
-            raise RecordingError(
-                f"{self.path} is a recording of version {version}; expected version {VERSION}."
-                " Read it with the ultraep_comm that wrote it"
-            )
-
-    def has(self, name: str) -> bool:
-        return name in self._file.names
-
-    def shape(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> list[int]:
-        """Check an array's dtype and shape (None: any length) and return the shape, unread."""
-        if name not in self._file.names:
-            raise self.fail(f"it has no array {name!r}")
-        found, lengths = self._file.header(name)
-        same = len(lengths) == len(shape) and all(
-            b is None or a == b for a, b in zip(lengths, shape, strict=True)
+            f"{path} has no magic string {MAGIC!r}; expected a file written by recorder.dump()"
         )
-        if found != dtype or not same:
-            wanted = ["any" if length is None else length for length in shape]
-            raise self.fail(
-                f"{name} has dtype {found} and shape {lengths}; expected {dtype}, {wanted}"
-            )
-        return list(lengths)
-
-    def array(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> NDArray[Any]:
-        """Return an array of this dtype and shape; None: any length."""
-        self.shape(name, dtype, shape)
-        return self._file.read(name)
-
-    def integer(self, name: str) -> int:
-        return int(self.array(name, np.dtype(np.int64), ()))
-
-    def text(self, name: str) -> str:
-        if name not in self._file.names:
-            raise self.fail(f"it has no array {name!r}")
-        dtype, shape = self._file.header(name)
-        if dtype.kind != "U" or shape != () or dtype.itemsize > 4 * MAX_TEXT:
-            raise self.fail(
-                f"{name} has dtype {dtype} and shape {shape}; expected a string of at most"
-                f" {MAX_TEXT} characters"
-            )
-        return str(self._file.read(name))
-
-    def within(self, name: str, array: NDArray[Any], low: int, high: int) -> None:
-        """Raise unless all values are in ``[low, high)``."""
-        if array.size and not (low <= array.min() and array.max() < high):
-            raise self.fail(
-                f"{name} has values from {array.min()} to {array.max()}; expected [{low}, {high})"
-            )
-
-
-def _read(check: _Checker, loads: bool) -> Recording:
-    check.magic()
-    i32 = np.dtype(np.int32)
-    home, domain = check.array("home", i32, [None]), check.array("domain", i32, [None])
-    num_ranks, num_experts = len(domain), len(home)
-    calls = check.array("calls", CALL, [None])
-    slot_expert = check.array("slot_expert", i32, [len(calls), num_ranks, None])
-    moves = slot_expert >= 0
-    if check.has("moves"):
-        moves = check.array("moves", np.dtype(np.bool_), slot_expert.shape)
-    rows = check.shape("load", i32, [None, num_ranks, num_experts])[0]
-    if rows not in (0, len(calls)):
-        raise check.fail(f"load has {rows} rows; expected {len(calls)}, or none")
-    if loads:
-        load = check.array("load", i32, [rows, num_ranks, num_experts])
-    else:
-        load = np.empty((0, num_ranks, num_experts), np.int32)
-    recording = Recording(
-        source=str(check.path),
-        run=check.text("run"),
-        rank=check.integer("rank"),
-        machine=check.text("machine"),
-        epoch_ns=check.integer("epoch_ns"),
-        num_calls=check.integer("num_calls"),
-        failed_epoch=check.integer("failed_epoch"),
-        home=home,
-        domain=domain,
-        calls=calls,
-        slot_expert=slot_expert,
-        moves=moves,
-        slot_quota=check.array("slot_quota", i32, slot_expert.shape),
-        home_quota=check.array("home_quota", i32, [len(calls), num_experts]),
-        load=load,
-    )
-    _check_values(check, recording)
+    version = str(arrays.get("version"))
+    if version != str(VERSION):
+        raise RecordingError(
+            f"{path} is a recording of version {version[:_TEXT]}; expected version {VERSION}. Read"
+            " it with the ultraep_comm that wrote it"
+        )
+    try:
+        if not loads and {"domain", "home"} <= arrays.keys():
+            arrays["load"] = np.empty((0, arrays["domain"].size, arrays["home"].size), np.int32)
+        _check_forms(arrays)
+        values: dict[str, Any] = {name: arrays[name] for name in _FORMS}
+        values |= {name: int(arrays[name]) for name, form in _FORMS.items() if form == (_I64, "")}
+        values |= {name: str(arrays[name]) for name in _TEXTS}
+        recording = Recording(source=str(path), **values)
+        _check_values(recording)
+    except ValueError as error:
+        raise RecordingError(f"{path} is not a recording of version {VERSION}: {error}") from error
     return recording
 
 
-def _check_values(check: _Checker, recording: Recording) -> None:
-    r, calls = recording, recording.calls
+def _check_forms(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Raise ValueError for a missing array, or one of another dtype or shape."""
+    lengths: dict[str, int] = {}
+    for name in (*_TEXTS, *_FORMS):
+        if name not in arrays:
+            raise ValueError(f"it has no array {name!r}")
+        found = arrays[name]
+        if name in _TEXTS:
+            if found.dtype.kind != "U" or found.shape != () or found.itemsize > 4 * MAX_TEXT:
+                raise ValueError(
+                    f"{name} has dtype {found.dtype} and shape {found.shape}; expected a string of"
+                    f" at most {MAX_TEXT} characters"
+                )
+            continue
+        dtype, axes = _FORMS[name]
+        shape = [lengths.get(axis, length) for axis, length in zip(axes, found.shape, strict=False)]
+        if found.dtype != dtype or found.ndim != len(axes) or list(found.shape) != shape:
+            raise ValueError(
+                f"{name} has dtype {found.dtype} and shape {list(found.shape)}; expected {dtype},"
+                f" [{', '.join(str(lengths.get(axis, 'any')) for axis in axes)}]"
+            )
+        lengths.update(zip(axes, found.shape, strict=True))
+    if lengths["L"] not in (0, lengths["N"]):
+        raise ValueError(f"load has {lengths['L']} rows; expected {lengths['N']}, or none")
+
+
+def _check_values(r: Recording) -> None:
+    """Raise ValueError for a value that no recorder writes."""
+    calls = r.calls
     top, ever = 2**31, 1 << 62  # nanoseconds: 146 years
-    check.within("rank", np.array(r.rank), 0, r.num_ranks)
-    check.within("epoch_ns", np.array(r.epoch_ns), -ever, ever)
-    check.within("failed_epoch", np.array(r.failed_epoch), 0, ever)
-    check.within("home", r.home, 0, r.num_ranks)
-    check.within("domain", r.domain, 0, r.num_ranks)
-    check.within("slot_expert", r.slot_expert, -1, r.num_experts)
-    for name in ("slot_quota", "home_quota", "load"):
-        check.within(name, getattr(r, name), 0, top)
-    check.within("calls['operation']", calls["operation"], 0, len(OPERATIONS))
-    check.within("calls['mode']", calls["mode"], -1, len(MODES))
-    check.within("calls['known']", calls["known"], 0, 1 << len(Known))
-    check.within("calls['epoch']", calls["epoch"], 1, ever)
-    check.within("calls['layer']", calls["layer"], -1, top)
-    check.within("calls['microbatch']", calls["microbatch"], -1, 1 << 32)
-    check.within("calls['begin_ns']", calls["begin_ns"], 0, ever)
-    check.within("calls['end_ns']", calls["end_ns"], -1, ever)
-    check.within("calls['expert_bytes']", calls["expert_bytes"], 0, 1 << 48)
+    ranges = {
+        "rank": (0, r.num_ranks),
+        "epoch_ns": (-ever, ever),
+        "failed_epoch": (0, ever),
+        "home": (0, r.num_ranks),
+        "domain": (0, r.num_ranks),
+        "slot_expert": (-1, r.num_experts),
+        "slot_quota": (0, top),
+        "home_quota": (0, top),
+        "load": (0, top),
+    }
+    ranges_of_calls = {
+        "operation": (0, len(OPERATIONS)),
+        "mode": (-1, len(MODES)),
+        "known": (0, 1 << len(Known)),
+        "epoch": (1, ever),
+        "layer": (-1, top),
+        "microbatch": (-1, 1 << 32),
+        "begin_ns": (0, ever),
+        "end_ns": (-1, ever),
+        "expert_bytes": (0, 1 << 48),
+    }
+    for name, (low, high) in ranges.items():
+        _check_range(name, np.asarray(getattr(r, name)), low, high)
+    for name, (low, high) in ranges_of_calls.items():
+        _check_range(f"calls[{name!r}]", calls[name], low, high)
     if r.num_calls < len(calls):
-        raise check.fail(f"num_calls is {r.num_calls}; expected at least {len(calls)}")
+        raise ValueError(f"num_calls is {r.num_calls}; expected at least {len(calls)}")
     if (np.diff(calls["epoch"]) <= 0).any():
-        raise check.fail("calls['epoch'] does not grow from call to call")
+        raise ValueError("calls['epoch'] does not grow from call to call")
     ended = calls["end_ns"] != -1
     if (calls["end_ns"] < calls["begin_ns"])[ended].any():
-        raise check.fail("calls['end_ns'] has a call that ends before it begins")
+        raise ValueError("calls['end_ns'] has a call that ends before it begins")
     if (r.slot_quota[r.slot_expert < 0] != 0).any():
-        raise check.fail("slot_quota has tokens for an empty slot")
+        raise ValueError("slot_quota has tokens for an empty slot")
     if r.moves[r.slot_expert < 0].any():
-        raise check.fail("moves has an empty slot")
+        raise ValueError("moves has an empty slot")
     unknown = (calls["known"] & Known.PLACEMENT) == 0
     if (r.slot_expert[unknown] >= 0).any() or (calls["known"][unknown] != 0).any():
-        raise check.fail("slot_expert has replicas in a call whose plan is not known")
+        raise ValueError("slot_expert has replicas in a call whose plan is not known")
+
+
+def _check_range(name: str, array: NDArray[Any], low: int, high: int) -> None:
+    if array.size and not (low <= array.min() and array.max() < high):
+        raise ValueError(
+            f"{name} has values from {array.min()} to {array.max()}; expected [{low}, {high})"
+        )
+
+
+_TEXT = 200  # characters of a file that an error quotes
+
+
+def read_arrays(
+    path: Path, names: Collection[str], error: type[UltraEPError], expected: str
+) -> dict[str, NDArray[Any]]:
+    """Return those of the named arrays that an ``.npz`` file has.
+
+    Args:
+        path: the file.
+        names: of arrays; it has to have one of them.
+        error: the type to raise.
+        expected: what the file should be, for its text.
+
+    Raises:
+        UltraEPError: of the given type: the file has none of the arrays, or Python objects; is
+            damaged; or takes more than half of the memory when unpacked. The text names the file.
+        OSError: the file cannot be opened.
+    """
+    with path.open("rb") as file:
+        try:
+            # NumPy would advise to load other files unsafely.
+            if file.read(2) != b"PK":
+                raise ValueError("it is not an .npz file")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                total = sum(member.file_size for member in archive.zip.infolist())
+                most = physical_bytes() // 2
+                if total > most:
+                    raise ValueError(
+                        f"its arrays take {total} bytes; expected at most {most}, half of this"
+                        " machine's memory"
+                    )
+                # A member that is no array comes as bytes.
+                found = {name: np.asarray(archive[name]) for name in names if name in archive}
+                for array in found.values():
+                    repr(array)  # fails now, not where it is quoted, if a string has no characters
+                if not found:
+                    raise ValueError(f"it has the arrays {sorted(archive.files)[:20]}")
+        except Exception as problem:  # of any type: damage raises a dozen
+            text = str(problem)[:_TEXT]
+            raise error(f"{path} is not {expected}, or is damaged: {text}") from problem
+    return found
+
+
+def physical_bytes() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ---- several ranks ------------------------------------------------------------------------------
@@ -394,159 +406,3 @@ def _check_same_run(first: Recording, other: Recording) -> None:
             f"call {one['epoch'][differ][0]} differs between {first.source} and {other.source};"
             " expected files of one run"
         )
-
-
-_CHUNK = 1 << 24
-_TEXT = 200  # characters
-# Errors of the standard library and NumPy for damaged zip files and array headers.
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,  # an invalid bz2 stream, or an offset before the start of the file
-    RuntimeError,  # a zip file marked as encrypted, or with an unknown compression
-    TypeError,
-    ValueError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
-class ArrayFileError(UltraEPError, ValueError):
-    """A file has no readable plain arrays. The text does not name the file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Header:
-    """An array's header, checked against the size of its data."""
-
-    shape: tuple[int, ...]
-    fortran_order: bool
-    dtype: np.dtype[Any]
-
-
-class ArrayFile:
-    """An open ``.npz`` file. A context manager.
-
-    Attributes:
-        names: of all members, without ``.npy``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open a file.
-
-        Raises:
-            ArrayFileError: not an ``.npz`` file, or larger than half of the memory when unpacked.
-            OSError: the file cannot be read.
-        """
-        self._file: BinaryIO = path.open("rb")
-        try:
-            # zipfile would read a device such as /dev/zero until memory is full.
-            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                raise ArrayFileError("it is not a regular file; expected an .npz file")
-            if self._file.read(6) == b"\x93NUMPY":
-                raise ArrayFileError("it is a single array; expected an .npz file")
-            self._zip = zipfile.ZipFile(self._file)
-            members = self._zip.infolist()
-            total, most = sum(info.file_size for info in members), physical_bytes() // 2
-            if total > most:
-                raise ArrayFileError(
-                    f"its arrays take {total} bytes; expected at most {most}, half of this"
-                    " machine's memory"
-                )
-        except ArrayFileError:
-            self._file.close()
-            raise
-        except _DAMAGE as error:
-            self._file.close()
-            raise ArrayFileError(f"it is not an .npz file: {_brief(error)}") from error
-        self.names = [info.filename.removesuffix(".npy") for info in members]
-
-    def header(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Return the dtype and shape of an array without reading it.
-
-        Raises:
-            ArrayFileError: it is damaged, not a plain array, or its size differs from its header.
-        """
-        try:
-            with self._zip.open(f"{name}.npy") as member:
-                header = _read_header(member, self._zip.getinfo(f"{name}.npy").file_size)
-        except _DAMAGE as error:
-            raise _unreadable(name, error) from error
-        return header.dtype, header.shape
-
-    def read(self, name: str) -> NDArray[Any]:
-        """Return an array.
-
-        Raises:
-            ArrayFileError: as :meth:`header`.
-        """
-        try:
-            with self._zip.open(f"{name}.npy") as opened:
-                member: Any = opened  # its type lacks readinto
-                header = _read_header(member, self._zip.getinfo(f"{name}.npy").file_size)
-                flat = np.empty(math.prod(header.shape), header.dtype)
-                # Reading the last byte checks the member's checksum.
-                data = flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
-                at = 0
-                while at < len(data):
-                    count = member.readinto(data[at : at + _CHUNK])
-                    if not count:
-                        raise EOFError("it ends too early")
-                    at += count
-            return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
-        except _DAMAGE as error:
-            raise _unreadable(name, error) from error
-
-    def __enter__(self) -> ArrayFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._zip.close()
-        self._file.close()
-
-
-def physical_bytes() -> int:
-    """Return the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _unreadable(name: str, error: Exception) -> ArrayFileError:
-    if isinstance(error, ArrayFileError):
-        return ArrayFileError(f"{name!r} {error}")
-    return ArrayFileError(f"{name!r} is damaged: {_brief(error)}")
-
-
-def _brief(error: Exception) -> str:
-    """Return an error's text, truncated, as it may quote a file's bytes."""
-    text = str(error)
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
-
-
-def _read_header(member: Any, num_bytes: int) -> _Header:
-    version = np.lib.format.read_magic(member)
-    if version not in ((1, 0), (2, 0)):
-        raise ArrayFileError(f"has a header of version {version}; expected 1.0 or 2.0")
-    read = np.lib.format.read_array_header_1_0
-    if version == (2, 0):
-        read = np.lib.format.read_array_header_2_0
-    shape, fortran_order, dtype = read(member)
-    if dtype.hasobject or dtype.subdtype is not None:
-        raise ArrayFileError(
-            f"has dtype {dtype}; expected plain values, no Python objects and no arrays"
-        )
-    expected, found = math.prod(shape) * dtype.itemsize, num_bytes - member.tell()
-    if any(length < 0 for length in shape) or expected != found:
-        raise ArrayFileError(
-            f"has {found} bytes; expected {expected} by its header, {dtype} {list(shape)}"
-        )
-    return _Header(shape=shape, fortran_order=fortran_order, dtype=dtype)

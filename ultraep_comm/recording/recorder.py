@@ -146,8 +146,8 @@ class Recorder:
     def _copy_plan(self, i: int, plan: Plan) -> int:
         known = _PLACEMENT
         self._slot_expert[i] = plan.slot_expert.numpy()
-        moves = None if plan.bank is None else self._moves()
-        if moves is None and plan.bank is not None and plan.moves is not None:
+        moves = self._moves() if plan.reuse else None
+        if moves is None and plan.reuse and plan.moves is not None:
             moves = plan.moves.numpy()  # as it was made: the device finds out
         self._kept[i] = False if moves is None else ~moves
         if plan.slot_quota is not None and plan.home_quota is not None:

@@ -1,11 +1,12 @@
-"""Main weights and gradients of one rank: checked, and turned into addresses."""
+"""Bindings: one rank's main weights or gradients, checked, and their addresses."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,148 +15,170 @@ from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidGradientsError,
     InvalidWeightsError,
-    UnsupportedError,
+    UltraEPError,
 )
-from ultraep_comm.weights.segments import (
-    Addresses,
-    Bound,
-    BoundWeights,
-    Segment,
-    Source,
-    Weights,
-    bind_weights,
-)
+from ultraep_comm.weights.segments import Segment, Weights, plain_mapping
+
+Addresses: TypeAlias = "array[int]"  # 64 bits each
+# Writes addresses of a shape to a table on the device; see `put_addresses` of the CUDA engine.
+PutAddresses = Callable[[Addresses, tuple[int, int], torch.Tensor | None], torch.Tensor | None]
+GradSpec = torch.dtype | Mapping[str, torch.dtype] | None
+GRAD_TYPES = {torch.float32: _core.GradType.FLOAT32, torch.bfloat16: _core.GradType.BFLOAT16}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_DTYPE, _DEVICE, _LAYOUT, _SHAPE = map(attrgetter, ("dtype", "device", "layout", "shape"))
 
 
-class AddressTables(Protocol):
-    """Addresses in device memory, int64 ``[num_segments, M]``, for kernels to read."""
+@dataclass(kw_only=True, eq=False)
+class Binding:
+    """Main weights or gradients that were checked once, with their addresses.
 
-    def frozen(self, addresses: Addresses) -> torch.Tensor | None:
-        """Return a table that never changes; None if the current stream is being captured."""
+    Returned by ``Group.bind`` and ``Group.bind_grads``. Copies, also saved ones, lie elsewhere, and
+    no group takes them.
 
-    def own(self) -> torch.Tensor:
-        """Return the table that the caller updates; its address is stable."""
+    Attributes:
+        tensors: by segment, as passed; keeps their memory alive.
+        addresses: ``[num_segments, M]``, flattened; 0 for segments that were not passed.
+        types: of gradients ``[num_segments]`` int32, values of `_core.GradType`; of weights empty.
+        region: the region, by number, that peers can address and that holds all of them; -1: none.
+        table: the addresses on a CUDA group's device, int64 ``[num_segments, M]``; None: they are
+            on the CPU only.
+        owner: the binder that made it; None: it is a copy.
+    """
 
-    def update(self, addresses: Addresses) -> None:
-        """Write new addresses to the caller's table, in stream order."""
+    tensors: Weights = field(repr=False)
+    addresses: Addresses
+    types: array[int]
+    region: int
+    table: torch.Tensor | None = field(default=None, repr=False)
+    owner: Binder | None = field(repr=False)
+
+    def update(self, tensors: Weights | Binding) -> None:
+        """Take other tensors, of the same segments and dtypes, for all later calls.
+
+        On a CUDA group this writes their addresses to the device, as work of the current stream:
+        replays of graphs that were captured with this binding follow. Wait for calls that are in
+        flight first. The tensors before may be freed once the calls that use them have finished.
+
+        Args:
+            tensors: as for the call that made this binding.
+
+        Raises:
+            InvalidWeightsError, InvalidGradientsError: as for the call that made this binding; or
+                they are of other segments or dtypes, or not in the memory of
+                ``group.empty_weights()`` that the binding was made for.
+            InvalidArgumentError: this is a copy.
+            UnsupportedError: the current stream is being captured.
+        """
+        if self.owner is None:
+            raise InvalidArgumentError(
+                "update() of a copy of a binding, which belongs to no group; bind the tensors"
+            )
+        self.owner.update(self, tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"owner": None, "table": None}
 
 
-class RankWeights:
-    """Binds weights for one rank of one group.
+class Binder:
+    """Binds main weights for one rank of one group.
 
     Args:
         rank: this rank.
         segments: an expert's segments, by name.
-        num_mains: M.
-        owner: identifies the group.
-        device: where weights must be.
-        tables: address tables on the device of a CUDA group; None for the host engine.
+        num_local_experts: M.
+        device: where the tensors must be.
+        put_addresses: for the device of a CUDA group; None: the engine reads them on the CPU.
     """
+
+    _what = "weights"
+    _error: type[UltraEPError] = InvalidWeightsError
 
     def __init__(
         self,
         *,
         rank: int,
         segments: Mapping[str, Segment],
-        num_mains: int,
-        owner: object,
+        num_local_experts: int,
         device: torch.device,
-        tables: AddressTables | None,
+        put_addresses: PutAddresses | None,
     ) -> None:
+        self.put_addresses = put_addresses
         self._rank = rank
         self._segments = segments
         self._names = tuple(segments)
-        self._num_mains = num_mains
-        self._owner = owner
-        self._source = Source(rank, device)
-        self._tables = tables
+        self._count = num_local_experts
+        self._device = device
+        self._selected: dict[tuple[str, ...] | None, tuple[array[int], int]] = {}
         self._region_of: dict[tuple[int, int], int] = {}  # by segment and address of its first main
 
     def add_region(self, begins: Sequence[int], index: int) -> None:
         """Register weights that peers can address, by the address of each segment's first main."""
         self._region_of.update(dict.fromkeys(enumerate(begins), index))
 
-    def bind(self, weights: Weights | BoundWeights | torch.Tensor) -> BoundWeights:
-        """Check weights in any form that a call accepts, and return their addresses.
+    # ---- bindings -------------------------------------------------------------------------
+
+    def bind(self, tensors: Weights | Binding) -> Binding:
+        """Check tensors in any form that a call accepts, and return their addresses.
 
         Raises:
-            InvalidWeightsError: they do not match the group's experts, or are another group's.
+            InvalidWeightsError: they do not match the group's experts, or are bound to another
+                group. Of gradients InvalidGradientsError, also if they share memory.
         """
-        if isinstance(weights, torch.Tensor):
-            return self._bind_table(weights)
-        if isinstance(weights, BoundWeights):
-            if weights.owner is not self._owner:
-                raise InvalidWeightsError(
-                    f"rank {self._rank}: the weights are bound to another group; bind them to this"
-                    " one"
-                )
-            return weights
-        addresses, names = bind_weights(weights, self._segments, self._num_mains, self._source)
-        return BoundWeights(
-            addresses=addresses,
-            names=names,
-            region=self._find_region(weights, addresses, names) if self._region_of else -1,
-            owner=self._owner,
-            weights=dict(weights),
-        )
-
-    def addresses_of(self, weights: Weights | BoundWeights) -> BoundWeights:
-        """Bind weights whose addresses are known on the CPU.
-
-        Raises:
-            InvalidWeightsError: as :meth:`bind`, or for ``Group.weight_table``, whose addresses are
-                on the device.
-        """
-        bound = self.bind(weights)
-        if not bound.addresses and self._num_mains > 0:
-            raise InvalidWeightsError(
-                f"rank {self._rank}: weights is group.weight_table, whose addresses are on the"
-                " device; expected the weights themselves"
+        if isinstance(tensors, Binding):
+            if tensors.owner is not self:
+                raise self._refusal(" are bound to another group; bind them to this one")
+            return tensors
+        given = plain_mapping(tensors)
+        if not isinstance(given, Mapping):
+            raise self._refusal(
+                f" is a {type(given).__name__}; expected {{name: tensor or sequence of tensors}}"
+                f" with names from {list(self._names)}"
             )
+        return self._bind(given)
+
+    def bind_persistent(self, tensors: Weights | Binding) -> Binding:
+        """Bind tensors, with a table of their addresses on a CUDA group's device."""
+        bound = self.bind(tensors)
+        if bound.table is None and self.put_addresses is not None:
+            bound.table = self.put_addresses(bound.addresses, self._shape, None)
         return bound
 
-    def bind_for_good(self, weights: Weights | BoundWeights) -> BoundWeights:
-        """Bind weights, with a frozen table of their addresses on a CUDA group's device."""
-        bound = self.bind(weights)
-        if self._tables is None or bound.table is not None:
-            return bound
-        return replace(bound, table=self._tables.frozen(bound.addresses))
+    def update(self, bound: Binding, tensors: Weights | Binding) -> None:
+        """Do :meth:`Binding.update`. Captured calls have all but the addresses in them."""
+        new = self.bind(tensors)
+        if new.tensors.keys() != bound.tensors.keys() or new.types != bound.types:
+            raise self._refusal(
+                f" have the segments {list(new.tensors)}, of other names or dtypes than those that"
+                f" were bound, {list(bound.tensors)}; bind them anew"
+            )
+        if bound.region not in (-1, new.region):
+            raise self._refusal(
+                " are in other memory than that of group.empty_weights() which was bound, and which"
+                " captured calls may pull from; bind them anew"
+            )
+        if bound.table is not None and self.put_addresses is not None:
+            self.put_addresses(new.addresses, self._shape, bound.table)
+        bound.tensors, bound.addresses = new.tensors, new.addresses
 
     @property
-    def table(self) -> torch.Tensor:
-        """Return the caller's table; see ``Group.weight_table``."""
-        return self._require_tables().own()
+    def _shape(self) -> tuple[int, int]:
+        return len(self._segments), self._count
 
-    def update_table(self, weights: Weights | BoundWeights) -> None:
-        """Update the caller's table; see ``Group.update_weight_table``."""
-        self._require_tables().update(self.addresses_of(weights).addresses)
-
-    def _require_tables(self) -> AddressTables:
-        if self._tables is None:
-            raise UnsupportedError(
-                f"rank {self._rank}: weight_table is for CUDA graphs, and this group's engine is"
-                " not the CUDA engine; pass the weights"
-            )
-        return self._tables
-
-    def _bind_table(self, weights: torch.Tensor) -> BoundWeights:
-        if self._tables is None or weights.data_ptr() != self._tables.own().data_ptr():
-            raise InvalidWeightsError(
-                f"rank {self._rank}: weights is a tensor; expected {{name: tensor or sequence of"
-                " tensors}, what group.bind returned, or group.weight_table of a CUDA group"
-            )
-        return BoundWeights(
-            addresses=array("Q"),
-            names=frozenset(self._names),
-            owner=self._owner,
-            table=weights,
+    def _bind(self, weights: Weights) -> Binding:
+        addresses = self._find_addresses(weights, self._segments)
+        return Binding(
+            tensors=dict(weights),
+            addresses=addresses,
+            types=array("i"),
+            region=self._find_region(weights, addresses) if self._region_of else -1,
+            owner=self,
         )
 
-    def _find_region(self, weights: Weights, addresses: Addresses, names: frozenset[str]) -> int:
+    def _find_region(self, weights: Weights, addresses: Addresses) -> int:
         """Return the region that has these addresses as its mains, else -1."""
-        if not names:
+        if not weights:
             return -1
-        count = self._num_mains
+        count = self._count
         found = set()
         if count == 0:  # empty tensors have no address, but their storage has that of segment 0
             for t in weights.values():
@@ -163,7 +186,7 @@ class RankWeights:
                 found.add(self._region_of.get((0, at), -1))
             return found.pop() if len(found) == 1 else -1
         for i, (name, segment) in enumerate(self._segments.items()):
-            if name in names:
+            if name in weights:
                 at, step = addresses[i * count], segment.nbytes
                 found.add(self._region_of.get((i, at), -1))
                 if -1 in found or len(found) > 1:
@@ -173,9 +196,222 @@ class RankWeights:
                     return -1
         return found.pop()
 
+    # ---- segments -------------------------------------------------------------------------
 
-GradSpec = torch.dtype | Mapping[str, torch.dtype] | None
-GRAD_TYPES = {torch.float32: _core.GradType.FLOAT32, torch.bfloat16: _core.GradType.BFLOAT16}
+    def select(self, segments: Sequence[str] | None) -> tuple[array[int], int]:
+        """Return the segments of a ``segments=`` argument: ascending int32 indices, and bytes.
+
+        Raises:
+            InvalidArgumentError: it is not a sequence of distinct known names, or is empty.
+        """
+        if segments is not None and (
+            isinstance(segments, str)
+            or not isinstance(segments, Sequence)
+            or not all(isinstance(s, str) for s in segments)
+        ):
+            raise InvalidArgumentError(
+                f"rank {self._rank}: segments is {segments!r}; expected a sequence of names"
+            )
+        key = None if segments is None else tuple(segments)
+        selected = self._selected.get(key)
+        if selected is not None:
+            return selected
+        names = self._names if key is None else key
+        unknown = [name for name in names if name not in self._names]
+        if unknown or not names or len(set(names)) != len(names):
+            raise InvalidArgumentError(
+                f"rank {self._rank}: segments={key} is not a selection of {list(self._names)};"
+                " expected one or more of these names, each once"
+            )
+        indices = array("i", sorted(self._names.index(name) for name in names))
+        selected = indices, sum(self._segments[name].nbytes for name in names)
+        self._selected[key] = selected
+        return selected
+
+    def require(self, bound: Binding, indices: Iterable[int]) -> None:
+        """Raise InvalidWeightsError if weights lack a segment to transfer."""
+        if len(bound.tensors) == len(self._names):
+            return
+        wanted = [self._names[i] for i in indices]
+        missing = [name for name in wanted if name not in bound.tensors]
+        if missing:
+            raise self._refusal(
+                f" lack segment {missing[0]!r}; expected {wanted}, or pass segments= to transfer"
+                " fewer"
+            )
+
+    # ---- checks ---------------------------------------------------------------------------
+
+    def _refusal(self, text: str) -> UltraEPError:
+        return self._error(f"rank {self._rank}: {self._what}{text}")
+
+    def _find_addresses(self, tensors: Weights, segments: Mapping[str, Segment]) -> Addresses:
+        """Check tensors against segments, and return their addresses.
+
+        Raises:
+            InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
+                strides. Of gradients InvalidGradientsError.
+        """
+        unknown = [name for name in tensors if name not in segments]
+        if unknown:
+            raise self._refusal(f" have a segment {unknown[0]!r}; expected {list(segments)}")
+        addresses = array("Q")
+        for name, segment in segments.items():
+            if name not in tensors:
+                addresses.extend([0] * self._count)
+                continue
+            value = tensors[name]
+            if isinstance(value, torch.Tensor):
+                addresses.extend(self._stacked(value, name, segment))
+            else:
+                addresses.extend(self._listed(value, name, segment))
+        return addresses
+
+    def _stacked(self, tensor: torch.Tensor, name: str, segment: Segment) -> Sequence[int]:
+        shape, count = tensor.shape, self._count
+        if not shape or shape[0] != count:
+            raise self._refusal(
+                f"[{name!r}] has shape {tuple(shape)}; expected {(count, *segment.shape)}: one row"
+                f" for each of this rank's {count} experts"
+            )
+        if count == 0:
+            return []
+        start = self._check(tensor, (count,), name, segment)
+        step = tensor.stride()[0] * segment.dtype.itemsize
+        return range(start, start + count * step, step) if step else [start] * count
+
+    def _listed(self, tensors: Sequence[torch.Tensor], name: str, segment: Segment) -> list[int]:
+        if not isinstance(tensors, Sequence) or len(tensors) != self._count:
+            found = (
+                f"{len(tensors)} entries"
+                if isinstance(tensors, Sequence)
+                else type(tensors).__name__
+            )
+            raise self._refusal(
+                f"[{name!r}] has {found}; expected a tensor {(self._count, *segment.shape)} or a"
+                f" sequence of {self._count} tensors"
+            )
+        addresses = _plain_addresses(tensors, segment, self._device)
+        if 0 not in addresses:
+            return addresses
+        addresses = []
+        for i, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                raise self._refusal(
+                    f"[{name!r}][{i}] is a {type(tensor).__name__}; expected a tensor"
+                )
+            addresses.append(self._check(tensor, (), f"{name}][{i}", segment))
+        return addresses
+
+    def _check(
+        self, tensor: torch.Tensor, stacked: tuple[int, ...], name: str, segment: Segment
+    ) -> int:
+        """Return the address of a tensor ``[*stacked, *segment.shape]``."""
+        if tensor.dtype != segment.dtype:
+            raise self._refusal(f"[{name}] has dtype {tensor.dtype}; expected {segment.dtype}")
+        if tensor.device != self._device:
+            raise self._refusal(
+                f"[{name}] is on {tensor.device}; expected {self._device}, where the group's slots"
+                " are"
+            )
+        # A wrapper (DTensor, FakeTensor) has no memory of its own.
+        address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+        if address == 0:
+            raise self._refusal(
+                f"[{name}] is a {type(tensor).__name__} without dense memory; expected a plain"
+                " tensor, for instance from .to_local()"
+            )
+        shape = tensor.shape
+        if shape != (*stacked, *segment.shape):
+            raise self._error(
+                f"rank {self._rank}: an expert of {self._what}[{name}] has shape"
+                f" {tuple(shape[len(stacked) :])}; expected {segment.shape}"
+            )
+        strides, layout = tensor.stride()[len(stacked) :], segment.layout
+        if strides != layout and any(
+            size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
+        ):
+            raise self._error(
+                f"rank {self._rank}: an expert of {self._what}[{name}] has strides {strides};"
+                f" expected {layout}. Make each expert one dense range, or declare"
+                " Segment(strides=...)"
+            )
+        return address
+
+
+def _plain_addresses(
+    tensors: Sequence[torch.Tensor], segment: Segment, device: torch.device
+) -> list[int]:
+    """Return the addresses of tensors that all match the segment exactly, else [0].
+
+    There may be hundreds: each property is compared for all of them at C speed.
+    """
+    count = len(tensors)
+    if (
+        _PLAIN.issuperset(map(type, tensors))
+        and list(map(_DTYPE, tensors)).count(segment.dtype) == count
+        and list(map(_DEVICE, tensors)).count(device) == count
+        and list(map(_LAYOUT, tensors)).count(torch.strided) == count
+        and list(map(_SHAPE, tensors)).count(segment.shape) == count
+        and list(map(torch.Tensor.stride, tensors)).count(segment.layout) == count
+    ):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return [0]
+
+
+class GradBinder(Binder):
+    """Binds main gradients. ``segments``: of the slot gradients; empty: there are none."""
+
+    _what = "grads"
+    _error = InvalidGradientsError
+
+    def _bind(self, grads: Weights) -> Binding:
+        if not self._segments:
+            raise InvalidGradientsError(
+                f"rank {self._rank}: the slots of this group hold no gradients; create the group"
+                " with new_group(grads=torch.float32)"
+            )
+        missing = [name for name in self._names if name not in grads]
+        if missing:
+            raise self._refusal(
+                f" lack segment {missing[0]!r}; expected {list(self._names)}, since all of them are"
+                " reduced"
+            )
+        given = {
+            name: replace(segment, dtype=self._dtype_of(grads[name], name, segment))
+            for name, segment in self._segments.items()
+        }
+        addresses, count = self._find_addresses(grads, given), self._count
+        seen: set[int] = set()
+        for i, (name, segment) in enumerate(given.items()):
+            own = addresses[i * count : (i + 1) * count]
+            seen.update(own)
+            if len(seen) != (i + 1) * count:
+                raise InvalidGradientsError(
+                    f"rank {self._rank}: rows of grads[{name!r}] share memory with each other or"
+                    " with another segment; expected separate memory for each expert's gradient"
+                )
+            size = segment.dtype.itemsize
+            odd = [at for at in own if at % size] if self.put_addresses is not None else []
+            if odd:
+                raise InvalidGradientsError(
+                    f"rank {self._rank}: a row of grads[{name!r}] begins at the address"
+                    f" {odd[0]:#x}; expected a multiple of {size} on a device"
+                )
+        types = array("i", [GRAD_TYPES[segment.dtype] for segment in given.values()])
+        return Binding(tensors=dict(grads), addresses=addresses, types=types, region=-1, owner=self)
+
+    def _dtype_of(self, grads: object, name: str, segment: Segment) -> torch.dtype:
+        """Return the dtype of a segment's main gradients: that of the first one in a sequence."""
+        if isinstance(grads, list | tuple):
+            grads = grads[0] if grads else None
+        if not isinstance(grads, torch.Tensor):
+            return segment.dtype  # there is none, or the check of addresses will raise
+        if grads.dtype not in GRAD_TYPES:
+            raise self._refusal(
+                f"[{name!r}] has dtype {grads.dtype}; expected torch.float32 or torch.bfloat16"
+            )
+        return grads.dtype
 
 
 def make_grads(grads: GradSpec, segments: Mapping[str, Segment]) -> dict[str, Segment]:
@@ -204,127 +440,3 @@ def make_grads(grads: GradSpec, segments: Mapping[str, Segment]) -> dict[str, Se
                 f"grads[{name!r}] is {dtype!r}; expected torch.float32 or torch.bfloat16"
             )
     return {name: replace(s, dtype=grads[name]) for name, s in segments.items() if name in grads}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundGrads(Bound):
-    """Main gradients checked once, with their addresses. Returned by ``Group.bind_grads``.
-
-    The addresses are frozen: bind again after gradients have moved.
-
-    Attributes:
-        addresses: ``[num_grad_segments, M]``, flattened.
-        types: ``[num_grad_segments]`` int32, values of `_core.GradType`.
-        grads: the gradients as passed; keeps their memory alive.
-        owner: identifies the group that bound them.
-        table: the addresses on a CUDA group's device, int64 ``[num_grad_segments, M]``; None: they
-            are on the CPU only.
-    """
-
-    addresses: Addresses
-    types: array[int]
-    grads: Weights = field(repr=False)
-    owner: object = field(repr=False)
-    table: torch.Tensor | None = field(default=None, repr=False)
-
-
-class RankGrads:
-    """Binds main gradients for one rank of one group.
-
-    Args:
-        rank: this rank.
-        segments: the slot gradients' segments, by name; empty: the slots have no gradients.
-        num_mains: M.
-        device: where gradients must be.
-        tables: address tables on the device of a CUDA group; None for the host engine.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        segments: Mapping[str, Segment],
-        num_mains: int,
-        device: torch.device,
-        tables: AddressTables | None,
-    ) -> None:
-        self._segments = segments
-        self._num_mains = num_mains
-        self._tables = tables
-        self._source = Source(rank, device, "grads", InvalidGradientsError)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Return the bytes of one replica's gradients."""
-        return sum(segment.nbytes for segment in self._segments.values())
-
-    def bind(self, grads: Weights | BoundGrads) -> BoundGrads:
-        """Check main gradients and return their addresses.
-
-        Raises:
-            InvalidGradientsError: they do not match the group's slot gradients, share memory, or
-                are bound to another group.
-        """
-        rank = self._source.rank
-        if isinstance(grads, BoundGrads):
-            if grads.owner is not self:
-                raise InvalidGradientsError(
-                    f"rank {rank}: the gradients are bound to another group; bind them to this one"
-                )
-            return grads
-        if not self._segments:
-            raise InvalidGradientsError(
-                f"rank {rank}: the slots of this group hold no gradients; create the group with"
-                " new_group(grads=torch.float32)"
-            )
-        if isinstance(grads, Mapping):
-            missing = [name for name in self._segments if name not in grads]
-            if missing:
-                raise InvalidGradientsError(
-                    f"rank {rank}: grads lack segment {missing[0]!r}; expected"
-                    f" {list(self._segments)}, since all of them are reduced"
-                )
-        given = {
-            name: replace(segment, dtype=self._dtype_of(grads, name, segment))
-            for name, segment in self._segments.items()
-        }
-        addresses, _ = bind_weights(grads, given, self._num_mains, self._source)
-        seen: set[int] = set()
-        for i, name in enumerate(given):
-            own = addresses[i * self._num_mains : (i + 1) * self._num_mains]
-            seen.update(own)
-            if len(seen) != (i + 1) * self._num_mains:
-                raise InvalidGradientsError(
-                    f"rank {rank}: rows of grads[{name!r}] share memory with each other or with"
-                    " another segment; expected separate memory for each expert's gradient"
-                )
-            size = given[name].dtype.itemsize
-            odd = [at for at in own if at % size] if self._tables is not None else []
-            if odd:
-                raise InvalidGradientsError(
-                    f"rank {rank}: a row of grads[{name!r}] begins at the address {odd[0]:#x};"
-                    f" expected a multiple of {size} on a device"
-                )
-        types = array("i", [GRAD_TYPES[s.dtype] for s in given.values()])
-        return BoundGrads(addresses=addresses, types=types, grads=grads, owner=self)
-
-    def bind_for_good(self, grads: Weights | BoundGrads) -> BoundGrads:
-        """Bind gradients, with a frozen table of their addresses on a CUDA group's device."""
-        bound = self.bind(grads)
-        if self._tables is None or bound.table is not None:
-            return bound
-        return replace(bound, table=self._tables.frozen(bound.addresses))
-
-    def _dtype_of(self, grads: Weights, name: str, segment: Segment) -> torch.dtype:
-        """Return the dtype of a segment's main gradients: that of the first one in a sequence."""
-        first: object = grads[name] if isinstance(grads, Mapping) else None
-        if isinstance(first, list | tuple):
-            first = first[0] if first else None
-        if not isinstance(first, torch.Tensor):
-            return segment.dtype  # none is there, or bind_weights will raise
-        if first.dtype not in GRAD_TYPES:
-            raise InvalidGradientsError(
-                f"rank {self._source.rank}: grads[{name!r}] has dtype {first.dtype}; expected"
-                " torch.float32 or torch.bfloat16"
-            )
-        return first.dtype

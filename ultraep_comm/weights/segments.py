@@ -1,25 +1,18 @@
-"""Segments: the tensors of an expert, their layout in bytes, and checks of weights against them."""
+"""Segments: the tensors of an expert, and their layout in bytes."""
 
 from __future__ import annotations
 
 import math
 import operator
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
-from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError, UltraEPError
+from ultraep_comm.errors import InvalidArgumentError
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-Addresses: TypeAlias = "array[int]"  # 64 bits each
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-_DTYPE, _DEVICE, _LAYOUT, _SHAPE = map(attrgetter, ("dtype", "device", "layout", "shape"))
 
 
 @dataclass(frozen=True)
@@ -129,197 +122,6 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-class Bound:
-    """What has addresses. Its copies, also saved ones, lie elsewhere, and no group takes them."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _make_bound, (type(self), vars(self) | {"owner": None, "table": None})
-
-
-def _make_bound(kind: Callable[..., Bound], fields: dict[str, Any]) -> Bound:
-    return kind(**fields)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundWeights(Bound):
-    """Main weights checked once, with their addresses. Returned by ``Group.bind``.
-
-    The addresses are frozen: bind again after weights have moved.
-
-    Attributes:
-        addresses: ``[num_segments, M]``, flattened; 0 for segments that were not passed.
-        names: the segments that were passed.
-        region: the region, by number, that peers can address and that holds all of them; -1: none.
-        owner: identifies the group that bound them.
-        weights: the weights as passed; keeps their memory alive.
-        table: the addresses on a CUDA group's device, int64 ``[num_segments, M]``; None: they are
-            on the CPU only.
-    """
-
-    addresses: Addresses
-    names: frozenset[str]
-    region: int = -1
-    owner: object = field(default=None, repr=False)
-    weights: Weights = field(default_factory=dict, repr=False)
-    table: torch.Tensor | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The rank and device that tensors come from, and how errors name them."""
-
-    rank: int
-    device: torch.device
-    what: str = "weights"
-    error: type[UltraEPError] = InvalidWeightsError
-
-
-def bind_weights(
-    weights: Weights, segments: Mapping[str, Segment], num_mains: int, source: Source
-) -> tuple[Addresses, frozenset[str]]:
-    """Check weights or gradients against the segments and return their addresses and names.
-
-    Raises:
-        InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
-            strides. Raised as ``source.error``.
-    """
-    weights = plain_mapping(weights)
-    if not isinstance(weights, Mapping):
-        raise source.error(
-            f"rank {source.rank}: {source.what} is a {type(weights).__name__}; expected {{name:"
-            f" tensor or sequence of tensors}} with names from {list(segments)}"
-        )
-    unknown = [name for name in weights if name not in segments]
-    if unknown:
-        raise source.error(
-            f"rank {source.rank}: {source.what} have a segment {unknown[0]!r}; expected"
-            f" {list(segments)}"
-        )
-    addresses = array("Q")
-    for name, segment in segments.items():
-        if name not in weights:
-            addresses.extend([0] * num_mains)
-            continue
-        value = weights[name]
-        if isinstance(value, torch.Tensor):
-            addresses.extend(_stacked(value, name, segment, num_mains, source))
-        else:
-            addresses.extend(_listed(value, name, segment, num_mains, source))
-    return addresses, frozenset(weights)
-
-
-def _stacked(
-    tensor: torch.Tensor,
-    name: str,
-    segment: Segment,
-    num_mains: int,
-    source: Source,
-) -> Sequence[int]:
-    shape = tensor.shape
-    if not shape or shape[0] != num_mains:
-        raise source.error(
-            f"rank {source.rank}: {source.what}[{name!r}] has shape {tuple(tensor.shape)}; expected"
-            f" {(num_mains, *segment.shape)}: one row for each of this rank's {num_mains} experts"
-        )
-    if num_mains == 0:
-        return []
-    start = _check(tensor, (num_mains,), name, segment, source)
-    step = tensor.stride()[0] * segment.dtype.itemsize
-    return range(start, start + num_mains * step, step) if step else [start] * num_mains
-
-
-def _listed(
-    tensors: Sequence[torch.Tensor],
-    name: str,
-    segment: Segment,
-    num_mains: int,
-    source: Source,
-) -> list[int]:
-    if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
-        found = (
-            f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
-        )
-        raise source.error(
-            f"rank {source.rank}: {source.what}[{name!r}] has {found}; expected a tensor"
-            f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
-        )
-    addresses = _plain_addresses(tensors, segment, source.device)
-    if 0 not in addresses:
-        return addresses
-    addresses = []
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            raise source.error(
-                f"rank {source.rank}: {source.what}[{name!r}][{i}] is a {type(tensor).__name__};"
-                " expected a tensor"
-            )
-        addresses.append(_check(tensor, (), f"{name}][{i}", segment, source))
-    return addresses
-
-
-def _plain_addresses(
-    tensors: Sequence[torch.Tensor], segment: Segment, device: torch.device
-) -> list[int]:
-    """Return the addresses of tensors that all match the segment exactly, else [0].
-
-    There may be hundreds: each property is compared for all of them at C speed.
-    """
-    count = len(tensors)
-    if (
-        _PLAIN.issuperset(map(type, tensors))
-        and list(map(_DTYPE, tensors)).count(segment.dtype) == count
-        and list(map(_DEVICE, tensors)).count(device) == count
-        and list(map(_LAYOUT, tensors)).count(torch.strided) == count
-        and list(map(_SHAPE, tensors)).count(segment.shape) == count
-        and list(map(torch.Tensor.stride, tensors)).count(segment.layout) == count
-    ):
-        return list(map(torch.Tensor.data_ptr, tensors))
-    return [0]
-
-
-def _check(
-    tensor: torch.Tensor,
-    stacked: tuple[int, ...],
-    name: str,
-    segment: Segment,
-    source: Source,
-) -> int:
-    """Return the address of a tensor ``[*stacked, *segment.shape]``."""
-    if tensor.dtype != segment.dtype:
-        raise source.error(
-            f"rank {source.rank}: {source.what}[{name}] has dtype {tensor.dtype}; expected"
-            f" {segment.dtype}"
-        )
-    device = source.device
-    if tensor.device != device:
-        raise source.error(
-            f"rank {source.rank}: {source.what}[{name}] is on {tensor.device}; expected {device},"
-            " where the group's slots are"
-        )
-    # A wrapper (DTensor, FakeTensor) has no memory of its own.
-    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
-    if address == 0:
-        raise source.error(
-            f"rank {source.rank}: {source.what}[{name}] is a {type(tensor).__name__} without dense"
-            " memory; expected a plain tensor, for instance from .to_local()"
-        )
-    shape = tensor.shape
-    if shape != (*stacked, *segment.shape):
-        raise source.error(
-            f"rank {source.rank}: an expert of {source.what}[{name}] has shape"
-            f" {tuple(shape[len(stacked) :])}; expected {segment.shape}"
-        )
-    strides, layout = tensor.stride()[len(stacked) :], segment.layout
-    if strides != layout and any(
-        size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
-    ):
-        raise source.error(
-            f"rank {source.rank}: an expert of {source.what}[{name}] has strides {strides};"
-            f" expected {layout}. Make each expert one dense range, or declare Segment(strides=...)"
-        )
-    return address
-
-
 def plain_mapping(weights: Weights) -> Weights:
     """Return a ParameterDict, which is no Mapping, as a dict; others as they are."""
     return dict(weights) if isinstance(weights, torch.nn.ParameterDict) else weights
@@ -388,71 +190,3 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
     tensor = torch.empty(0, dtype=view.dtype, device=view.device)
     return tensor.set_(storage, 0, view.shape, view.stride())
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Segments to transfer: ascending int32 indices, their address and number, and total bytes."""
-
-    indices: np.ndarray
-    address: int
-    count: int
-    nbytes: int
-
-
-class Selections:
-    """Checks a rank's ``segments=`` arguments and caches their selections.
-
-    Args:
-        rank: this rank.
-        segments: the group's segments.
-    """
-
-    def __init__(self, rank: int, segments: Mapping[str, Segment]) -> None:
-        self._rank = rank
-        self._names = tuple(segments)
-        self._nbytes = [segment.nbytes for segment in segments.values()]
-        self._found: dict[tuple[str, ...] | None, Selection] = {}
-
-    def find(self, segments: Sequence[str] | None) -> Selection:
-        """Return the segments to transfer; None: all.
-
-        Raises:
-            InvalidArgumentError: it is not a sequence of distinct known names, or is empty.
-        """
-        if segments is not None and (
-            isinstance(segments, str)
-            or not isinstance(segments, Sequence)
-            or not all(isinstance(s, str) for s in segments)
-        ):
-            raise InvalidArgumentError(
-                f"rank {self._rank}: segments is {segments!r}; expected a sequence of names"
-            )
-        key = None if segments is None else tuple(segments)
-        found = self._found.get(key)
-        if found is not None:
-            return found
-        names = self._names if key is None else key
-        unknown = [name for name in names if name not in self._names]
-        if unknown or not names or len(set(names)) != len(names):
-            raise InvalidArgumentError(
-                f"rank {self._rank}: segments={key} is not a selection of {list(self._names)};"
-                " expected one or more of these names, each once"
-            )
-        indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
-        nbytes = sum(self._nbytes[i] for i in indices)
-        chosen = Selection(indices, indices.ctypes.data, len(indices), nbytes)
-        self._found[key] = chosen
-        return chosen
-
-    def require(self, bound: BoundWeights, chosen: Selection) -> None:
-        """Raise InvalidWeightsError if weights lack a segment to transfer."""
-        if len(bound.names) == len(self._names):
-            return
-        wanted = [self._names[i] for i in chosen.indices]
-        missing = [name for name in wanted if name not in bound.names]
-        if missing:
-            raise InvalidWeightsError(
-                f"rank {self._rank}: weights lack segment {missing[0]!r}; expected"
-                f" {wanted}, or pass segments= to transfer fewer"
-            )

@@ -77,7 +77,8 @@ def test_a_batch_is_waited_for_before_the_next(
 
     def run(rank: int) -> list[BaseException | None]:
         own = {"w": weights_of(0)[rank * M : (rank + 1) * M]}
-        balancer, other = Balancer(groups[rank], own), Balancer(groups[rank], own, bank=1)
+        balancer = Balancer(groups[rank], own)
+        other = Balancer(groups[rank], own, bank=1, reuse=True)
         early = raised(balancer.wait)
         balancer.begin(ids)
         other.begin(ids)  # which has slots of its own
@@ -98,7 +99,7 @@ def test_a_group_of_one_rank_is_a_warning(caplog: pytest.LogCaptureFixture) -> N
     for num_ranks in (2, 1):
         assert not caplog.records
         expert = {"w": ((1,), torch.float32)}
-        group, *_ = uec.new_loopback_groups(
+        group, *_ = uec.testing.new_loopback_groups(
             num_ranks, num_experts=2, slots_per_rank=1, expert=expert
         )
         Balancer(group, {"w": torch.zeros(2 // num_ranks, 1)})

@@ -196,7 +196,7 @@ class Layer(torch.nn.Module):
 
 def test_a_layer_whose_hooks_refer_to_it_is_freed() -> None:
     expert = {"w": ((2,), torch.float32)}
-    (group,) = uec.new_loopback_groups(1, num_experts=2, slots_per_rank=1, expert=expert)
+    (group,) = uec.testing.new_loopback_groups(1, num_experts=2, slots_per_rank=1, expert=expert)
     layer = Layer()
     layer.replicas = Replication(group)
     check_unchanged(layer.replicas, layer.experts)

@@ -99,7 +99,7 @@ def test_direct_moves_a_copy_for_every_replica_and_reads_each_expert_once() -> N
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
     tile, num_ranks = 16384, 4
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=9,
         slots_per_rank=2,

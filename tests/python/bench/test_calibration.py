@@ -111,7 +111,7 @@ def test_bad_files_are_named(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
     assert str(path) in str(error.value)
     monkeypatch.setenv("ULTRAEP_CALIBRATION", str(path))
     with pytest.raises(CalibrationError, match=why):
-        uec.new_loopback_groups(
+        uec.testing.new_loopback_groups(
             2, num_experts=2, slots_per_rank=1, expert={"w": ((8,), torch.uint8)}
         )
 
@@ -154,7 +154,9 @@ def chosen_modes(groups: list[uec.Group]) -> set[str]:
 
 def new_groups(engine: str = "host") -> list[uec.Group]:
     expert = {"w": ((1 << 20,), torch.uint8)}
-    return uec.new_loopback_groups(4, num_experts=4, slots_per_rank=1, expert=expert, engine=engine)
+    return uec.testing.new_loopback_groups(
+        4, num_experts=4, slots_per_rank=1, expert=expert, engine=engine
+    )
 
 
 def test_stored_figures_change_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

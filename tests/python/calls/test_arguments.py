@@ -20,7 +20,7 @@ BALANCER = uec.adapters.balancer.Balancer  # an attribute of the package, as the
 
 def make(**options: Any) -> uec.Group:
     expert = {"w": ((2,), torch.float32)}
-    (group,) = uec.new_loopback_groups(
+    (group,) = uec.testing.new_loopback_groups(
         1, num_experts=2, slots_per_rank=1, expert=expert, timeout=5, **options
     )
     return group

@@ -40,7 +40,7 @@ def _no_graphs_of_earlier_runs(
 
 
 def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=EXPERTS,
         slots_per_rank=SLOTS,
@@ -78,7 +78,7 @@ def steps(
     slots = group.bank(bank).slots if isinstance(bank, int) else bank.slots
     results = []
     for load in loads:
-        plan = uec.plan_replicas(load, group=group, bank=bank)
+        plan = uec.plan_replicas(load, group=group, bank=bank, reuse=True)
         before = slots["w"] * 2
         work = uec.replicate_experts(weights, plan, group=group, async_op=async_op)
         if work is not None:
@@ -135,9 +135,9 @@ def test_plans_of_one_load_are_made_one_by_one(backend: str, groups: list[uec.Gr
     """
 
     def calls(x: torch.Tensor, load: torch.Tensor, weights: Any, group: uec.Group) -> Tensors:
-        first = uec.plan_replicas(load, group=group, bank=0)
+        first = uec.plan_replicas(load, group=group, reuse=True)
         uec.replicate_experts(weights, first, group=group)
-        second = uec.plan_replicas(load, group=group, bank=0)
+        second = uec.plan_replicas(load, group=group, reuse=True)
         uec.replicate_experts(weights, first, group=group)  # restores, and moves nothing
         assert first.moves is not None
         assert second.moves is not None
@@ -157,7 +157,7 @@ def test_plans_of_one_load_are_made_one_by_one(backend: str, groups: list[uec.Gr
 
 def test_another_version_compiles_nothing_anew(groups: list[uec.Group]) -> None:
     def calls(load: torch.Tensor, weights: Any, group: uec.Group, version: int) -> None:
-        plan = uec.plan_replicas(load, group=group, bank=1)
+        plan = uec.plan_replicas(load, group=group, bank=1, reuse=True)
         uec.replicate_experts(weights, plan, group=group, version=version)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -192,6 +192,7 @@ def test_compiled_reductions_leave_out_what_slots_keep(
         slot_quota=torch.tensor([[0, 0], [5, 0], [0, 0]]),
         home_quota=torch.tensor([5] + [0] * (EXPERTS - 1)),
         bank=1,
+        reuse=True,
     )
 
     def reduce(grads: Any, group: uec.Group) -> torch.Tensor:
@@ -237,14 +238,14 @@ def test_operators_with_a_bank() -> None:
     for given in (load, load[None]):
         arguments = (given, 1, EXPERTS, SLOTS, 1.01, [], ORDER, 1, group.name)
         opcheck(OPERATORS.plan_replicas_in_bank.default, arguments)
-    plan = uec.plan_replicas(load, group=group, bank=1)
+    plan = uec.plan_replicas(load, group=group, bank=1, reuse=True)
     fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     weights, names = list(make_weights(0, 1).values()), list(group.slots)
     slots = list(group.bank(1).slots.values())
     for version in (None, 2):
         arguments = (
             *(weights, [-1, -1], names, *fields, slots, names),
-            *(ORDER, "auto", 1, version, None, group.name),
+            *(ORDER, "auto", 1, True, version, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
@@ -254,7 +255,9 @@ def test_operators_with_a_bank() -> None:
 def test_slots_of_a_call_that_a_compiled_function_has_started() -> None:
     groups = make_groups()
     weights = [make_weights(group.rank) for group in groups]
-    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1]], num_experts=EXPERTS, bank=1)
+    plan = uec.Plan.from_slots(
+        [[-1, -1], [0, -1], [-1, -1]], num_experts=EXPERTS, bank=1, reuse=True
+    )
     works = loopback(
         RANKS,
         lambda r: uec.replicate_experts(weights[r], plan, group=groups[r], async_op=True),
@@ -274,7 +277,7 @@ def test_slots_of_a_call_that_a_compiled_function_has_started() -> None:
 
 def test_every_kind_of_work_keeps_what_a_work_promises() -> None:
     (group,) = make_groups(1)
-    plan = uec.Plan.from_slots([[-1, -1]], num_experts=EXPERTS, bank=1)
+    plan = uec.Plan.from_slots([[-1, -1]], num_experts=EXPERTS, bank=1, reuse=True)
     work = uec.replicate_experts(make_weights(0, 1), plan, group=group, async_op=True)
     assert work is not None
     token = torch.tensor(work.epoch)
@@ -300,12 +303,12 @@ def test_errors_of_banks_keep_their_types() -> None:
         return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
     def plan(bank: Any, cost: Any = None) -> torch.Tensor:
-        return uec.plan_replicas(load, group=group, bank=bank, cost=cost).slot_expert
+        return uec.plan_replicas(load, group=group, bank=bank, reuse=True, cost=cost).slot_expert
 
     cost = uec.PlanCost(token=1.0, expert_byte=1.0)
     for arguments, text in (
         ((BANKS,), "bank is 2; expected 0 to 1"),
-        ((1, cost), "a cost and residents, or a bank"),
+        ((1, cost), "a cost and residents, or reuse=True"),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=text):
             compiled(plan)(*arguments)

@@ -18,6 +18,7 @@ from torch.library import opcheck
 import ultraep_comm as uec
 from ultraep_comm import errors, ops
 from ultraep_comm.calls.traced import ORDER
+from ultraep_comm.weights.binding import Binding
 
 RANKS, EXPERTS, SLOTS, TOP_K, HIDDEN = 2, 8, 2, 2, 16
 EXPERT = {"w": ((HIDDEN, HIDDEN), torch.float32), "b": ((HIDDEN,), torch.bfloat16)}
@@ -41,7 +42,7 @@ def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=EXPERTS,
         slots_per_rank=SLOTS,
@@ -222,14 +223,14 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         slots = list(group.slots.values())
         arguments = (
             *(tensors, [-1, -1], names, *plan_fields(plan)),
-            *(slots, names, ORDER, "auto", None, None, None, group.name),
+            *(slots, names, ORDER, "auto", 0, False, None, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
         token = OPERATORS.start_replicate_experts(*arguments)
         opcheck(
             OPERATORS.wait_replicate_experts.default,
-            (token, tensors, plan.slot_expert, slots, names, ORDER, None, group.name, False),
+            (token, tensors, plan.slot_expert, slots, names, ORDER, 0, group.name, False),
         )
         grads = [tensor.float() for tensor in tensors]
         slot_grads = list(group.slot_grads.values())
@@ -237,7 +238,7 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
             OPERATORS.reduce_expert_grads.default,
             (
                 *(grads, [-1, -1], names, *plan_fields(plan)),
-                *(slot_grads, ORDER, "auto", True, None, group.name),
+                *(slot_grads, ORDER, "auto", True, 0, False, group.name),
             ),
         )
 
@@ -262,12 +263,12 @@ def test_copies_of_slots_receive_what_the_slots_would(
         mains = list(make_mains(rank, 0).values())
         arguments = (
             *(mains, [-1, -1], names, *plan_fields(plan), *rest),
-            *("auto", None, None, None, group.name),
+            *("auto", 0, False, None, None, group.name),
         )
         if async_op:
             token = OPERATORS.start_replicate_experts(*arguments)
             OPERATORS.wait_replicate_experts(
-                token, mains, plan.slot_expert, *rest, None, group.name, False
+                token, mains, plan.slot_expert, *rest, 0, group.name, False
             )
         else:
             OPERATORS.replicate_experts(*arguments)
@@ -370,9 +371,7 @@ def test_maps_and_their_gradient(alone: uec.Group) -> None:
 def test_weights_and_plans_of_every_form(groups: list[uec.Group]) -> None:
     cost = uec.PlanCost(token=1e-6, expert_byte=1e-12)
 
-    def calls(
-        load: torch.Tensor, stacked: Weights, bound: uec.BoundWeights, group: uec.Group
-    ) -> uec.Plan:
+    def calls(load: torch.Tensor, stacked: Weights, bound: Binding, group: uec.Group) -> uec.Plan:
         plan = uec.plan_replicas(load, group=group, target=1.1)
         uec.replicate_experts(bound, plan, group=group, mode="push")
         listed = {name: list(tensor.unbind()) for name, tensor in stacked.items()}

@@ -104,7 +104,7 @@ def make_groups(num_ranks: int, **options: Any) -> list[uec.Group]:
         "grads": dict.fromkeys(NAMES, F32),
         "timeout": 20.0,
     } | options
-    return uec.new_loopback_groups(num_ranks, **options)
+    return uec.testing.new_loopback_groups(num_ranks, **options)
 
 
 @pytest.mark.parametrize(

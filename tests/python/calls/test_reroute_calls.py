@@ -23,7 +23,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def make_groups(num_ranks: int, home: list[int]) -> list[uec.Group]:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=len(home),
         slots_per_rank=S,

@@ -18,7 +18,7 @@ EXPERT = {"w": ((4,), torch.float32)}
 
 @pytest.fixture
 def groups() -> Iterator[list[uec.Group]]:
-    made = uec.new_loopback_groups(G, num_experts=E, slots_per_rank=S, expert=EXPERT)
+    made = uec.testing.new_loopback_groups(G, num_experts=E, slots_per_rank=S, expert=EXPERT)
     yield made
     for group in made:
         group.abort()
@@ -206,7 +206,7 @@ def test_bad_routings_fail_on_every_rank(groups: list[uec.Group], case: str) -> 
 
 
 def test_a_compiled_function_has_them_too(groups: list[uec.Group]) -> None:
-    (group,) = uec.new_loopback_groups(1, num_experts=E, slots_per_rank=0, expert=EXPERT)
+    (group,) = uec.testing.new_loopback_groups(1, num_experts=E, slots_per_rank=0, expert=EXPERT)
     ids = routing(0)
 
     def loads(ids: torch.Tensor, routed: torch.Tensor, n: torch.Tensor) -> list[torch.Tensor]:

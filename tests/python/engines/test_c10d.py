@@ -42,7 +42,7 @@ SMALL = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
 
 def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
     options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(num_ranks, engine="c10d", **options)
+    return uec.testing.new_loopback_groups(num_ranks, engine="c10d", **options)
 
 
 # ---- bytes and bits -------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_random_calls_move_every_byte_and_sum_every_bit(
     options: dict[str, Any] = {"home": home, "expert": expert, "grads": grads}
     options |= {"domains": domains, "allow_cross_domain": domains is not None}
     groups = _groups(num_ranks, **options, tile_bytes=draw.choice([1024, 4096, 65536]))
-    on_host = uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
+    on_host = uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
     weights = [make_weights(group) for group in groups]
     dtypes = dict.fromkeys(grads, torch.bfloat16)
     both = [RankGrads(own, dtypes) for own in (groups, on_host)]

@@ -277,7 +277,9 @@ def test_a_forgotten_group_leaves_nothing(ranks: RankPool, in_a_call: bool) -> N
 
 def _pair(**options: Any) -> list[uec.Group]:
     options = {"expert": EXPERT, "timeout": LIMIT, **options}
-    return uec.new_loopback_groups(2, num_experts=4, slots_per_rank=1, engine="c10d", **options)
+    return uec.testing.new_loopback_groups(
+        2, num_experts=4, slots_per_rank=1, engine="c10d", **options
+    )
 
 
 PAIR_PLAN = uec.Plan.from_slots([[2], [0]], num_experts=4)

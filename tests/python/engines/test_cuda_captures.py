@@ -27,7 +27,7 @@ def group(emulated: EmulatedDevice) -> Iterator[uec.Group]:
 
 def make_group(**options: Any) -> uec.Group:
     options = {"slots_per_rank": 1, "expert": EXPERT, "num_sms": 2, "timeout": 60.0, **options}
-    (group,) = uec.new_loopback_groups(1, num_experts=4, engine="cuda", **options)
+    (group,) = uec.testing.new_loopback_groups(1, num_experts=4, engine="cuda", **options)
     return group
 
 
@@ -215,7 +215,6 @@ def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: ue
     routing = emulated.put(torch.zeros(3, 4, dtype=torch.bool))
     plan = uec.plan_replicas(load, group=group)
     uec.reroute(ids, plan, group=group)
-    group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     spoil(emulated)

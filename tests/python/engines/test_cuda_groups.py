@@ -35,7 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 def _groups(num_ranks: int = 2, **options: Any) -> list[uec.Group]:
     options = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(num_ranks, engine="cuda", **options)
+    return uec.testing.new_loopback_groups(num_ranks, engine="cuda", **options)
 
 
 def _call_all(groups: list[uec.Group]) -> list[uec.Work]:
@@ -71,7 +71,7 @@ raise SystemExit("nvshmem was imported" if "nvshmem" in sys.modules else 0)
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
 def test_auto_falls_back_to_the_host_engine() -> None:
-    (group,) = uec.new_loopback_groups(
+    (group,) = uec.testing.new_loopback_groups(
         1, num_experts=E, slots_per_rank=S, expert=EXPERT, engine="auto"
     )
     uec.replicate_experts(
@@ -399,6 +399,6 @@ def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
 @pytest.mark.parametrize("engine", ["cuda", "auto"])
 def test_check_mode_is_for_the_host_engine(device: FakeDevice, engine: str) -> None:
     with pytest.raises(errors.UnsupportedError, match="engine='host'"):
-        uec.new_loopback_groups(
+        uec.testing.new_loopback_groups(
             2, num_experts=E, slots_per_rank=S, expert=EXPERT, engine=engine, check=True
         )

@@ -87,6 +87,18 @@ def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) ->
         assert result["made"] == 2
 
 
+def test_loads_over_the_process_group_name_who_left() -> None:
+    class Broken:
+        rank = 0
+
+        def gather(self, counts: torch.Tensor) -> torch.Tensor:
+            raise errors.BootstrapError("rank 0: rank 3 failed", failed_rank=3)
+
+    with pytest.raises(errors.PeerGoneError, match="rank 3") as caught:
+        make._exchange_counts(Broken(), torch.zeros(4))  # type: ignore[arg-type]
+    assert caught.value.peer == 3
+
+
 def _far_groups(rank: int, process_group: Any) -> Any:
     pairs = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
     runtime = FakeNvshmem(pes=(3 - rank, 4), reaches=pairs[rank][::-1])

@@ -128,8 +128,6 @@ def test_replays_save_the_plan_that_is_there(
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     given = emulated.put_plan(plan_of(0))
-    for group in groups:
-        group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     handles = [group.save(given, layer=3) for group in groups]
@@ -151,8 +149,6 @@ def test_replays_save_the_plan_that_is_there(
             with group.save(given) as other:  # and none was in use
                 assert other.plan.slot_expert.data_ptr() != taken
     handles[0].release()  # the graph is gone
-    found = {groups[0].save(given).plan.slot_expert.data_ptr() for _ in range(2)}
-    assert taken in found
 
 
 def test_captured_handles_in_another_order_do_not_match(
@@ -160,8 +156,6 @@ def test_captured_handles_in_another_order_do_not_match(
 ) -> None:
     bound = [group.bind(make_weights(group)) for group in groups]
     plan = emulated.put_plan(plan_of(0))
-    for group in groups:
-        group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     handles = [group.save(plan, layer=3 + group.rank) for group in groups]
@@ -171,57 +165,41 @@ def test_captured_handles_in_another_order_do_not_match(
     assert "replicate_experts of layer 3, microbatch 0" in str(error)
 
 
-def test_a_capture_has_the_entries_that_were_reserved(
-    emulated: EmulatedDevice, groups: list[uec.Group]
+def test_a_capture_has_memory_of_its_graph(
+    emulated: EmulatedDevice, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = groups[0]
     plan = emulated.put_plan(plan_of(0))
-    group.reserve_plans(2)
-    group.reserve_plans(2)  # does not add two more
+    with group.save(plan):  # an entry of the store, which is free again
+        pass
+    monkeypatch.setattr(group.session.plans, "_unused_marks", iter((0, 1)))
     emulated.settle()
     emulated.begin_capture()
+    with monkeypatch.context() as patch:
+        patch.setattr(emulated, "has_graph_pool", lambda: False)
+        with pytest.raises(
+            errors.UnsupportedError, match=r"rank 0: save .* with torch\.cuda\.graph"
+        ):
+            group.save(plan)
     held = [group.save(plan, layer=layer) for layer in (1, 2)]
-    with pytest.raises(
-        errors.UnsupportedError,
-        match=r"rank 0: save .* after 2 captured saves, .* call group.reserve_plans\(3\)",
-    ):
+    with pytest.raises(errors.UnsupportedError, match="CUDA graphs have saved"):
         group.save(plan, layer=3)
-    with pytest.raises(errors.UnsupportedError, match=r"reserve_plans\(1\) in a capture"):
-        group.reserve_plans(1)
-    held[0].release()  # in the capture: the entry stays with the graph
-    with pytest.raises(errors.UnsupportedError, match=r"reserve_plans\(3\)"):
+    held[0].release()  # in the capture: the memory stays with the graph
+    with pytest.raises(errors.UnsupportedError, match="CUDA graphs have saved"):
         group.save(plan, layer=3)
     emulated.end_capture()
     assert held[1].is_live
-    group.reserve_plans(3)
+    held[0].release()
     emulated.begin_capture()
-    again = [group.save(plan, layer=layer) for layer in (1, 2, 3)]
+    again = group.save(plan, layer=3)
     emulated.end_capture()
-    assert [handle.generation for handle in (*held, *again)] == [1, 2, 3, 4, 5]
-    with pytest.raises(errors.GroupBusyError, match="4 saved plans"):
+    assert [handle.generation for handle in (*held, again)] == [2, 3, 4]
+    assert again.saved.mark is held[0].saved.mark
+    with pytest.raises(errors.GroupBusyError, match="2 saved plans"):
         group.assert_idle()
-    for handle in (held[1], *again):
+    for handle in (held[1], again):
         handle.release()
     group.assert_idle()
-
-
-def test_reserved_entries_outlast_warm_ups(
-    emulated: EmulatedDevice, groups: list[uec.Group]
-) -> None:
-    group = groups[0]
-    plan = emulated.put_plan(plan_of(0))
-    group.reserve_plans(2)
-    emulated.delay(20_000)
-    for _ in range(2):  # the usual number of warm-up runs
-        held = [group.save(plan, layer=layer) for layer in (1, 2)]
-        for handle in held:
-            handle.release()
-    emulated.settle()
-    emulated.begin_capture()
-    captured = [group.save(plan, layer=layer) for layer in (1, 2)]
-    emulated.end_capture()
-    for handle in captured:
-        handle.release()
 
 
 def test_handles_of_outside_are_refused_in_a_capture(
@@ -259,7 +237,6 @@ def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
 ) -> None:
     group = groups[0]
     given, other = emulated.put_plan(plan_of(0)), emulated.put_plan(plan_of(1))
-    group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     handle = group.save(given)
@@ -301,7 +278,6 @@ def test_a_save_that_is_refused_keeps_no_entry(
 ) -> None:
     group = groups[0]
     plan = emulated.put_plan(plan_of(0))
-    group.reserve_plans(1)
     with group.save(plan) as handle:
         at = handle.plan.slot_expert.data_ptr()
     emulated.settle()

@@ -139,43 +139,37 @@ def test_graph_follows_weights_that_move(emulated: EmulatedDevice, groups_of: An
     groups = groups_of(3, num_experts=7, slots_per_rank=2)
     plan = fan_out_plan(3, 7, 2)
     held = emulated.put_plan(plan)
-    tables = [group.weight_table for group in groups]
-    graph = capture(emulated, groups, lambda: start_all(groups, tables, held))
+    bound = [group.bind(make_weights(group)) for group in groups]
+    tables = [own.table for own in bound]
+    graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     kept = []
     for epoch in range(1, 5):
         weights = [make_weights(group) for group in groups]
         kept.append(weights)
         prepare_all(groups, weights, epoch)
-        for group in groups:
-            group.update_weight_table(weights[group.rank])
-        emulated.replay(graph)
-        emulated.settle()
+        for own, moved in zip(bound, weights, strict=True):
+            own.update(moved)
+        if epoch % 2:
+            emulated.replay(graph)
+            emulated.settle()
+        else:  # an eager call takes the new addresses from the CPU
+            synchronize_all(start_all(groups, bound, plan))
         check_bytes(groups, plan, epoch)
-    assert all(group.weight_table is table for group, table in zip(groups, tables, strict=True))
+    assert all(own.table is table for own, table in zip(bound, tables, strict=True))
 
 
 def test_table_without_addresses_is_refused(emulated: EmulatedDevice, groups_of: Any) -> None:
     groups = groups_of(2, num_experts=4, slots_per_rank=1)
     plan = emulated.put_plan(uec.Plan.from_slots([[-1], [0]], num_experts=4))
-    works = start_all(groups, [group.weight_table for group in groups], plan)
+    bound = [group.bind(make_weights(group)) for group in groups]
+    for own in bound:
+        assert own.table is not None
+        own.table.zero_()  # as a kernel that writes addresses might
+    works = start_all(groups, bound, plan)
     with pytest.raises(errors.InvalidWeightsError, match=r"no address of segment '.*' of expert 0"):
         works[0].synchronize()
     with pytest.raises(errors.PeerRejectedError):
         works[1].synchronize()
-
-
-def test_table_goes_with_plans_on_the_device(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, num_experts=4, slots_per_rank=1)
-    plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
-    with pytest.raises(errors.InvalidWeightsError, match="was given with a plan on the CPU"):
-        start_all(groups[:1], [groups[0].weight_table], plan)
-    with pytest.raises(errors.InvalidWeightsError, match="the weights themselves"):
-        groups[1].expert_pointers(groups[1].weight_table)  # type: ignore[arg-type]
-    with pytest.raises(errors.InvalidWeightsError, match="the weights themselves"):
-        groups[1].update_weight_table(groups[1].weight_table)  # type: ignore[arg-type]
-    groups = groups_of(2, num_experts=4, slots_per_rank=1)
-    with pytest.raises(errors.InvalidWeightsError, match=r"weights is a tensor; expected \{name"):
-        start_all(groups[:1], [torch.zeros(2, 2)], emulated.put_plan(plan))
 
 
 def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) -> None:
@@ -190,15 +184,11 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
         start_all(groups[:1], bound, plan)
     with pytest.raises(errors.UnsupportedError, match="addresses of the weights are not on the"):
         start_all(groups[:1], weights, held)
-    with pytest.raises(errors.UnsupportedError, match=r"read group.weight_table once before"):
-        _ = groups[0].weight_table
+    assert groups[0].bind(weights[0]).table is None
+    with pytest.raises(errors.UnsupportedError, match="before the replay"):
+        bound[0].update(weights[0])
     with pytest.raises(errors.InvalidArgumentError, match="mode is 'shove'"):
         start_all(groups[:1], bound, held, mode="shove")
-    emulated.end_capture()
-    _ = groups[0].weight_table
-    emulated.begin_capture()
-    with pytest.raises(errors.UnsupportedError, match="before the replay"):
-        groups[0].update_weight_table(weights[0])
     emulated.end_capture()
     # The group still works. A capture that only one rank joined is dropped.
     emulated.begin_capture()
@@ -259,7 +249,7 @@ def test_failed_replay_poisons_the_group(emulated: EmulatedDevice, groups_of: An
 
 def test_too_many_ranks_for_a_launch(emulated: EmulatedDevice) -> None:
     with pytest.raises(errors.UnsupportedError, match=r"65 ranks .* at most 64"):
-        uec.new_loopback_groups(
+        uec.testing.new_loopback_groups(
             65, num_experts=65, slots_per_rank=1, expert={"w": ((4,), torch.int8)}, engine="cuda"
         )
 

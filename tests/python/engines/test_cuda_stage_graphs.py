@@ -263,7 +263,7 @@ def test_traced_calls_copy_nothing_to_the_cpu() -> None:
                     self.seen.append((str(func), value.device))
             return result
 
-    group, *others = uec.new_loopback_groups(
+    group, *others = uec.testing.new_loopback_groups(
         2, num_experts=8, slots_per_rank=2, expert=EXPERT, num_sms=1
     )
     where = torch.device("cuda", 0)

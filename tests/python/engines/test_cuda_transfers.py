@@ -38,7 +38,7 @@ def device(emulated: EmulatedDevice) -> EmulatedDevice:
 
 def _groups(num_ranks: int, num_experts: int, slots: int, **options: Any) -> list[uec.Group]:
     options = {"expert": MIXED, "timeout": 60.0, "num_sms": 2, **options}
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks, num_experts=num_experts, slots_per_rank=slots, engine="cuda", **options
     )
 
@@ -89,7 +89,7 @@ def test_instances_of_each_bank(device: EmulatedDevice, on_device: bool) -> None
     last = [0, 0]
     for epoch, (mode, bank) in enumerate(itertools.product(MODES, range(2)), 1):
         drawn = random_plan(epoch, 3, 6, 2)
-        plan = uec.Plan.from_slots(drawn.slot_expert, num_experts=6, bank=bank)
+        plan = uec.Plan.from_slots(drawn.slot_expert, num_experts=6, bank=bank, reuse=True)
         for group in groups:
             fill_weights(group, mains[bank][group.rank], epoch)
         last[bank] = epoch

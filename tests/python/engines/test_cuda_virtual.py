@@ -21,7 +21,7 @@ PLAN = uec.Plan.from_slots([[2, 3], [0, -1]], num_experts=E)
 
 
 def _groups() -> Any:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         2,
         num_experts=E,
         slots_per_rank=S,

@@ -99,11 +99,32 @@ def test_residents_have_to_be_legal() -> None:
     cost = uec.PlanCost(token=1.0, expert_byte=1.0, expert_bytes=1)
     with pytest.raises(errors.InvalidArgumentError, match="a cost and residents"):
         uec.plan_replicas(load, residents=free, cost=cost, **sizes)
-    with pytest.raises(errors.InvalidArgumentError, match="bank= with a group"):
-        uec.plan_replicas(load, bank=0, **sizes)
+    with pytest.raises(errors.InvalidArgumentError, match="bank= and reuse= with a group"):
+        uec.plan_replicas(load, reuse=True, **sizes)
 
 
-# ---- gradients ------------------------------------------------------------------------------
+def test_a_call_without_reuse_copies_everything() -> None:
+    """In any bank; what it leaves there is for later calls, but in bank 0."""
+    groups = new_groups(3)
+    slots = [[-1, -1], [0, -1], [0, 1]]
+    for bank in (0, 1):
+        plan, wiped = plan_of(slots, bank), plan_of(slots, bank, reuse=False)
+        assert replicate(groups, filled_weights(groups, 0), plan) == 3
+        for epoch in (1, 2):  # other weights, and nobody says so
+            assert replicate(groups, filled_weights(groups, epoch), wiped) == 3
+            for group in groups:
+                held = {
+                    (at, group.rank, s): (e, epoch if at == bank else 2)
+                    for at in range(bank + 1)
+                    for s, e in enumerate(slots[group.rank])
+                    if e >= 0
+                }
+                check_slots(group, held)
+        assert groups[0].bank(bank).residents.tolist() == (slots if bank else [[-1, -1]] * 3)
+        load = torch.ones(3, E, dtype=torch.int32)
+        made = uec.plan_replicas(load, group=groups[0], bank=bank)
+        assert (made.bank, made.reuse, made.moves) == (bank, False, None)
+    close_all(groups)
 
 
 # ---- slot by slot ---------------------------------------------------------------------------
@@ -142,7 +163,7 @@ def test_slots_are_ready_one_by_one() -> None:
 @pytest.mark.parametrize("mode", ["push", "pull", "direct"])
 def test_what_is_ready_is_complete(mode: str) -> None:
     num_ranks = 5
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=E,
         slots_per_rank=S,
@@ -225,7 +246,9 @@ def test_peers_hear_of_a_bad_call() -> None:
     _fails(
         new_groups(2), with_version(1, plan), "version is 1, and bank 0 holds weights of version 2"
     )
-    _fails(new_groups(2), with_version(2, plan_of([[-1, -1], [0, -1]], None)), "without a bank")
+    _fails(
+        new_groups(2), with_version(2, plan_of([[-1, -1], [0, -1]], reuse=False)), "without reuse"
+    )
     _fails(new_groups(2), with_version(2, plan_of([[-1, -1], [0, -1]], 2)), "banks=2")
 
 
@@ -297,7 +320,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     sizes: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": expert}
     sizes |= {"grads": torch.float32, "banks": 5, "grad_banks": 2}
     before = uec.group_memory(3, **sizes)
-    groups = uec.new_loopback_groups(3, timeout=30.0, **sizes)
+    groups = uec.testing.new_loopback_groups(3, timeout=30.0, **sizes)
     after = groups[1].memory()
     assert before == after
     assert after.slots == 5 * S * 2 * 256 * 256

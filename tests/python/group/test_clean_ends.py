@@ -111,8 +111,9 @@ class Same(torch.autograd.Function):
         return grad
 
 def run(ways, closes, fails):
-    (group,) = uec.new_loopback_groups(1, num_experts=2, slots_per_rank=1, grads=torch.float32,
-                                       expert={"w": ((2, 2), torch.float32)}, engine=sys.argv[1])
+    (group,) = uec.testing.new_loopback_groups(
+        1, num_experts=2, slots_per_rank=1, grads=torch.float32,
+        expert={"w": ((2, 2), torch.float32)}, engine=sys.argv[1])
     weights = {"w": torch.nn.Parameter(torch.ones(2, 2, 2))}
     layer = ReplicatedExperts(group, lambda x, mains, slots: x @ mains["w"][0], weights)
     plan = uec.Plan.from_slots([[-1]], num_experts=2)
@@ -153,7 +154,7 @@ def last():
         except uec.errors.GroupClosedError as error:
             print(error)
 import torch, ultraep_comm as uec
-(group,) = uec.new_loopback_groups(1, num_experts=2, slots_per_rank=1,
+(group,) = uec.testing.new_loopback_groups(1, num_experts=2, slots_per_rank=1,
                                    expert={"w": ((2, 2), torch.float32)})
 """
     done = run_python("-c", program)

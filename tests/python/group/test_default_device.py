@@ -34,7 +34,7 @@ def on_meta(call: Callable[[int], Any]) -> list[Any]:
 
 def make_groups(engine: str) -> list[uec.Group]:
     with torch.device("meta"):
-        return uec.new_loopback_groups(
+        return uec.testing.new_loopback_groups(
             G,
             num_experts=E,
             slots_per_rank=S,
@@ -100,11 +100,11 @@ def test_every_call_of_tensors_on_the_device(emulated: EmulatedDevice) -> None:
 
     def run(rank: int) -> tuple[uec.Plan, torch.Tensor]:
         group = groups[rank]
-        table = group.weight_table
-        group.update_weight_table({"w": mains[rank]})
+        bound = group.bind({"w": torch.zeros_like(mains[rank])})
+        bound.update({"w": mains[rank]})
         plan = uec.gather_and_plan(there[rank], group=group)
         handle = group.save(plan)
-        work = uec.replicate_experts(table, handle, group=group, async_op=True)
+        work = uec.replicate_experts(bound, handle, group=group, async_op=True)
         physical = uec.reroute(there[rank], handle, group=group)
         assert work is not None
         work.synchronize()

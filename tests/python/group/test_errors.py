@@ -226,14 +226,14 @@ def test_a_rank_that_does_not_allocate_is_named_in_time(ranks: RankPool, tmp_pat
     ],
 )
 def test_bad_ids_are_rejected(ids: torch.Tensor, part: str) -> None:
-    (group,) = uec.new_loopback_groups(1, num_experts=E, slots_per_rank=S, expert=EXPERT)
+    (group,) = uec.testing.new_loopback_groups(1, num_experts=E, slots_per_rank=S, expert=EXPERT)
     with group, pytest.raises(errors.InvalidLoadError) as caught:
         uec.gather_load(ids, group=group)
     assert part in str(caught.value)
 
 
 def test_a_slot_outside_the_domain_is_rejected() -> None:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         4, num_experts=E, slots_per_rank=S, expert=EXPERT, domains=[0, 0, 1, 1]
     )
     weights = make_weights(groups[0])

@@ -224,7 +224,7 @@ def test_the_end_of_a_rank_is_seen_although_its_child_lives(tmp_path: Path, hook
 _SCRIPT = """
 import os, sys, threading, torch
 import ultraep_comm as uec
-groups = uec.new_loopback_groups(
+groups = uec.testing.new_loopback_groups(
     2, num_experts=2, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, num_sms=3
 )
 weights = [{"w": torch.zeros((1, 1 << 16), dtype=torch.uint8)} for _ in groups]
@@ -278,12 +278,12 @@ def test_one_thing_that_fails_in_a_child_keeps_no_other_from_its_end() -> None:
 
 
 def test_a_group_made_by_a_child_is_its_own() -> None:
-    groups = uec.new_loopback_groups(1, num_experts=1, slots_per_rank=1, expert=EXPERT)
+    groups = uec.testing.new_loopback_groups(1, num_experts=1, slots_per_rank=1, expert=EXPERT)
     threads = threading.active_count()
 
     def make() -> None:
         assert isinstance(raised(groups[0].assert_idle), errors.GroupClosedError)
-        (own,) = uec.new_loopback_groups(1, num_experts=1, slots_per_rank=1, expert=EXPERT)
+        (own,) = uec.testing.new_loopback_groups(1, num_experts=1, slots_per_rank=1, expert=EXPERT)
         with own:
             assert uec.gather_load(torch.zeros(3, 1).long(), group=own).tolist() == [[3]]
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ SMALL = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
 
 def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
     options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(num_ranks, **options)
+    return uec.testing.new_loopback_groups(num_ranks, **options)
 
 
 def test_slots_are_stable_views() -> None:
@@ -81,7 +82,7 @@ def test_expert_pointers_are_mains_then_slots() -> None:
 def test_bound_weights_are_checked_against_the_group() -> None:
     one, other = _groups(1), _groups(1, num_experts=E + 1)
     bound = one[0].bind(make_weights(one[0]))
-    assert bound.names == {"w", "s"}
+    assert set(bound.tensors) == {"w", "s"}
     assert bound.region == -1
     assert one[0].bind(bound) is bound
     plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E + 1)
@@ -114,6 +115,54 @@ def test_bound_addresses_are_those_of_the_tensors() -> None:
     # One expert's bytes for all; and a segment that is left out.
     same = stacked["w"][3].expand(E, *SMALL["w"].shape)
     assert list(group.bind({"w": same}).addresses) == [same.data_ptr()] * E + [0] * 2 * E
+    close_all([group])
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+def test_an_update_is_for_later_calls(engine: str) -> None:
+    groups = _groups(2, engine=engine)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    weights: list[Any] = [make_weights(group) for group in groups]
+    bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
+    for epoch in (1, 2):
+        prepare_all(groups, weights, epoch)
+        works = start_all(groups[:1], bound, plan)
+        before, weights = weakref.ref(weights[0]["w"]), [make_weights(group) for group in groups]
+        bound[0].update(weights[0])
+        assert before() is not None  # the call in flight reads it
+        works += start_all(groups[1:], bound, plan)
+        for work in works:
+            work.synchronize()
+        bound[1].update(weights[1])
+        assert [wrong_bytes(group, plan, epoch) for group in groups] == [0, 0]
+    assert bound[0].addresses == groups[0].bind(weights[0]).addresses
+    close_all(groups)
+
+
+def test_an_update_is_of_the_same_segments_dtypes_and_region() -> None:
+    (group,) = _groups(1, grads=torch.float32)
+    first, second, plain = group.empty_weights(), group.empty_weights(), make_weights(group)
+    bound, shared = group.bind({"w": plain["w"]}), group.bind(first)
+    before = bound.addresses
+    for other in (plain, {"s": plain["s"]}, {}):
+        with pytest.raises(errors.InvalidWeightsError, match="of other names or dtypes"):
+            bound.update(other)
+    for other in (second, plain):
+        with pytest.raises(errors.InvalidWeightsError, match="captured calls may pull from"):
+            shared.update(other)
+    with pytest.raises(errors.InvalidWeightsError, match="has shape"):
+        bound.update({"w": plain["w"][1:]})
+    assert bound.addresses is before
+    bound.update({"w": first["w"]})
+    assert bound.region == -1  # captured calls do not know the region
+    grads = {name: tensor.float() for name, tensor in plain.items()}
+    main = group.bind_grads(grads)
+    with pytest.raises(errors.InvalidGradientsError, match="of other names or dtypes"):
+        main.update({**grads, "w": grads["w"].bfloat16()})
+    with pytest.raises(errors.InvalidGradientsError, match="bound to another group"):
+        main.update(bound)
+    with pytest.raises(errors.InvalidArgumentError, match="a copy of a binding"):
+        copy.deepcopy(bound).update(plain)
     close_all([group])
 
 
@@ -361,39 +410,20 @@ def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
 # ---- several machines ------------------------------------------------------------------------
 
 
-def _two_machines(rank: int, process_group: Any) -> Any:
+def _two_machines(rank: int, process_group: Any) -> str:
     """Pretend that ranks 0 and 1, and ranks 2 and 3, sit on different machines."""
-    kept = host.machine_id
-    host.machine_id = lambda: f"machine {rank // 2}"  # type: ignore[attr-defined]
-    try:
-        group = uec.new_group(
-            process_group, num_experts=8, slots_per_rank=1, expert=SMALL, timeout=20.0
-        )
-    finally:
-        host.machine_id = kept  # type: ignore[attr-defined]
-    ids = torch.tensor([[0, 0], [0, 1], [rank, 4]])
-    load = uec.gather_load(ids, group=group)
-    plan = uec.plan_replicas(load, group=group)
-    weights = make_weights(group)
-    fill_weights(group, weights, 1)
-    clear_slots(group)
-    uec.replicate_experts(weights, plan, group=group)
-    wrong = wrong_bytes(group, plan, 1)
-    across = torch.tensor([[4], [-1], [-1], [-1]])
-    crossing = uec.Plan.from_slots(across, num_experts=8)
-    with pytest.raises(errors.InvalidPlanError, match="another domain"):
-        uec.replicate_experts(weights, crossing, group=group)
-    group.close()
-    return wrong, group.topology.domain.tolist(), load.tolist(), plan.slot_expert.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "machine_id", lambda: f"machine {rank // 2}")
+        with pytest.raises(errors.UnsupportedError) as refused:
+            uec.new_group(
+                process_group, num_experts=8, slots_per_rank=1, expert=SMALL, engine="host"
+            )
+    return str(refused.value)
 
 
-def test_ranks_on_two_machines_are_two_domains(ranks: RankPool) -> None:
-    results = ranks.run(4, _two_machines)
-    for wrong, domain, load, slots in results:
-        assert wrong == 0
-        assert domain == [0, 0, 1, 1]
-        assert load[2] == [3, 1, 1, 0, 1, 0, 0, 0]
-        assert slots == [[-1], [0], [-1], [-1]]
+def test_the_host_engine_is_of_one_machine(ranks: RankPool) -> None:
+    for text in ranks.run(4, _two_machines):
+        assert "rank 0 and ranks 2-3 of 4 are on different ones. Use engine='c10d'" in text
 
 
 # ---- groups that are never closed -------------------------------------------------------------
@@ -404,7 +434,7 @@ import ultraep_comm as uec
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 E = 4
 def make():
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, timeout=30
     )
     weights = [{"w": torch.zeros((2, 1 << 16), dtype=torch.uint8)} for _ in groups]
@@ -464,8 +494,9 @@ def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_close_reports_a_failure_that_nobody_waited_for() -> None:
-    groups = _groups(2, timeout=0.3)
+@pytest.mark.parametrize("timeout", [0.3, timedelta(seconds=0.3)])
+def test_close_reports_a_failure_that_nobody_waited_for(timeout: Any) -> None:
+    groups = _groups(2, timeout=timeout)
     plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
     uec.replicate_experts(make_weights(groups[0]), plan, group=groups[0], async_op=True)
     with pytest.raises(errors.TransferTimeoutError, match="rank 1"):

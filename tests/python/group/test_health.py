@@ -19,13 +19,14 @@ from ranks import RankPool, close_all, forkserver, loopback, make_weights, raise
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
 from ultraep_comm.errors import RankState, describe_states, name_ranks, read_states
+from ultraep_comm.group.health import GroupHealth
 
 EXPERT = {"w": ((16, 16), torch.float32)}
 E, S = 8, 2
 
 
 def _loopback(num_ranks: int, **options: Any) -> list[uec.Group]:
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks, num_experts=E, slots_per_rank=S, expert=EXPERT, **options
     )
 
@@ -172,7 +173,7 @@ def test_as_dict_is_json() -> None:
     )
     assert uec_error is not None
     found = json.loads(json.dumps(groups[0].health().as_dict()))
-    assert set(found) == {f.name for f in dataclasses.fields(uec.GroupHealth)}
+    assert set(found) == {f.name for f in dataclasses.fields(GroupHealth)}
     assert found["waits"]["longest"]["peer"] == 1
     assert found["peers"][1]["state"] == "not yet in call 1 (not seen in a call yet)"
     close_all(groups)

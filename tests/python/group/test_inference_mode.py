@@ -18,7 +18,7 @@ def test_memory_of_groups_made_in_inference_mode(
     if engine == "cuda":
         request.getfixturevalue("emulated")
     with torch.inference_mode():
-        (group,) = uec.new_loopback_groups(
+        (group,) = uec.testing.new_loopback_groups(
             1,
             num_experts=4,
             slots_per_rank=1,
@@ -42,18 +42,20 @@ def test_memory_of_groups_made_in_inference_mode(
 def test_tables_and_plans_of_the_device(
     emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = uec.new_loopback_groups(
+    (group,) = uec.testing.new_loopback_groups(
         1, num_experts=4, slots_per_rank=1, expert=EXPERT, engine="cuda", timeout=60.0
     )
     plan = uec.plan_replicas(emulated.put(torch.ones(1, 4, dtype=torch.int32)), group=group)
     with torch.inference_mode():
-        table = group.weight_table
+        bound = group.bind({"w": torch.ones(4, 8)})
         handle = group.save(plan)
-    assert not table.is_inference()
+    assert bound.table is not None
+    assert not bound.table.is_inference()
     assert not any(t.is_inference() for t in handle.plan.tensors().values())
     # As on a GPU, where torch copies.
     monkeypatch.setattr(emulated, "upload", lambda to, values: to.copy_(values))
-    group.update_weight_table({"w": torch.zeros(4, 8)})
-    assert table.count_nonzero() == 4
+    bound.table.zero_()
+    bound.update({"w": torch.zeros(4, 8)})
+    assert bound.table.count_nonzero() == 4
     handle.release()
     group.close()

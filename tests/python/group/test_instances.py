@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -30,6 +29,7 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.fabrics import shm
 from ultraep_comm.fabrics.loopback import host_memory
+from ultraep_comm.group.bank import Bank
 
 E, S = 6, 2
 MODES = ("push", "pull", "direct", "auto")
@@ -42,7 +42,7 @@ _bytes = cache(expert_bytes)
 
 def _groups(num_ranks: int = 3, **options: Any) -> list[uec.Group]:
     options = {"expert": MIXED, "instances": True, "timeout": 30.0, **options}
-    return uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
+    return uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 
 def _mains(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors:
@@ -64,7 +64,7 @@ def _check_slots(group: uec.Group, instances: Tensors, plan: uec.Plan, epoch: in
             assert bool((found == wanted).all()), (name, slot, expert)
 
 
-def _clear(bank: uec.Bank, group: uec.Group) -> None:
+def _clear(bank: Bank, group: uec.Group) -> None:
     for name, segment in group.segments.items():
         for row in bank.slots[name]:
             raw(row, segment).fill_(0xA5)
@@ -80,7 +80,7 @@ def _walk(
 
     ``layers``: the bank of each, and its tensors by rank.
     """
-    first, versions = groups[0].rank, itertools.count(1)
+    first = groups[0].rank
     for layer, (_, tensors) in enumerate(layers):
         for group in groups:
             _check_mains(group, tensors[group.rank - first], 0)
@@ -91,20 +91,13 @@ def _walk(
                 for group in groups:
                     _clear(group.bank(bank), group)
                 given = {g.rank: _mains(g, tensors[g.rank - first]) for g in groups}
-                # A newer version, so that nothing is taken to be there already.
-                newer = {"version": next(versions)} if bank else {}
-                in_bank = _in_bank(plan, bank or None)
-                synchronize_all(start_all(groups, given, in_bank, mode=mode, **newer))
+                synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
                 for group in groups:
                     for other, (same, shown) in enumerate(layers):
                         own = shown[group.rank - first]
                         _check_mains(group, own, other + 1)
                         if same == bank:
                             _check_slots(group, own, plan, layer + 1)
-
-
-def _in_bank(plan: uec.Plan, bank: int | None) -> uec.Plan:
-    return uec.Plan.from_slots(plan.slot_expert, num_experts=E, home=plan.home, bank=bank)
 
 
 def _plans(num_ranks: int, home: Any = None) -> list[uec.Plan]:
@@ -174,7 +167,7 @@ def test_uneven_homes_are_not_pulled() -> None:
 
 
 def test_without_slots_there_are_mains() -> None:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=0, expert=MIXED, instances=True, timeout=30.0
     )
     for _, tensors in _layers(groups, [0, 0]):
@@ -218,8 +211,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
                 assert torch.equal(group.bank(bank).slot_grads[name], tensor[-S:])
         before.append([{name: t.clone() for name, t in own.items()} for own in tensors])
         given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
-        in_bank = _in_bank(plan, bank)
-        synchronize_all(start_all(groups, given, in_bank, call=uec.reduce_expert_grads))
+        synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
         rows = plan.slot_expert.tolist()
         for group, own in zip(groups, tensors, strict=True):
             for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
@@ -290,7 +282,7 @@ def _pss() -> int:
 def test_more_layers_take_no_more_slots() -> None:
     slot_bytes = 16 << 20
     expert = {"w": Segment((slot_bytes // 2,), torch.bfloat16), "s": Segment((3,), torch.uint8)}
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2,
         num_experts=4,
         slots_per_rank=4,
@@ -318,7 +310,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     sizes: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": MIXED}
     sizes |= {"grads": GRADS, "banks": 3, "grad_banks": 2}
     known = uec.group_memory(3, **sizes, instances=True)
-    groups = uec.new_loopback_groups(3, **sizes, instances=True, timeout=30.0)
+    groups = uec.testing.new_loopback_groups(3, **sizes, instances=True, timeout=30.0)
     assert groups[0].memory() == known
     assert known.total == len(groups[0].session.memory[0].local)
     weights = sum(segment.nbytes for segment in MIXED.values())

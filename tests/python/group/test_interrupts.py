@@ -18,6 +18,7 @@ from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.layers import group_for
 
 E, S = 4, 1
 EXPERT = {"w": ((200, 300), torch.float32)}
@@ -106,9 +107,9 @@ def _asks(rank: int, interrupted: Path) -> str:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     while rank == 1 and not interrupted.exists():
         time.sleep(0.01)
-    error = raised(lambda: uec.group_for(like=like, slots_per_rank=S))
+    error = raised(lambda: group_for(like=like, slots_per_rank=S))
     interrupted.touch()
-    uec.group_for(like=like, slots_per_rank=S).group.close()
+    group_for(like=like, slots_per_rank=S).group.close()
     return repr(error)
 
 
@@ -123,7 +124,7 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The engine has taken the call, and no other thread knows of it yet."""
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=S, expert=EXPERT, grads=torch.float32, timeout=20.0
     )
     weights = [make_weights(group) for group in groups]
@@ -145,7 +146,7 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
 def test_ctrl_c_while_weights_are_allocated_ends_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups = uec.new_loopback_groups(2, num_experts=E, slots_per_rank=S, expert=EXPERT)
+    groups = uec.testing.new_loopback_groups(2, num_experts=E, slots_per_rank=S, expert=EXPERT)
 
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt

@@ -12,6 +12,7 @@ from ranks import RankPool, raised, run_python
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
+from ultraep_comm.group.layers import group_for
 
 M = 2
 SEGMENT = Segment((3, 4), torch.float32)
@@ -22,7 +23,7 @@ def weights(shape: tuple[int, ...] = (M, 3, 4), **options: Any) -> dict[str, tor
 
 
 def ask(rank: int, pg: Any) -> None:
-    first, layer = uec.group_for(pg, like=weights(), slots_per_rank=1, engine="host")
+    first, layer = group_for(pg, like=weights(), slots_per_rank=1, engine="host")
     assert layer == 0
     assert first.topology.num_experts == 2 * M
     assert first.segments == {"w": SEGMENT}
@@ -32,7 +33,7 @@ def ask(rank: int, pg: Any) -> None:
         {"w": [torch.zeros(3, 4) for _ in range(M)]},
     ]
     for i, like in enumerate(alike):
-        again = uec.group_for(pg, like=like, slots_per_rank=1, engine="host")
+        again = group_for(pg, like=like, slots_per_rank=1, engine="host")
         assert again == (first, i + 1)
     others: list[tuple[Any, dict[str, Any]]] = [
         (weights((M, 4, 3)), {}),
@@ -46,16 +47,16 @@ def ask(rank: int, pg: Any) -> None:
     made = [first]
     for like, options in others:
         given = {"slots_per_rank": 1, "engine": "host", **options}
-        other = uec.group_for(pg, like=like, **given)
+        other = group_for(pg, like=like, **given)
         assert other.layer == 0
         assert all(other.group is not group for group in made)
-        assert uec.group_for(pg, like=like, **given).group is other.group
+        assert group_for(pg, like=like, **given).group is other.group
         made.append(other.group)
     # A transposed layout is the segment's.
     assert made[3].segments["w"].strides == (1, 3)
     # Only a group that takes calls is shared.
     first.close()
-    replaced = uec.group_for(pg, like=weights(), slots_per_rank=1, engine="host")
+    replaced = group_for(pg, like=weights(), slots_per_rank=1, engine="host")
     assert replaced.group is not first
     assert replaced.layer == 0
     for group in (*made, replaced.group):
@@ -70,8 +71,8 @@ def ask_for(
     rank: int, pg: Any, likes: list[Any], num_experts: int | None, first: Any = None
 ) -> str:
     options: dict[str, Any] = {"slots_per_rank": 1, "num_experts": num_experts, "engine": "host"}
-    made = [] if first is None else [uec.group_for(pg, like=first, **options)]
-    error = raised(lambda: made.append(uec.group_for(pg, like=likes[rank], **options)))
+    made = [] if first is None else [group_for(pg, like=first, **options)]
+    error = raised(lambda: made.append(group_for(pg, like=likes[rank], **options)))
     for group, _ in made:
         group.close()
     return str(error)
@@ -110,7 +111,7 @@ def test_a_rank_with_other_experts_is_at_its_peers_at_once(
 def ask_with(rank: int, pg: Any, options: list[dict[str, Any]]) -> str:
     return str(
         raised(
-            lambda: uec.group_for(
+            lambda: group_for(
                 pg, like=weights((2, 3)), engine="host", **{"slots_per_rank": 1, **options[rank]}
             )
         )
@@ -160,10 +161,11 @@ def test_segment_like_a_tensor() -> None:
 ENDS = """
 import os, sys, torch, torch.distributed as dist
 import ultraep_comm as uec
+from ultraep_comm.group.layers import group_for
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 like = {"w": torch.ones(2, 3)}
-group, layer = uec.group_for(like=like, slots_per_rank=1, grads=torch.float32, engine=sys.argv[3])
+group, layer = group_for(like=like, slots_per_rank=1, grads=torch.float32, engine=sys.argv[3])
 plan = group.save(uec.gather_and_plan(torch.tensor([[0]] * 8), group=group))
 uec.replicate_experts(like, plan, group=group)
 if rank == 0:
@@ -199,7 +201,7 @@ def apart(rank: int, pg: Any, path: str, engine: str) -> None:
     elastic._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     elastic._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     mains = {"w": torch.full((M, 3, 4), float(rank))}
-    group, _ = uec.group_for(elastic, like=mains, slots_per_rank=1, engine=engine)
+    group, _ = group_for(elastic, like=mains, slots_per_rank=1, engine=engine)
     with group:
         load = uec.gather_load(torch.zeros((5, 1), dtype=torch.int64), group=group)
         assert load.tolist() == [[5, 0, 0, 0]] * 2

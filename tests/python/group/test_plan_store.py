@@ -24,7 +24,7 @@ def plan_of(index: int) -> uec.Plan:
 
 def make_groups(num_ranks: int = 2, **options: Any) -> list[uec.Group]:
     options = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(num_ranks, **options)
+    return uec.testing.new_loopback_groups(num_ranks, **options)
 
 
 def handle_error(call: Callable[[], object]) -> errors.PlanHandleError:

@@ -47,10 +47,10 @@ def test_the_exact_plan_moves_what_the_forecast_missed(method: Any) -> None:
         replicate(groups, weights, plan_of(other, bank=1))  # another layer shares the bank
         before = stored(groups)
         works = [
-            uec.prefetch_experts(weights[r], forecasts[r], bank=1, group=groups[r])
+            uec.prefetch_experts(weights[r], forecasts[r], bank=1, group=groups[r], async_op=True)
             for r in range(num_ranks)
         ]
-        plans = [uec.plan_replicas(load, group=group, bank=1) for group in groups]
+        plans = [uec.plan_replicas(load, group=group, bank=1, reuse=True) for group in groups]
         exact = start_all(groups, weights, plans)  # while the prefetch is under way
         synchronize_all(exact)
         for work in works:
@@ -72,8 +72,9 @@ def test_a_forecast_that_comes_true_leaves_nothing_to_move() -> None:
     groups = new_groups(4)
     weights, (load,) = filled_weights(groups, 0), _loads(4, 1)
     for group in groups:
-        uec.prefetch_experts(weights[group.rank], load, bank=group.bank(0), group=group)
-    plan = uec.plan_replicas(load, group=groups[0], bank=0)
+        own = weights[group.rank]
+        uec.prefetch_experts(own, load, bank=group.bank(0), group=group, async_op=True)
+    plan = uec.plan_replicas(load, group=groups[0], reuse=True)
     assert plan.num_moves == 0
     assert plan.num_replicas > 0
     replicate(groups, weights, plan)
@@ -85,7 +86,7 @@ def test_a_bad_forecast_is_told_to_the_peers() -> None:
     groups = new_groups(2)
     weights = filled_weights(groups, 0)
     load = torch.tensor([900] + [1] * (E - 1))  # rank 1 is to have expert 0
-    work = uec.prefetch_experts(weights[1], load, bank=0, group=groups[1])
+    work = uec.prefetch_experts(weights[1], load, bank=0, group=groups[1], async_op=True)
     with pytest.raises(errors.InvalidLoadError, match="shape"):
         uec.prefetch_experts(weights[0], torch.ones(E + 1).int(), bank=0, group=groups[0])
     assert work is not None

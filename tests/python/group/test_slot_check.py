@@ -34,7 +34,7 @@ SOON = 20.0  # seconds, far beyond what a busy machine needs
 
 def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
     options = {"expert": MIXED, "check": True, "timeout": 30.0, **options}
-    return uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
+    return uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 
 def _plan(slots: list[list[int]]) -> uec.Plan:
@@ -351,7 +351,7 @@ def test_ranks_have_to_agree_on_it(ranks: RankPool) -> None:
 
 def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(**options: Any) -> bool:
-        (group,) = uec.new_loopback_groups(
+        (group,) = uec.testing.new_loopback_groups(
             1, num_experts=2, slots_per_rank=1, expert=MIXED, **options
         )
         with group:

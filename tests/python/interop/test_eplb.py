@@ -176,7 +176,7 @@ def test_slots_hold_what_the_placement_says() -> None:
     rows = [3, 0, 1, 2, 1, 0]
     home = interop.home_from_eplb(rows, num_ranks=2, num_experts=4)
     plan = interop.from_eplb(rows, num_ranks=2, num_experts=4, home=home)
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=4, slots_per_rank=1, expert={"w": ((3,), torch.float32)}, home=home
     )
     works = []

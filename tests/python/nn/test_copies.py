@@ -56,14 +56,15 @@ def test_a_loaded_module_takes_a_group_that_fits(models: Callable[..., Model]) -
     module = saved(models(3).modules[0][0])
     with pytest.raises(errors.InvalidArgumentError, match="of the group's segments"):
         module.group = _groups("host")[0]
-    replication = saved(Replication(_groups("host", banks=3)[0], layer=4, bank=1, live=2))
+    group = _groups("host", banks=3)[0]
+    replication = saved(Replication(group, layer=4, bank=1, reuse=True, live=2))
     with pytest.raises(errors.InvalidArgumentError, match="layer 4 is to have 2 live microbatches"):
         replication.group = _groups("host")[0]
 
 
 def _groups(engine: str, banks: int = 1) -> list[uec.Group]:
     expert = {"w": ((1,), torch.float32)}
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         2, num_experts=2, slots_per_rank=1, expert=expert, engine=engine, banks=banks, timeout=20.0
     )
 
@@ -82,11 +83,11 @@ def test_a_bank_of_the_original_is_not_taken_for_that_of_the_copy(
 ) -> None:
     """A slot that holds an expert is not filled again; but the copy's expert is another."""
     groups = _groups(engine)
-    plan = uec.Plan.from_slots([[1], [0]], num_experts=2).in_bank(0)
+    plan = uec.Plan.from_slots([[1], [0]], num_experts=2).in_bank(0, reuse=True)
 
     def run(rank: int) -> None:
         group = groups[rank]
-        original = Replication(group, bank=0 if own_bank else None)
+        original = Replication(group, reuse=own_bank)
         copied = copy.deepcopy(original)
         first = {"w": torch.full((1, 1), float(rank))}
         second = {"w": torch.full((1, 1), 10.0 + rank)}

@@ -234,7 +234,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     "distributed tensors": ("distributed", False, None, {}, [{}], False),
     "recomputed": ("tensors", False, "reentrant", {}, [{}, {}], False),
     "recomputed without reentrance": ("sequences", True, "other", {}, [{}, {}], True),
-    "banks of their own": ("tensors", False, None, {"banks": 2}, [{"bank": 0}, {"bank": 1}], True),
+    "banks of their own": (
+        "tensors",
+        False,
+        None,
+        {"banks": 2},
+        [{"bank": i, "reuse": True} for i in (0, 1)],
+        True,
+    ),
     "two live microbatches": ("tensors", False, None, {"banks": 2}, [{"live": 2}] * 2, True),
     "no replicas for few tokens": ("tensors", False, None, {}, [{"min_tokens": 10_000}], False),
 }
@@ -289,7 +296,7 @@ def test_live_microbatches_have_slots_of_their_own(ranks: RankPool) -> None:
 
 @pytest.fixture
 def group() -> Iterator[uec.Group]:
-    (made,) = uec.new_loopback_groups(
+    (made,) = uec.testing.new_loopback_groups(
         1, num_experts=2, slots_per_rank=1, expert={"w": ((3, 2), torch.float32)}, banks=2
     )
     with closing(made):
@@ -311,7 +318,7 @@ def test_a_parameter_that_is_no_segment_is_an_error(group: uec.Group) -> None:
 
 def test_gradients_of_float16_weights_are_refused_before_the_first_pass() -> None:
     expert = {"w": ((2,), torch.float16)}
-    (group,) = uec.new_loopback_groups(
+    (group,) = uec.testing.new_loopback_groups(
         1, num_experts=1, slots_per_rank=1, expert=expert, grads=torch.float32
     )
     weights = {"w": torch.nn.Parameter(torch.zeros(1, 2, dtype=torch.float16))}
@@ -342,7 +349,7 @@ def test_weights_are_never_copied(group: uec.Group) -> None:
 
 
 def test_errors_reach_the_peers() -> None:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=2, slots_per_rank=1, expert={"w": ((3,), torch.float32)}
     )
     ids = torch.zeros((1, 1), dtype=torch.int64)

@@ -40,7 +40,7 @@ def test_replicas_can_be_dear() -> None:
 
 def test_the_groups_experts_are_as_large_as_they_are() -> None:
     cost = uec.PlanCost(token=50e-9, expert_byte=1 / BANDWIDTH)
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         4, num_experts=8, slots_per_rank=2, expert={"w": ((1024,), torch.uint8)}
     )
     try:

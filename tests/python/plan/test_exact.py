@@ -279,7 +279,7 @@ def test_no_slots_make_domains_exact() -> None:
 
 def groups_of(num_ranks: int, **options: Any) -> list[uec.Group]:
     options = {"num_experts": 6, "slots_per_rank": 2, **options}
-    return uec.new_loopback_groups(
+    return uec.testing.new_loopback_groups(
         num_ranks, expert={"w": ((4,), torch.uint8)}, timeout=20.0, **options
     )
 

@@ -55,7 +55,9 @@ def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
 
 
 def test_ids_of_experts_that_ranks_have_unevenly() -> None:
-    (shown,) = re.findall(r"```python\n([^`]*uec\.new_loopback_groups.*?)```", USAGE, re.DOTALL)
+    (shown,) = re.findall(
+        r"```python\n([^`]*uec\.testing\.new_loopback_groups.*?)```", USAGE, re.DOTALL
+    )
     exec(shown, {"torch": torch, "uec": uec})
 
 

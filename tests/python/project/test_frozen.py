@@ -50,11 +50,19 @@ Section = dict[str, str]
 READERS = {
     "ultraep_comm.recording": ["Recording", "load_recording", "load_recordings"],
     "ultraep_comm.calibration": ["read_calibration"],
+    "ultraep_comm.group.bank": ["Bank"],
+    "ultraep_comm.group.layers": ["LayerGroup", "group_for"],
+    "ultraep_comm.group.memory": ["GroupMemory"],
+    "ultraep_comm.testing": ["new_loopback_groups"],
 }
 # Made by users; what others are made of is nobody's business.
 CONSTRUCTED = {"ExpertPass", "Machine", "Plan", "PlanCost", "ReplicatedExperts", "Segment"}
 # For other modules, and in no page of the documentation.
 INTERNAL = {
+    "Binding.addresses",
+    "Binding.owner",
+    "Binding.region",
+    "Binding.types",
     "ExpertPass.calls",
     "Group.session",
     "PlanHandle.saved",
@@ -62,7 +70,6 @@ INTERNAL = {
     "Recorder.enter",
     "Work.epoch",
 }
-OPAQUE = {"BoundWeights"}
 
 
 class _Bare(str):
@@ -112,7 +119,7 @@ def members(cls: type, instance: object) -> Iterator[str]:
 
 @contextlib.contextmanager
 def small_groups() -> Iterator[list[uec.Group]]:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)}, grads=torch.float32
     )
     try:
@@ -180,8 +187,7 @@ def python_names() -> Section:
     for name, instance in sorted(instances.items()):
         cls = instance if isinstance(instance, type) else type(instance)
         made = [signature(cls).removesuffix(" -> None")] * (name in CONSTRUCTED)
-        if name not in OPAQUE:
-            found[name] = "; ".join([*made, *members(cls, instance)])
+        found[name] = "; ".join([*made, *members(cls, instance)])
     return found
 
 
@@ -466,7 +472,7 @@ def results(case: Case, index: int) -> str:
 
 def rerouted(case: Case, plan: uec.Plan, rng: random.Random) -> str:
     num_ranks, num_experts = case.load.shape
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         num_ranks,
         num_experts=num_experts,
         slots_per_rank=case.slots,

@@ -90,8 +90,8 @@ def test_only_what_a_call_moves_is_counted() -> None:
     """Not what a bank has kept, in the same version and segments, nor slots without a gradient."""
     groups = make_groups(banks=2)
     recorders = [group.start_recording() for group in groups]
-    one = uec.Plan.from_slots([[2], [0]], num_experts=E, bank=1)
-    other = uec.Plan.from_slots([[3], [0]], num_experts=E, bank=1)
+    one = uec.Plan.from_slots([[2], [0]], num_experts=E, bank=1, reuse=True)
+    other = uec.Plan.from_slots([[3], [0]], num_experts=E, bank=1, reuse=True)
     for plan, options in (
         (one, {}),
         (other, {}),  # Plan.moves says that all is moved
@@ -107,6 +107,7 @@ def test_only_what_a_call_moves_is_counted() -> None:
         slot_quota=torch.tensor([[0], [4]]),
         home_quota=torch.tensor([1, 0, 0, 2]),
         bank=1,
+        reuse=True,
     )
     reduce(groups, [group.save(kept) for group in groups])
     moves = [[1, 1], [1, 0], [1, 1], [1, 1], [0, 0], [1, 0], [0, 1]]
@@ -367,7 +368,7 @@ def test_a_ring_that_memory_cannot_hold_is_an_error(
 FORGOTTEN = """
 import os, sys, torch
 import ultraep_comm as uec
-groups = uec.new_loopback_groups(
+groups = uec.testing.new_loopback_groups(
     2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)})
 if os.fork() == 0:
     for group in groups:

@@ -389,7 +389,7 @@ def test_the_page_in_a_browser_with_lost_plans(
 
 
 def test_the_command_draws_traces_and_runs(trace: Path, tmp_path: Path) -> None:
-    groups = uec.new_loopback_groups(
+    groups = uec.testing.new_loopback_groups(
         2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)}
     )
     recorders = [group.start_recording() for group in groups]
@@ -427,7 +427,7 @@ BAD = {
     "one of the two": ["load", "x.npz", "--trace", "TRACE"],
     "missing.npz: No such file": ["load", "--trace", "missing.npz"],
     "gone.npz: No such file": ["load", "gone.npz"],
-    "no magic string": ["load", "TRACE"],
+    "not a recording": ["load", "TRACE"],
     "target imbalance is 0.5": ["load", "--trace", "TRACE", "--target", "0.5"],
     "--layers is for recordings": ["load", "--trace", "TRACE", "--layers", "2"],
     "damaged": ["load", "--trace", "DAMAGED"],

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.holders import HolderCheck, walk
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.layers import group_for
 
 _LOGGER = logging.getLogger("ultraep_comm")
 
@@ -92,7 +92,7 @@ class Batches:
             experts = self._sglang["get_global_expert_location_metadata"]().num_logical_experts
             mains = experts // ranks.cpu_group.size()
             on_cpu = next(iter(own.values())).is_cpu
-            group = uec.group_for(
+            group = group_for(
                 ranks.cpu_group if on_cpu else ranks.device_group,
                 like={name: weight[:mains] for name, weight in own.items()},
                 slots_per_rank=layer.num_local_experts - mains,

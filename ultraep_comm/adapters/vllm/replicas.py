@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-import ultraep_comm as uec
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
 from ultraep_comm.adapters.seams import agree, find
 from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
 from ultraep_comm.errors import BootstrapError, InvalidWeightsError, UnsupportedError
+from ultraep_comm.group.layers import group_for
 from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ class Replicas:
         mains = count_mains(layer)
         device = next(iter(weights.values())).device
         on_cpu = device.type == "cpu"
-        group, index = uec.group_for(
+        group, index = group_for(
             coordinator.cpu_group if on_cpu else coordinator.device_group,
             like={name: weight.data[:mains] for name, weight in weights.items()},
             slots_per_rank=config.num_local_experts - mains,

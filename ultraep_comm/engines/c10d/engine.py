@@ -31,8 +31,8 @@ from ultraep_comm.fabrics.loopback import show_again
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights, Weights
+from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 _Fault, _Kind = _core.Fault, _core.RecordKind
@@ -54,14 +54,6 @@ class Slots:
     grad_names: Sequence[str]
     bytes: Sequence[list[Tensor]]
     grads: Sequence[list[Tensor]]
-
-    def of_bank(self, bank: int) -> list[Tensor]:
-        """Return the slots of a bank, by segment."""
-        return self.bytes[max(bank, 0)]
-
-    def grads_of_bank(self, bank: int) -> list[Tensor]:
-        """Return the slot gradients of a bank, by segment."""
-        return self.grads[max(bank, 0) % len(self.grads)]
 
 
 @dataclass(kw_only=True)
@@ -171,9 +163,7 @@ class C10dEngine:
 
     # ---- submitting -------------------------------------------------------------------------
 
-    def transfer(
-        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
-    ) -> tuple[int, _core.Mode | None]:
+    def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction of what ``bound`` refers to."""
         with self._changed:
             if self._refuses():
@@ -187,18 +177,19 @@ class C10dEngine:
                 keep=bound,
             )
             steps = read_steps(rows.tolist())
-            if isinstance(bound, BoundGrads):
+            bank = max(call.bank, 0)  # the core's -1: bank 0 without reuse
+            if bound.types:  # of gradients
                 self._counts["reduce"] += 1
-                grads = self._slots.grads_of_bank(call.bank)
-                main = _mains(bound.grads, self._slots.grad_names, as_bytes=False)
+                grads = self._slots.grads[bank % len(self._slots.grads)]
+                main = _mains(bound.tensors, self._slots.grad_names, as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
                     read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
                 self._counts["replicate"] += 1
-                slots = self._slots.of_bank(call.bank)
-                main = _mains(bound.weights or {}, self._slots.names, as_bytes=True)
+                slots = self._slots.bytes[bank]
+                main = _mains(bound.tensors, self._slots.names, as_bytes=True)
                 movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))
                 job.movement, job.lacking = movement, set(movement.filled)
             self._submit(job)

@@ -81,10 +81,9 @@ class DeviceStages(HostStages):
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,
     ) -> Plan:
         """Plan a load on the CPU."""
         load = self.on_host(load, "the load") if self.holds(load) else load
-        return super().plan(load, target_ppm, costs, apart=apart, bank=bank, residents=residents)
+        return super().plan(load, target_ppm, costs, apart=apart, residents=residents)

@@ -95,6 +95,9 @@ class Device(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
 
+    def has_graph_pool(self) -> bool:
+        """Return whether torch captures the current stream, and :meth:`empty` is of its graph."""
+
     def current_stream(self) -> int:
         """Return the handle of the caller's current stream."""
 
@@ -285,6 +288,15 @@ class CudaDevice:
         """Return whether torch's current stream is being captured, by any library."""
         with torch.cuda.device(self.index):  # whichever device is current
             return bool(torch.cuda.is_current_stream_capturing())
+
+    def has_graph_pool(self) -> bool:
+        """Ask for torch's graph; its older releases do not tell, and are believed."""
+        find = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
+        try:
+            with torch.cuda.device(self.index):
+                return find is None or find() is not None
+        except RuntimeError:
+            return False
 
     def current_stream(self) -> int:
         """Return torch's current stream on this device."""

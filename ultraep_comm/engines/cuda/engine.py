@@ -19,8 +19,7 @@ from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray
-from ultraep_comm.weights.binding import BoundGrads
-from ultraep_comm.weights.segments import BoundWeights
+from ultraep_comm.weights.binding import Binding
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,9 +143,7 @@ class CudaEngine:
         """Return new memory in which slots appear once more; peers cannot address it."""
         return virtual.show_again(self._device, num_bytes, places)
 
-    def transfer(
-        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
-    ) -> tuple[int, _core.Mode | None]:
+    def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or a reduction on the current stream, or ordered after it.
 
         Returns:

@@ -13,7 +13,7 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
-from ultraep_comm.engines.base import LoadExchange, Parts, ProcessGroupLoads, make_parts
+from ultraep_comm.engines.base import Parts, make_parts
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
@@ -27,7 +27,7 @@ from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
 from ultraep_comm.engines.options import Options, allowed_ways
-from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.nvshmem import NvshmemFabric, OtherPesError, Runtime, find_runtime, join
@@ -240,9 +240,9 @@ def make_nvshmem_parts(
         peers = Peers(pes=pes, far=far, staging=staging)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
         apart = not topology.allow_cross_domain and not all(map(all, reaches))
-        loads = ProcessGroupLoads(rendezvous) if apart else None
+        exchange = partial(_exchange_counts, rendezvous) if apart else None
         return _make_one(
-            rendezvous, options, topology, config, fabric, found, num_sms, peers, loads
+            rendezvous, options, topology, config, fabric, found, num_sms, peers, exchange
         )
     except BaseException:
         fabric.close()
@@ -308,6 +308,19 @@ def _agree_on_arguments(
     return num_sms, records
 
 
+def _exchange_counts(rendezvous: Rendezvous, counts: torch.Tensor) -> torch.Tensor:
+    """All-gather counts over the process group."""
+    try:
+        return rendezvous.gather(counts)
+    except BootstrapError as error:
+        raise PeerGoneError(
+            f"rank {rendezvous.rank}: gather_load over the process group failed ({error}); close"
+            " the group and create a new one",
+            rank=rendezvous.rank,
+            peer=error.failed_rank,
+        ) from error
+
+
 def _make_one(
     rendezvous: Rendezvous,
     options: Options,
@@ -317,7 +330,7 @@ def _make_one(
     found: tuple[Device, object, Kernels],
     num_sms: int,
     peers: Peers,
-    loads: LoadExchange | None = None,
+    exchange_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Parts:
     """Create this rank's parts, or raise on every rank."""
     device, _, kernels = found
@@ -338,7 +351,14 @@ def _make_one(
 
     stages = _stages(device, kernels, topology, rendezvous.rank, options)
     parts = make_parts(
-        rendezvous.rank, topology, options, config, fabric, stages, make_engine, loads=loads
+        rendezvous.rank,
+        topology,
+        options,
+        config,
+        fabric,
+        stages,
+        make_engine,
+        exchange_counts=exchange_counts,
     )
     with ExitStack() as undo:
         undo.callback(fabric.close)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from ultraep_comm.engines.base import Counted, Form, count_in_torch
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
-from ultraep_comm.engines.cuda.tables import WeightTables
+from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.host import HostStages, find_ends
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
@@ -24,6 +25,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.plan.topology import IntArray, Topology
 
+MAX_CAPTURED_SAVES = 4096  # of a group at a time
 MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
 ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
 Tensor = torch.Tensor
@@ -41,8 +43,6 @@ class CudaStages(HostStages):
         plan_warps: warps of the plan kernel: as many as asked for, or as fit; 0: none fits.
     """
 
-    lends_entries = True
-
     def __init__(
         self,
         device: Device,
@@ -54,6 +54,7 @@ class CudaStages(HostStages):
         plan_warps: int | None = None,
     ) -> None:
         super().__init__(topology, rank)
+        self.put_addresses = partial(put_addresses, device)
         self._device = device
         self._num_segments = num_segments
         self._shape = shape = stage_shape(topology, rank, device)
@@ -95,6 +96,7 @@ class CudaStages(HostStages):
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
         self._own_mains = maps[before : before + len(topology.mains(rank))]
+        self.marks = device.allocate(8 * MAX_CAPTURED_SAVES).view(torch.int64)
         self._overruns = Overruns(device, rank)
         self._reserve(MIN_RUNS, "")
 
@@ -184,8 +186,8 @@ class CudaStages(HostStages):
             raise UnsupportedError(
                 f"rank {self._rank}: a plan of bank {plan.bank} on a group with"
                 f" {self._num_segments} segments; the CUDA engine has banks for at most"
-                f" {_core.CUDA_MAX_DEVICE_SEGMENTS}: create it with fewer, larger ones, or plan"
-                " without bank="
+                f" {_core.CUDA_MAX_DEVICE_SEGMENTS}: create it with fewer, larger ones, or use"
+                " bank 0 without reuse=True"
             )
         if self.is_capturing():
             raise UnsupportedError(
@@ -261,7 +263,6 @@ class CudaStages(HostStages):
         costs: Costs | None,
         *,
         apart: bool = False,
-        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,
     ) -> Plan:
@@ -274,9 +275,7 @@ class CudaStages(HostStages):
             UnsupportedError: the group is too large for the kernel.
         """
         if not self.holds(load):
-            return super().plan(
-                load, target_ppm, costs, apart=apart, bank=bank, residents=residents
-            )
+            return super().plan(load, target_ppm, costs, apart=apart, residents=residents)
         self._check_can_plan(in_bank=bank_table != 0)
         t = self._topology
         given = self._as_counts(load)
@@ -313,7 +312,6 @@ class CudaStages(HostStages):
             load=None if load.dim() == 1 else kept[0] if kept else given,
             domains=self.put(self.domains) if apart else self.domains,
             moves=moves,
-            bank=bank,
         )
 
     def _check_can_plan(self, *, in_bank: bool) -> None:
@@ -322,12 +320,13 @@ class CudaStages(HostStages):
         shape = self._shape
         needed = shape.bank_plan_shared_bytes(1) if in_bank else shape.plan_shared_bytes(1)
         most = most_ranks_planned(self._topology, self._device, in_bank=in_bank)
-        call = "plan_replicas(load.cpu(), group=group" + (", bank=bank)" if in_bank else ")")
+        options = ", bank=bank, reuse=True" if in_bank else ""
         raise UnsupportedError(
             f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
             f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
             f" device has {self._device.max_shared_bytes}, enough for {most} ranks with as many"
-            f" experts and slots each; plan on the CPU: {call}"
+            f" experts and slots each; plan on the CPU:"
+            f" plan_replicas(load.cpu(), group=group{options})"
         )
 
     def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
@@ -495,12 +494,18 @@ class CudaStages(HostStages):
         self._device.keep(itertools.chain.from_iterable(fields))
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed uint8 memory on the device."""
-        return self._device.allocate(num_bytes)
+        """Return uninitialised uint8 memory on the device; in a capture, of its graph.
 
-    def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
-        """Return address tables on the device."""
-        return WeightTables(self._device, num_segments, num_mains)
+        Raises:
+            UnsupportedError: the current stream is being captured by another library than torch.
+        """
+        if self.is_capturing() and not self._device.has_graph_pool():
+            raise UnsupportedError(
+                f"rank {self._rank}: save in a capture into a CUDA graph that is not one of torch:"
+                " only with torch.cuda.graph does the memory of the plan belong to the graph. Save"
+                " the plan before, or capture with torch.cuda.graph"
+            )
+        return self._device.empty((num_bytes,), torch.uint8)
 
     # ---- faults ---------------------------------------------------------------------------
 

@@ -34,11 +34,11 @@ from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.engines.cuda import device, kernels
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import InvalidLoadError
-from ultraep_comm.group.create import new_loopback_groups
 from ultraep_comm.group.group import Group
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import target_to_ppm
 from ultraep_comm.plan.topology import Topology
+from ultraep_comm.testing import new_loopback_groups
 
 PLAN_CALLS = 20  # in a row
 _GATHER_CALLS = 3  # and one untimed: the host blocks if more than 4 are pending

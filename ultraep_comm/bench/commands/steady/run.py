@@ -17,11 +17,11 @@ from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.replicate import replicate_experts
-from ultraep_comm.group.create import new_loopback_groups
 from ultraep_comm.group.group import Group
 from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
+from ultraep_comm.testing import new_loopback_groups
 from ultraep_comm.weights.segments import Segment
 
 WAYS = ("empty", "residents", "prefetch")
@@ -78,14 +78,10 @@ class Way:
             self._payload.fill(row, epoch=layer, expert=int(expert), segment=_NAME)
         return {_NAME: weights}
 
-    @property
-    def _has_banks(self) -> bool:
-        return self.name != "empty"
-
     def step(self, layer: int, load: torch.Tensor, counts: bool) -> None:
         """Plan and transfer one layer of one step; with ``counts`` its figures are kept."""
         groups, seen = self.groups, self.seen
-        bank = layer % len(groups[0].banks) if self._has_banks else None
+        bank = layer % len(groups[0].banks)
         prefetched, missed = 0, float("nan")
         forecast = self._forecasts[layer]
         if self.name == "prefetch":
@@ -99,6 +95,7 @@ class Way:
                     bank=0,
                     group=g,
                     target=self._settings.target,
+                    async_op=True,
                 )
                 for g in groups
             ]
@@ -113,7 +110,8 @@ class Way:
                 missed = float(off)
             forecast.update(load)
         start = time.perf_counter()
-        plan = plan_replicas(load, group=groups[0], bank=bank, target=self._settings.target)
+        reuse, target = self.name != "empty", self._settings.target
+        plan = plan_replicas(load, group=groups[0], bank=bank, reuse=reuse, target=target)
         planned = time.perf_counter()
         before = self._stored()
         begun = time.perf_counter()
@@ -126,7 +124,7 @@ class Way:
             work.synchronize()
         ended = time.perf_counter()
         moves = self._stored() - before
-        seen.wrong += self._count_wrong(plan, layer, bank or 0)
+        seen.wrong += self._count_wrong(plan, layer, bank)
         if moves != plan.num_moves:
             seen.wrong += 1
         if not counts:
