@@ -434,7 +434,6 @@ def make_parts(
         raise
     checked = [fabric.allocate(layout.check_bytes)] if options.check else []
     config.set_memory(region.bases, checked[0].bases if checked else [])
-    config.set_peers(fabric.peer_sockets, fabric.peer_processes)
     stages = local()
     return Parts(
         rank=rank,

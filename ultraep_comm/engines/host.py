@@ -31,7 +31,7 @@ from ultraep_comm.fabrics import Fabric, Place, SharedRegion
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, show_again
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
-from ultraep_comm.fabrics.sockets import Listener
+from ultraep_comm.fabrics.sockets import Address, Listener
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -352,10 +352,12 @@ def make_shm_parts(
             {"machine": machine_id(), "address": listener.address, "cost": cost}
         )
         topology = place(topology, [record["machine"] for record in records], given_domains)
-        fabric = ShmFabric(rendezvous, listener, records)
+        addresses = [Address(*record["address"]) for record in records]
+        fabric = ShmFabric(rendezvous, listener, addresses)
     with contextlib.ExitStack() as undo:
         undo.callback(fabric.close)
         config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
+        config.set_peers(fabric.peer_sockets, fabric.peer_processes)
         config.num_workers = options.num_sms or max(1, min(8, num_cores // num_ranks))
         parts = _make_parts(rank, topology, options, config, fabric)
         undo.callback(parts.engine.close)

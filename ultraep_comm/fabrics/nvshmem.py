@@ -294,16 +294,6 @@ class NvshmemFabric:
         self._made: list[tuple[int, int]] = []
         self.can_pull = True
 
-    @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` times -1: kernels cannot watch sockets."""
-        return [-1] * self._rendezvous.num_ranks
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` times -1: nor processes."""
-        return [-1] * self._rendezvous.num_ranks
-
     def begin(self, error: Exception | None) -> None:
         """See :class:`Fabric`."""
         self._rendezvous.begin(error)

@@ -13,8 +13,8 @@ import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,16 +71,14 @@ def say_unknown(machines: list[str]) -> str:
     return f"{name_ranks(unknown)}: /proc has no boot id or network namespace"
 
 
-def find_apart(rendezvous: Rendezvous, machines: list[str], addresses: list[Address]) -> list[int]:
-    """Return the ranks that do not reach the first rank whose machine's id is theirs. Collective.
+def find_apart(rendezvous: Rendezvous, addresses: Sequence[Address]) -> list[int]:
+    """Return the ranks that do not reach rank 0, though their machines' ids are equal. Collective.
 
     Args:
         rendezvous: exchanges what each rank found.
-        machines: ids of all ranks' machines ``[G]``.
         addresses: of all ranks, which listen until this returns.
     """
-    first = machines.index(machines[rendezvous.rank])
-    reached = first == rendezvous.rank or can_reach(addresses[first])
+    reached = rendezvous.rank == 0 or can_reach(addresses[0])
     return [r for r, found in enumerate(rendezvous.exchange(reached)) if not found]
 
 
@@ -162,12 +160,12 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
 
 
 class ShmFabric:
-    """Memory of the ranks on this rank's machine. Constructing it is collective.
+    """Memory of ranks on one machine. Constructing it is collective.
 
     Args:
         rendezvous: exchanges records with the peers.
         listener: this rank's listener; the caller closes it.
-        records: of all ranks ``[G]``: their "machine", and their listener's "address".
+        addresses: of all ranks ``[G]``.
 
     Raises:
         BootstrapError: a rank could not connect.
@@ -175,13 +173,11 @@ class ShmFabric:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, listener: Listener, records: list[dict[str, Any]]
+        self, rendezvous: Rendezvous, listener: Listener, addresses: Sequence[Address]
     ) -> None:
         self._rendezvous = rendezvous
         self._rank = rank = rendezvous.rank
-        machines = [record["machine"] for record in records]
-        addresses = [Address(*record["address"]) for record in records]
-        self._peers = [r for r, m in enumerate(machines) if m == machines[rank] and r != rank]
+        self._peers = [peer for peer in range(rendezvous.num_ranks) if peer != rank]
         self._connections = Connections(
             listener, addresses, self._peers, rendezvous.timeout, rendezvous.raise_failure
         )
@@ -189,7 +185,7 @@ class ShmFabric:
             undo.callback(self._connections.close)
             # Before any rank waits for this one's connections.
             reserve_descriptors(rank, len(self._peers))
-            if apart := find_apart(rendezvous, machines, addresses):
+            if apart := find_apart(rendezvous, addresses):
                 raise UnsupportedError(f"{say_apart(apart)}. Use engine='c10d'")
             try:
                 self._connections.connect()
@@ -203,7 +199,7 @@ class ShmFabric:
 
     @property
     def peer_sockets(self) -> list[int]:
-        """Descriptors of the connections, by rank; -1 for this rank and other machines."""
+        """Descriptors of the connections, by rank; -1 for this rank."""
         return self._connections.sockets
 
     @property

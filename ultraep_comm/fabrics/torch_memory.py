@@ -181,16 +181,6 @@ class TorchFabric:
         self._machines = machines
 
     @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` times -1: kernels cannot watch sockets."""
-        return [-1] * self._rendezvous.num_ranks
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` times -1: nor processes."""
-        return [-1] * self._rendezvous.num_ranks
-
-    @property
     def can_pull(self) -> bool:
         """True: every rank maps every other's memory."""
         return True

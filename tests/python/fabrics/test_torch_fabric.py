@@ -176,7 +176,6 @@ def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     assert seen[-65:].tolist() == [0] + [2 - rank] * 64
     dist.barrier(process_group)
     assert group.session.fabric.can_pull
-    assert group.session.fabric.peer_sockets == [-1, -1]
     group.close()
 
 

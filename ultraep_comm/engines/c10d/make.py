@@ -157,7 +157,7 @@ def choose_engine(rendezvous: Rendezvous, wanted: torch.device | None) -> tuple[
             return "c10d", unknown
         if (count := len(set(machines))) > 1:
             return "c10d", f"the ranks are on {count} machines"
-        apart = find_apart(rendezvous, machines, [Address(*address) for address in addresses])
+        apart = find_apart(rendezvous, [Address(*address) for address in addresses])
         return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
