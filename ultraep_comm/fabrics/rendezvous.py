@@ -32,6 +32,7 @@ DEFAULT_TIMEOUT = 1800.0
 _COMPLETE = "complete"  # the outcome of a step that all ranks have joined
 _POLL = 0.1  # seconds between checks whether the other ranks are alive
 _GRACE = 0.5  # seconds for a peer's own report of its failure, or its death, to show
+_SHOW = 0.2  # seconds for the others to see a failure: the store may end with this process
 _READS = 16  # ranks to look up per check: asking for all of many ranks would overload the store
 
 
@@ -135,6 +136,7 @@ class Rendezvous:
         self.num_ranks = group.size()
         self._depth = 0  # nesting of failure_scope()
         self._passed = 0  # steps that all ranks have joined
+        self._failure: tuple[int, str] | None = None  # that ended the steps, as far as it is known
         try:
             if group not in _members:
                 _members[group] = _Members(group)
@@ -184,16 +186,19 @@ class Rendezvous:
         except PeerFailureError as error:
             if self._depth > 1:
                 raise
-            end = time.monotonic() + _GRACE
-            while (found := self._find_failure()) is None and time.monotonic() < end:
-                time.sleep(0.01)
+            found, end = None, time.monotonic() + _GRACE
+            with suppress(Exception):  # there is no store any more: what this rank saw has to do
+                while (found := self._find_failure()) is None and time.monotonic() < end:
+                    time.sleep(0.01)
             if found is None:
                 peer = error.failed_rank
                 found = self._fail(self.rank if peer < 0 else peer, str(error))
+            time.sleep(_SHOW)
             raise self._blame(*found) from error
         except BaseException as error:  # Ctrl-C too
             if self._depth == 1:
                 self._fail(self.rank, str(error) or type(error).__name__)
+                time.sleep(_SHOW)
             raise
         finally:
             self._depth -= 1
@@ -313,6 +318,8 @@ class Rendezvous:
 
     def _find_failure(self) -> tuple[int, str] | None:
         """Return the rank that failed in the step under way, or since the last, and why."""
+        if self._failure is not None:
+            return self._failure
         step = self._passed + 1
         found = ""
         if self.store.check([f"{step}/outcome"]):
@@ -321,7 +328,8 @@ class Rendezvous:
             self._members.find_processes(_READS)
             if (dead := self._members.find_dead()) is not None:
                 found = self._settle(step, json.dumps(dead))
-        return None if found in ("", _COMPLETE) else _read_failure(found)
+        self._failure = None if found in ("", _COMPLETE) else _read_failure(found)
+        return self._failure
 
     def _fail(self, rank: int, text: str) -> tuple[int, str]:
         """End the step under way or the next one, and return by which rank's failure, and why."""
@@ -331,8 +339,6 @@ class Rendezvous:
             if found == _COMPLETE:  # though this rank has not seen it
                 found = self._settle(self._passed + 2, own)
             failure = _read_failure(found)
-        if failure == (rank, text):
-            time.sleep(2 * _POLL)  # let the others see it: the store may end with this process
         return failure
 
     def _blame(self, rank: int, text: str) -> BootstrapError:
