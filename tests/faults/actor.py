@@ -288,7 +288,7 @@ def _warm_up(actor: Actor) -> None:
 def play(
     rank: int,
     size: int,
-    store: str,
+    port: int,
     part: Callable[[Actor], None],
     victims: tuple[int, ...],
     pg_timeout: float,
@@ -304,7 +304,7 @@ def play(
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=pg_timeout),

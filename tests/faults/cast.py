@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from actor import Actor, Report, play
 from ranks import forkserver
 
@@ -86,14 +86,14 @@ class Cast:
         self.size = size
         self.outcome = Outcome()
         self._began = time.monotonic()
-        self._folder = tempfile.TemporaryDirectory(prefix="faults-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._points: dict[int, list[str]] = {rank: [] for rank in range(size)}
-        store = str(Path(self._folder.name) / "store")
+        # Outside of the ranks, as torchrun hosts it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(size):
             here, there = context.Pipe()
-            arguments = (rank, size, store, part, victims, pg_timeout, engine, there)
+            arguments = (rank, size, self._store.port, part, victims, pg_timeout, engine, there)
             process = context.Process(target=play, args=arguments, daemon=True)
             with _starting:
                 process.start()
@@ -118,7 +118,6 @@ class Cast:
         self.outcome.troubles += [
             f"/dev/shm still has {name}" for name in shared_memory_entries(pids)
         ]
-        self._folder.cleanup()
 
     def perform(self, cues: tuple[Cue, ...], seconds: float) -> Outcome:
         """Give the cues in order and collect the reports, all within ``seconds``."""

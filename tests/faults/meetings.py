@@ -15,7 +15,7 @@ from cast import Cue
 from deaths import BOTH, KILLED
 from scene import ALL, OK, Expect, Scene, everybody, refuses, start, told
 
-from ultraep_comm.fabrics import meeting, shm, sockets
+from ultraep_comm.fabrics import rendezvous, shm, sockets
 from ultraep_comm.fabrics.memory import Available
 
 ODD = 1
@@ -44,9 +44,9 @@ def _replace(owner: Any, name: str, act: Callable[[], None], number: int, *, beh
 
 
 POINTS: dict[str, tuple[Any, str, int, bool]] = {
-    "before the ranks meet": (meeting.Meeting, "gather", 1, False),
-    "when the ranks have met": (meeting.Meeting, "gather", 1, True),
-    "before addresses are exchanged": (meeting.Meeting, "gather", 3, False),
+    "before the ranks meet": (rendezvous.Rendezvous, "exchange", 1, False),
+    "when the ranks have met": (rendezvous.Rendezvous, "exchange", 1, True),
+    "before addresses are exchanged": (rendezvous.Rendezvous, "exchange", 2, False),
     "before it connects": (sockets.Connections, "connect", 1, False),
     "when it has one connection": (sockets.Connections, "_keep", 1, True),
     "before its memory": (shm, "create_memory", 1, False),

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from ultraep_comm import env
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.nn import Replication
 from ultraep_comm.weights.segments import local_part
 
@@ -315,11 +315,7 @@ def _named(value: Any) -> Any:
 
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
     """All-gather what JSON can say; raise BootstrapError once it is known that a rank is absent."""
-    text = json.dumps(value).encode()
-    meeting = Meeting(process_group, limit=env.timeout())
-    sizes = meeting.gather(torch.tensor([len(text)], device="cpu")).flatten().tolist()
-    rows = meeting.gather(torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8))
-    return [json.loads(bytes(row.numpy())) for row in rows]
+    return Rendezvous(process_group, limit=env.timeout()).exchange(value)
 
 
 def agree(

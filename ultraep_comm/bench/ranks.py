@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ultraep_comm.bench.clock import DeviceClock, Meter
 from ultraep_comm.bench.inside import put
@@ -17,6 +16,7 @@ from ultraep_comm.bench.measure import add_up
 from ultraep_comm.bench.payload import SENTINEL, Payload, count_disturbed
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.group.create import new_group
 from ultraep_comm.group.group import Group
@@ -139,10 +139,7 @@ def _domains(num_ranks: int) -> dict[str, Any]:
     Each machine is a domain. If none has two ranks all are in one, and experts are handed on over
     the links between machines, which are all alike.
     """
-    own = torch.frombuffer(bytearray(machine_id()), dtype=torch.uint8)
-    machines = [torch.empty_like(own) for _ in range(num_ranks)]
-    dist.all_gather(machines, own)
-    if len({bytes(machine.tolist()) for machine in machines}) == num_ranks:
+    if len(set(Rendezvous(None).exchange(machine_id()))) == num_ranks:
         return {"domains": [0] * num_ranks}
     return {"allow_cross_domain": True}
 

@@ -456,7 +456,6 @@ def start_engine(
         raise
     checked = [fabric.allocate(layout.check_bytes)] if options.check else []
     config.set_memory(region.bases, checked[0].bases if checked else [])
-    config.set_peers(fabric.peer_sockets, fabric.peer_processes)
     engine = start(config)
     engine.config, engine.layout = config, layout
     engine.fabric, engine.exchange_counts = fabric, exchange_counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 
@@ -14,9 +15,9 @@ from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
-from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
-from ultraep_comm.fabrics.sockets import Listener, cannot_listen
+from ultraep_comm.fabrics.sockets import Address, Listener
 from ultraep_comm.plan.topology import Topology
 
 # The core's methods as they are: one more call in between would take longer than some of them.
@@ -76,55 +77,35 @@ def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
 
 
 def make_shm_engine(
-    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> HostEngine:
     """Create one rank's engine. Collective; arguments have been checked on every rank.
 
     Raises:
-        BootstrapError: ranks disagree, or a rank left or cannot take part.
+        BootstrapError: a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
         UnsupportedError: the ranks are on several machines.
     """
     num_cores = len(os.sched_getaffinity(0))
-    listener, error, hello = None, None, Hello()
-    try:
-        listener = Listener(meeting.rank)
-        hello = Hello(
-            digest=options.digest(topology, given_domains),
-            machine=machine_id(),
-            token=listener.token,
-            address=listener.address,
-            cost=options.calibration.constants(
-                "host", topology.num_ranks, cost_constants(num_cores)
-            ),
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
+    cost = options.calibration.constants("host", num_ranks, cost_constants(num_cores))
+    with contextlib.closing(Listener(rank)) as listener:
+        records = rendezvous.exchange(
+            {"machine": machine_id(), "address": listener.address, "cost": cost}
         )
-    except OSError as refused:
-        error = cannot_listen(meeting.rank, refused)
-    try:
-        hellos = meeting.exchange(hello, error)
-        assert listener is not None
-        topology = place(topology, hellos, given_domains)
-        fabric = ShmFabric(meeting, listener, hellos)
-    finally:
-        if listener is not None:
-            listener.close()
-
-    engine = None
-    try:
-        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
-        config.num_workers = options.num_sms or max(1, min(8, num_cores // meeting.num_ranks))
-        try:
-            engine = _start(meeting.rank, topology, options, config, fabric)
-        except NoThreadError as no_thread:  # all ranks know of other errors already
-            error = no_thread
-        meeting.agree(error, last=True)
-    except BaseException:
-        if engine is not None:
-            engine.abort()
-            engine.close()
-        fabric.close()
-        raise
-    assert engine is not None
+        topology = place(topology, [record["machine"] for record in records], given_domains)
+        addresses = [Address(*record["address"]) for record in records]
+        fabric = ShmFabric(rendezvous, listener, addresses)
+    with contextlib.ExitStack() as undo:
+        undo.callback(fabric.close)
+        config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
+        config.set_peers(fabric.peer_sockets, fabric.peer_processes)
+        config.num_workers = options.num_sms or max(1, min(8, num_cores // num_ranks))
+        engine = _start(rank, topology, options, config, fabric)
+        undo.callback(engine.close)
+        undo.callback(engine.abort)
+        rendezvous.raise_if_any_failed()
+        undo.pop_all()
     return engine
 
 
@@ -139,36 +120,31 @@ def _start(
     return start_engine(rank, topology, options, config, fabric, start)
 
 
-class NoThreadError(BootstrapError):
-    """The engine's threads could not be started."""
-
-
 def _start_threads(topology: Topology, rank: int, config: _core.EngineConfig) -> HostEngine:
     try:
         return HostEngine(topology, rank, config)
     except RuntimeError as error:
-        raise NoThreadError(
+        raise BootstrapError(
             f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
             " limit of processes with ulimit -u, or create the group with a smaller num_sms",
             failed_rank=rank,
         ) from error
 
 
-def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
-    """Check that the ranks agree and share memory, and set the domains: alike on every rank."""
-    check_same_arguments(hellos)
-    if unknown := say_unknown(hellos):
+def place(topology: Topology, machines: list[str], given_domains: bool) -> Topology:
+    """Check that the ranks share memory, and set the domains: alike on every rank."""
+    if unknown := say_unknown(machines):
         raise UnsupportedError(
             f"{unknown}, by which the host engine finds the ranks that share memory. Use"
             " engine='c10d'"
         )
-    apart = [rank for rank, hello in enumerate(hellos) if hello.machine != hellos[0].machine]
+    apart = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
     if apart:
         raise UnsupportedError(
             f"the host engine reaches only the memory of one machine, but rank 0 and"
-            f" {name_ranks(apart)} of {len(hellos)} are on different ones. Use engine='c10d'"
+            f" {name_ranks(apart)} of {len(machines)} are on different ones. Use engine='c10d'"
         )
-    return topology if given_domains else topology.with_domains(np.zeros(len(hellos), np.int32))
+    return topology if given_domains else topology.with_domains(np.zeros(len(machines), np.int32))
 
 
 def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngine]:

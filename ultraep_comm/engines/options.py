@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -149,29 +149,30 @@ class Options:
                 f" the {engine} engine; pass engine='host', or check=False"
             )
 
-    def digest(self, topology: Topology, given_domains: bool) -> int:
-        """Return a 64-bit digest of everything that must be equal on all ranks."""
+    def arguments(self, topology: Topology, given_domains: bool) -> dict[str, Any]:
+        """Return everything that must be equal on all ranks, by name, as JSON can say it."""
         t = topology
-        segments = [(n, s.shape, str(s.dtype), s.layout) for n, s in self.segments.items()]
-        text = repr(
-            (
-                t.num_ranks,
-                t.num_experts,
-                t.slots_per_rank,
-                t.home.tolist(),
-                t.domain.tolist() if given_domains else None,
-                t.allow_cross_domain,
-                segments,
-                [(n, str(s.dtype)) for n, s in self.grads.items()],
-                (self.banks, self.grad_banks, self.instances),
-                self.tile_bytes,
-                self.check,
-                self.engine,
-                self.fabric,
-                None if self.device is None else self.device.type,
-            )
-        )
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return {
+            "num_experts": t.num_experts,
+            "slots_per_rank": t.slots_per_rank,
+            "home": t.home.tolist(),
+            "domains": t.domain.tolist() if given_domains else None,
+            "allow_cross_domain": t.allow_cross_domain,
+            "list(expert)": list(self.segments),  # an object of JSON has no order
+            "expert": {
+                name: f"{s.shape} {s.dtype}, strides {s.layout}"
+                for name, s in self.segments.items()
+            },
+            "grads": {name: str(s.dtype) for name, s in self.grads.items()},
+            "banks": self.banks,
+            "grad_banks": self.grad_banks,
+            "instances": self.instances,
+            "engine": self.engine,
+            "fabric": self.fabric,
+            "tile_bytes": self.tile_bytes,
+            "check": self.check,
+            "device": None if self.device is None else self.device.type,
+        }
 
     def config(
         self, topology: Topology, rank: int, call_timeout: float, cost: Sequence[int]

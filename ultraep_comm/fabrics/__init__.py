@@ -42,14 +42,6 @@ class Fabric(Protocol):
     """What a group needs from a fabric."""
 
     @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` file descriptors that reach end-of-file when a peer ends; -1: unknown."""
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` file descriptors, readable once a peer's process has ended; -1: unknown."""
-
-    @property
     def can_pull(self) -> bool:
         """Whether all ranks of a domain can load from each other's memory."""
 

@@ -77,16 +77,6 @@ class LoopbackFabric:
         self._next = 0
 
     @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` times -1: the ranks share a process, so none can end alone."""
-        return [-1] * self._memory.num_ranks
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` times -1, likewise."""
-        return [-1] * self._memory.num_ranks
-
-    @property
     def can_pull(self) -> bool:
         """True: all ranks share one address space."""
         return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,8 +24,8 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.fabrics.nvshmem_library import load_library
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.system import undocumented
 
 UID_BYTES = 128
@@ -177,61 +176,50 @@ def find_runtime() -> Runtime:
         ) from error
 
 
-def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
+def join(rendezvous: Rendezvous, runtime: Runtime, device: int) -> list[int]:
     """Initialise NVSHMEM over exactly these ranks, unless it is, and return their PEs. Collective.
 
     Raises:
         BootstrapError: only some ranks have initialised it, or initialising it failed.
         OtherPesError: it is initialised over other ranks; raised on every rank.
     """
-    ready = [row[0] for row in meeting.gather_ints(runtime.is_initialized(), most=1)]
+    ready = rendezvous.exchange(runtime.is_initialized())
     if any(ready) and not all(ready):
         raise BootstrapError(
-            f"rank {meeting.rank}: NVSHMEM is initialised on rank {ready.index(1)} but not on rank"
-            f" {ready.index(0)}; initialise it on every rank before new_group, or on none"
+            f"rank {rendezvous.rank}: NVSHMEM is initialised on rank {ready.index(True)} but not on"
+            f" rank {ready.index(False)}; initialise it on every rank before new_group, or on none"
         )
     if not any(ready):
-        _init(meeting, runtime, device)
+        _init(rendezvous, runtime, device)
     mine, num_pes = runtime.pes()
-    rows = meeting.gather_ints(mine, num_pes)
+    rows = rendezvous.exchange([mine, num_pes])
     pes = [row[0] for row in rows]
     if sorted(pes) != list(range(num_pes)) or any(row[1] != num_pes for row in rows):
         raise OtherPesError(
-            f"rank {meeting.rank}: the process group has {meeting.num_ranks} ranks, which are PEs"
-            f" {pes} of {num_pes}, but all PEs have to allocate symmetric memory together. Create"
-            " the group over a process group of exactly the ranks that NVSHMEM was initialised"
-            " with, or use fabric='torch'"
+            f"rank {rendezvous.rank}: the process group has {rendezvous.num_ranks} ranks, which are"
+            f" PEs {pes} of {num_pes}, but all PEs have to allocate symmetric memory together."
+            " Create the group over a process group of exactly the ranks that NVSHMEM was"
+            " initialised with, or use fabric='torch'"
         )
     return pes
 
 
-def _init(meeting: Meeting, runtime: Runtime, device: int) -> None:
+def _init(rendezvous: Rendezvous, runtime: Runtime, device: int) -> None:
     runtime.heap.forget()
-    uid, error = bytes(UID_BYTES), None
-    if meeting.rank == 0:
-        uid, error = _attempt(meeting.rank, runtime.unique_id, uid)
-    meeting.agree(error)
-    words = struct.unpack(f"<{UID_BYTES // 8}q", uid)
-    first = meeting.gather_ints(*words, least=-(2**63), most=2**63 - 1)[0]
-    _, error = _attempt(
-        meeting.rank,
-        lambda: runtime.init(
-            device, struct.pack(f"<{len(first)}q", *first), meeting.rank, meeting.num_ranks
-        ),
-        None,
-    )
-    meeting.agree(error)
-
-
-def _attempt(rank: int, action: Callable[[], Any], default: Any) -> tuple[Any, Exception | None]:
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
     try:
-        return action(), None
+        uid = runtime.unique_id() if rank == 0 else b""
+        first: str = rendezvous.exchange(uid.hex())[0]
+        runtime.init(device, bytes.fromhex(first), rank, num_ranks)
+    except UltraEPError:
+        raise
     except Exception as error:  # nvshmem4py has no common base class
         text = getattr(error, "msg", None) or str(error)
-        return default, BootstrapError(
+        raise BootstrapError(
             f"rank {rank}: NVSHMEM could not be initialised: {text}. Run with NVSHMEM_DEBUG=INFO to"
             " see why"
-        )
+        ) from error
+    rendezvous.raise_if_any_failed()
 
 
 class Heap:
@@ -243,25 +231,24 @@ class Heap:
         self._bytes: dict[int, int] = {}  # number -> size
         self._retired: dict[int, int] = {}  # number -> address
 
-    def allocate(self, meeting: Meeting, num_bytes: int) -> tuple[int, int]:
+    def allocate(self, rendezvous: Rendezvous, num_bytes: int) -> tuple[int, int]:
         """Allocate; return the allocation's number and address. Collective.
 
         Raises:
             OutOfSharedMemoryError: the symmetric heap is too small.
         """
-        self._free_retired(meeting)
+        self._free_retired(rendezvous)
         address = self._runtime.malloc(num_bytes)
-        error = None
         if address == 0:
             held = sum(self._bytes.values())
-            error = OutOfSharedMemoryError(
-                f"rank {meeting.rank}: NVSHMEM's heap has no {num_bytes} bytes left for slots and"
-                f" flags, beside {held} of this process's groups; set NVSHMEM_SYMMETRIC_SIZE to at"
-                f" least {-(-(held + num_bytes) >> 20)}M before the process starts. Or use fewer"
+            raise OutOfSharedMemoryError(
+                f"rank {rendezvous.rank}: NVSHMEM's heap has no {num_bytes} bytes left for slots"
+                f" and flags, beside {held} of this process's groups; set NVSHMEM_SYMMETRIC_SIZE to"
+                f" at least {-(-(held + num_bytes) >> 20)}M before the process starts. Or use fewer"
                 " slots_per_rank, or close groups; where NVSHMEM grows its heap, leave more device"
                 " memory free"
             )
-        meeting.agree(error)
+        rendezvous.raise_if_any_failed()
         self._made += 1
         self._bytes[self._made] = num_bytes
         return self._made, address
@@ -275,10 +262,10 @@ class Heap:
         self._retired.clear()
         self._bytes.clear()
 
-    def _free_retired(self, meeting: Meeting) -> None:
+    def _free_retired(self, rendezvous: Rendezvous) -> None:
         oldest = sorted(self._retired)[:MAX_FREED]
-        rows = meeting.gather_ints(*oldest, *[-1] * (MAX_FREED - len(oldest)), least=-1)
-        for number in sorted(set.intersection(*(set(row) for row in rows)) - {-1}):
+        rows = rendezvous.exchange(oldest)
+        for number in sorted(set.intersection(*map(set, rows))):
             self._runtime.free(self._retired.pop(number))
             self._bytes.pop(number, None)
 
@@ -287,7 +274,7 @@ class NvshmemFabric:
     """One rank's symmetric memory.
 
     Args:
-        meeting: exchanges records with the peers.
+        rendezvous: exchanges records with the peers.
         runtime: NVSHMEM in this process.
         pes: the ranks' PEs ``[G]``.
         view: takes an address and a size, zeroes that memory and returns it as a uint8 tensor.
@@ -295,31 +282,21 @@ class NvshmemFabric:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         runtime: Runtime,
         pes: Sequence[int],
         view: Callable[[int, int], torch.Tensor],
     ) -> None:
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._runtime = runtime
         self._pes = pes
         self._view = view
         self._made: list[tuple[int, int]] = []
         self.can_pull = True
 
-    @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` times -1: kernels cannot watch sockets."""
-        return [-1] * self._meeting.num_ranks
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` times -1: nor processes."""
-        return [-1] * self._meeting.num_ranks
-
     def begin(self, error: Exception | None) -> None:
         """See :class:`Fabric`."""
-        self._meeting.begin(error)
+        self._rendezvous.begin(error)
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
@@ -328,18 +305,11 @@ class NvshmemFabric:
             OutOfSharedMemoryError: the symmetric heap is too small.
             BootstrapError: another rank failed.
         """
-        with self._meeting.making():
-            return self._allocate(num_bytes)
-
-    def _allocate(self, num_bytes: int) -> SharedRegion:
-        number, address = self._runtime.heap.allocate(self._meeting, num_bytes)
-        self._made.append((number, address))
-        local, error = torch.empty(0, device="cpu"), None
-        try:
+        with self._rendezvous.failure_scope():
+            number, address = self._runtime.heap.allocate(self._rendezvous, num_bytes)
+            self._made.append((number, address))
             local = self._view(address, num_bytes)
-        except UltraEPError as failure:
-            error = failure
-        self._meeting.agree(error)
+            self._rendezvous.raise_if_any_failed()
         bases = [self._runtime.peer_address(address, pe) for pe in self._pes]
         return SharedRegion(bases=bases, local=local)
 
@@ -348,4 +318,4 @@ class NvshmemFabric:
         for number, address in self._made:
             self._runtime.heap.retire(number, address)
         self._made.clear()
-        self._meeting.leave()
+        self._rendezvous.leave()

@@ -33,16 +33,6 @@ class PrivateFabric:
             self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
         self.slots = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` times -1: the backend has the connections."""
-        return [-1] * self._num_ranks
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` times -1, likewise."""
-        return [-1] * self._num_ranks
-
     def begin(self, error: Exception | None) -> None:
         """Raise the error: an allocation exchanges nothing."""
         if error is not None:

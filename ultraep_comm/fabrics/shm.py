@@ -13,7 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
-import struct
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -28,56 +28,58 @@ from ultraep_comm.errors import (
     name_ranks,
 )
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.fabrics.meeting import EchoError, Hello, Meeting
 from ultraep_comm.fabrics.memory import available_memory
-from ultraep_comm.fabrics.sockets import Connections, Listener, can_reach, reserve_descriptors
+from ultraep_comm.fabrics.rendezvous import PeerFailureError, Rendezvous
+from ultraep_comm.fabrics.sockets import (
+    Address,
+    Connections,
+    Listener,
+    can_reach,
+    reserve_descriptors,
+)
 from ultraep_comm.system import boot_id
 
 # Values of linux/fcntl.h that Python 3.10's fcntl does not export everywhere.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
-UNKNOWN = b"unknown "  # how the id of a machine begins that is not known
+UNKNOWN = "unknown "  # how the id of a machine begins that is not known
 _FIXED_SIZE = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 
-def machine_id() -> bytes:
-    """Return 24 bytes that name this machine's boot and network namespace; equal ids can connect.
+def machine_id() -> str:
+    """Return a text that names this machine's boot and network namespace; equal ids can connect.
 
     Unless the machines were cloned while they ran; see `find_apart`. Where /proc does not tell, the
     id is one that no other process has, and begins with `UNKNOWN`.
     """
     with contextlib.suppress(OSError):
         if boot := boot_id():
-            return boot + struct.pack("<Q", os.stat("/proc/self/ns/net").st_ino)
+            return f"{boot.hex()}-{os.stat('/proc/self/ns/net').st_ino}"
     return _unknown_machine()
 
 
 @lru_cache(1)
-def _unknown_machine() -> bytes:
-    return UNKNOWN + secrets.token_bytes(24 - len(UNKNOWN))
+def _unknown_machine() -> str:
+    return UNKNOWN + secrets.token_hex(16)
 
 
-def say_unknown(hellos: list[Hello]) -> str:
+def say_unknown(machines: list[str]) -> str:
     """Return why it is not known which ranks share memory; an empty text: it is."""
-    unknown = [rank for rank, hello in enumerate(hellos) if hello.machine.startswith(UNKNOWN)]
-    if not unknown or len(hellos) == 1:
+    unknown = [rank for rank, machine in enumerate(machines) if machine.startswith(UNKNOWN)]
+    if not unknown or len(machines) == 1:
         return ""
     return f"{name_ranks(unknown)}: /proc has no boot id or network namespace"
 
 
-def find_apart(meeting: Meeting, hellos: list[Hello], error: Exception | None = None) -> list[int]:
-    """Return the ranks that do not reach the first rank whose machine's id is theirs. Collective.
+def find_apart(rendezvous: Rendezvous, addresses: Sequence[Address]) -> list[int]:
+    """Return the ranks that do not reach rank 0, though their machines' ids are equal. Collective.
 
     Args:
-        meeting: exchanges what each rank found.
-        hellos: ``[G]`` records of all ranks, which listen until this returns.
-        error: as in `Meeting.exchange`.
+        rendezvous: exchanges what each rank found.
+        addresses: of all ranks, which listen until this returns.
     """
-    here = hellos[meeting.rank].machine
-    first = next(r for r, hello in enumerate(hellos) if hello.machine == here)
-    reached = first == meeting.rank or can_reach(hellos[first].address)
-    found = meeting.exchange(Hello(values=(int(reached),)), error)
-    return [r for r, hello in enumerate(found) if hello.values != (1,)]
+    reached = rendezvous.rank == 0 or can_reach(addresses[0])
+    return [r for r, found in enumerate(rendezvous.exchange(reached)) if not found]
 
 
 def say_apart(ranks: list[int]) -> str:
@@ -132,7 +134,7 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
     """Check and map the memory that a peer has passed; closes the descriptor.
 
     Raises:
-        BootstrapError: it belongs to another user, has another size, or its size is not sealed.
+        PeerFailureError: it belongs to another user, has another size, or its size is not sealed.
         OSError: it cannot be mapped.
     """
     try:
@@ -147,7 +149,7 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
             or status.st_size != num_bytes
             or seals != _FIXED_SIZE
         ):
-            raise BootstrapError(
+            raise PeerFailureError(
                 f"rank {rank}: rank {peer} passed {status.st_size} bytes of user {status.st_uid}"
                 f" with seals {seals}; expected {num_bytes} sealed bytes of user {os.geteuid()}",
                 failed_rank=peer,
@@ -158,60 +160,46 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
 
 
 class ShmFabric:
-    """Memory of the ranks on this rank's machine. Constructing it is collective.
+    """Memory of ranks on one machine. Constructing it is collective.
 
     Args:
-        meeting: exchanges records with the peers.
-        listener: this rank's listener; closed here.
-        hellos: ``[G]`` records of all ranks.
+        rendezvous: exchanges records with the peers.
+        listener: this rank's listener; the caller closes it.
+        addresses: of all ranks ``[G]``.
 
     Raises:
         BootstrapError: a rank could not connect.
         UnsupportedError: ranks with one id of the machine are on several.
     """
 
-    def __init__(self, meeting: Meeting, listener: Listener, hellos: list[Hello]) -> None:
-        self._meeting = meeting
-        self._rank = meeting.rank
-        here = hellos[self._rank].machine
-        self._peers = [
-            r for r, hello in enumerate(hellos) if hello.machine == here and r != self._rank
-        ]
+    def __init__(
+        self, rendezvous: Rendezvous, listener: Listener, addresses: Sequence[Address]
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._rank = rank = rendezvous.rank
+        self._peers = [peer for peer in range(rendezvous.num_ranks) if peer != rank]
         self._connections = Connections(
-            listener, hellos, self._peers, meeting.timeout, meeting.raise_failure
+            listener, addresses, self._peers, rendezvous.timeout, rendezvous.raise_failure
         )
-        with contextlib.closing(listener), meeting.making():
-            error: Exception | None = None
-            try:
-                reserve_descriptors(self._rank, len(self._peers))
-            except BootstrapError as too_few:
-                error = too_few
+        with rendezvous.failure_scope(), contextlib.ExitStack() as undo:
+            undo.callback(self._connections.close)
             # Before any rank waits for this one's connections.
-            if apart := find_apart(meeting, hellos, error):
+            reserve_descriptors(rank, len(self._peers))
+            if apart := find_apart(rendezvous, addresses):
                 raise UnsupportedError(f"{say_apart(apart)}. Use engine='c10d'")
             try:
                 self._connections.connect()
-            except BootstrapError as trouble:
-                self._connections.close()
-                error = EchoError(str(trouble), failed_rank=trouble.failed_rank)
             except OSError as trouble:
-                self._connections.close()
-                error = BootstrapError(
-                    f"rank {self._rank}: a connection to a rank on this machine failed: {trouble}",
-                    failed_rank=self._rank,
-                )
-            except BaseException:
-                self._connections.close()
-                raise
-            try:
-                meeting.agree(error)
-            except BaseException:
-                self._connections.close()
-                raise
+                raise BootstrapError(
+                    f"rank {rank}: a connection to a rank on this machine failed: {trouble}",
+                    failed_rank=rank,
+                ) from trouble
+            rendezvous.raise_if_any_failed()
+            undo.pop_all()
 
     @property
     def peer_sockets(self) -> list[int]:
-        """Descriptors of the connections, by rank; -1 for this rank and other machines."""
+        """Descriptors of the connections, by rank; -1 for this rank."""
         return self._connections.sockets
 
     @property
@@ -226,7 +214,7 @@ class ShmFabric:
 
     def begin(self, error: Exception | None) -> None:
         """See :class:`Fabric`."""
-        self._meeting.begin(error)
+        self._rendezvous.begin(error)
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Create this rank's memory, pass it to the peers, and map theirs.
@@ -235,48 +223,16 @@ class ShmFabric:
             OutOfSharedMemoryError: it does not fit on the machine.
             BootstrapError: a peer ended, or passed something else.
         """
-        with self._meeting.making():
-            return self._allocate(num_bytes)
-
-    def _allocate(self, num_bytes: int) -> SharedRegion:
-        fd, error = -1, None
-        mappings: list[NDArray[np.uint8] | None] = [None] * self._meeting.num_ranks
-        failure: Exception | None = None
-        try:
+        with self._rendezvous.failure_scope(), contextlib.ExitStack() as undo:
+            undo.callback(self._connections.shut_down)  # peers that wait see end-of-file
+            fd = create_memory(num_bytes, len(self._peers) + 1, self._rank)
             try:
-                fd = create_memory(num_bytes, len(self._peers) + 1, self._rank)
-            except OutOfSharedMemoryError as out_of_memory:
-                error = out_of_memory
-            self._meeting.agree(error)  # before any rank waits for this one's descriptor
-            try:
-                mappings[self._rank] = _core.map_shared(fd, num_bytes)
-
-                def take(peer: int, passed: int) -> None:
-                    mappings[peer] = map_peer(passed, self._rank, peer, num_bytes)
-
-                self._connections.pass_memory(fd, take)
-            except EchoError as told:
-                failure = told
-            except BootstrapError as trouble:
-                failure = EchoError(
-                    f"rank {self._rank}: exchanging memory failed: {trouble}",
-                    failed_rank=trouble.failed_rank,
-                )
-            except OSError as trouble:
-                full = trouble.errno == errno.ENOMEM  # the mapping does not fit
-                failure = (OutOfSharedMemoryError if full else BootstrapError)(
-                    f"rank {self._rank}: exchanging memory failed: {trouble}",
-                    failed_rank=self._rank,
-                )
-        except BaseException:
-            self._connections.shut_down()
-            raise
-        finally:
-            if fd >= 0:
+                self._rendezvous.raise_if_any_failed()  # before any rank waits for a descriptor
+                mappings = self._map(fd, num_bytes)
+            finally:
                 os.close(fd)
-        if failure is not None:
-            self._connections.shut_down()  # peers that are still waiting see end-of-file
-        self._meeting.agree(failure, last=True)
+            self._rendezvous.raise_if_any_failed()
+            undo.pop_all()
         own = mappings[self._rank]
         assert own is not None
         return SharedRegion(
@@ -285,7 +241,24 @@ class ShmFabric:
             keep=tuple(mappings),
         )
 
+    def _map(self, fd: int, num_bytes: int) -> list[NDArray[np.uint8] | None]:
+        """Map this rank's memory and that of its peers; return the mappings by rank."""
+        mappings: list[NDArray[np.uint8] | None] = [None] * self._rendezvous.num_ranks
+
+        def take(peer: int, passed: int) -> None:
+            mappings[peer] = map_peer(passed, self._rank, peer, num_bytes)
+
+        try:
+            mappings[self._rank] = _core.map_shared(fd, num_bytes)
+            self._connections.pass_memory(fd, take)
+        except OSError as trouble:
+            full = trouble.errno == errno.ENOMEM  # the mapping does not fit
+            raise (OutOfSharedMemoryError if full else BootstrapError)(
+                f"rank {self._rank}: exchanging memory failed: {trouble}", failed_rank=self._rank
+            ) from trouble
+        return mappings
+
     def close(self) -> None:
         """Close the connections, by which peers see that this rank has gone."""
         self._connections.close()
-        self._meeting.leave()
+        self._rendezvous.leave()

@@ -21,14 +21,14 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ultraep_comm.errors import BootstrapError
-from ultraep_comm.fabrics.meeting import Hello
+from ultraep_comm.fabrics.rendezvous import PeerFailureError
 from ultraep_comm.system import pid_namespace, watch_forks
 
-MAGIC = b"UEPSOCK2"
-_PROOF = struct.Struct("<8sii16s")  # magic, sending rank, receiving rank, the sender's token
+MAGIC = b"UEPSOCK3"
+_PROOF = struct.Struct("<8sii32s")  # magic, sending rank, receiving rank, the sender's token
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MEMORY = b"M"
 STRANGER_SECONDS = 5.0  # for a caller to prove its rank
@@ -64,24 +64,48 @@ def reserve_descriptors(rank: int, num_peers: int) -> None:
             os.close(fd)
 
 
+class Address(NamedTuple):
+    """Where a rank listens, and what proves that a connection comes from it.
+
+    Attributes:
+        name: random; of its socket.
+        token: random; secret.
+        pid: of its process.
+        pid_namespace: of its process.
+    """
+
+    name: str
+    token: str
+    pid: int
+    pid_namespace: int
+
+
 class Listener:
     """This rank's listening socket, under a random name, and its secret token.
 
     Raises:
-        OSError: no descriptor is left.
+        BootstrapError: no descriptor is left.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.address = secrets.token_bytes(16)
-        self.token = secrets.token_bytes(16)
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            self.socket.bind(_name(self.address))
-            self.socket.listen(1024)
-        except BaseException:
-            self.socket.close()
-            raise
+        name, token = secrets.token_hex(16), secrets.token_hex(16)
+        self.address = Address(name, token, os.getpid(), pid_namespace())
+        with contextlib.ExitStack() as undo:
+            try:
+                self.socket = socket.socket(
+                    socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+                )
+                undo.callback(self.socket.close)
+                self.socket.bind(_name(name))
+                self.socket.listen(1024)
+            except OSError as refused:
+                raise BootstrapError(
+                    f"rank {rank}: cannot listen for connections ({refused.strerror}); if too many"
+                    " files are open, raise the limit with ulimit -n, or close some",
+                    failed_rank=rank,
+                ) from refused
+            undo.pop_all()
         watch_forks(self)
 
     def leave_to_parent(self) -> None:
@@ -93,26 +117,15 @@ class Listener:
         self.socket.close()
 
 
-def cannot_listen(rank: int, refused: OSError) -> BootstrapError:
-    """Return the error of a rank that has no listener."""
-    error = BootstrapError(
-        f"rank {rank}: cannot listen for connections ({refused.strerror}); if too many files are"
-        " open, raise the limit with ulimit -n, or close some",
-        failed_rank=rank,
-    )
-    error.__cause__ = refused
-    return error
+def _name(name: str) -> str:
+    return f"\0ultraep_comm-{name}"
 
 
-def _name(address: bytes) -> bytes:
-    return b"\0ultraep_comm-" + address.hex().encode()
-
-
-def can_reach(address: bytes) -> bool:
+def can_reach(address: Address) -> bool:
     """Return False if a rank that listens at ``address`` is known to be out of reach."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-            probe.connect(_name(address))
+            probe.connect(_name(address.name))
     except OSError as error:  # others: its queue is full, or this rank has no descriptor left
         return error.errno not in (errno.ECONNREFUSED, errno.EACCES, errno.EPERM)
     return True
@@ -140,7 +153,7 @@ class Connections:
 
     Args:
         listener: this rank's listener; the caller closes it.
-        hellos: ``[G]`` records of all ranks.
+        addresses: of all ranks ``[G]``.
         peers: the other ranks on this machine.
         timeout: seconds for each wait.
         check: raises if a rank is known to have failed; called repeatedly during waits.
@@ -149,14 +162,14 @@ class Connections:
     def __init__(
         self,
         listener: Listener,
-        hellos: Sequence[Hello],
+        addresses: Sequence[Address],
         peers: Sequence[int],
         timeout: float,
         check: Callable[[], None],
     ) -> None:
         self._rank = listener.rank
         self._listener = listener
-        self._hellos = hellos
+        self._addresses = addresses
         self._peers = frozenset(peers)
         self._timeout = timeout
         self._check = check
@@ -170,12 +183,12 @@ class Connections:
     def sockets(self) -> list[int]:
         """Descriptors of the connections, by rank; -1: none."""
         found = self._sockets
-        return [found[r].fileno() if r in found else -1 for r in range(len(self._hellos))]
+        return [found[r].fileno() if r in found else -1 for r in range(len(self._addresses))]
 
     @property
     def processes(self) -> list[int]:
         """Pidfds of the peers' processes, by rank, readable once they have ended; -1: none."""
-        return [self._processes.get(r, -1) for r in range(len(self._hellos))]
+        return [self._processes.get(r, -1) for r in range(len(self._addresses))]
 
     # ---- connecting -----------------------------------------------------------------------
 
@@ -183,7 +196,7 @@ class Connections:
         """Connect to all peers: this rank calls lower ranks and is called by higher ones.
 
         Raises:
-            BootstrapError: a peer failed or died, is another process, or timed out.
+            PeerFailureError: a peer failed or died, is another process, or timed out.
             OSError: this process cannot open connections.
         """
         end = time.monotonic() + self._timeout
@@ -194,7 +207,7 @@ class Connections:
                 self._wait(_SLICE)
                 if time.monotonic() > end:
                     missing = sorted(self._peers - set(self._sockets))
-                    raise BootstrapError(
+                    raise PeerFailureError(
                         f"rank {self._rank}: no connection to ranks {missing} within"
                         f" {self._timeout:g} s",
                         failed_rank=missing[0],
@@ -210,13 +223,13 @@ class Connections:
         caller = _Caller(connection, peer, end)
         self._callers.append(caller)  # first, so that it is closed on any error
         try:
-            connection.connect(_name(self._hellos[peer].address))
+            connection.connect(_name(self._addresses[peer].name))
         except BlockingIOError:
             self._drop(caller)
             return False
         except ConnectionRefusedError:
             self._check()
-            raise BootstrapError(
+            raise PeerFailureError(
                 f"rank {self._rank}: rank {peer} no longer listens; it failed or its process ended",
                 failed_rank=peer,
             ) from None
@@ -225,33 +238,33 @@ class Connections:
         return True
 
     def _require_process(self, connection: socket.socket, peer: int) -> None:
-        """Raise BootstrapError unless the kernel's credentials are those of the peer's process."""
+        """Raise PeerFailureError unless the kernel's credentials are of the peer's process."""
         pid, uid = _credentials(connection)
-        hello = self._hellos[peer]
+        address = self._addresses[peer]
         if uid != os.geteuid():
-            raise BootstrapError(
+            raise PeerFailureError(
                 f"rank {self._rank}: rank {peer} runs as user {uid}; expected {os.geteuid()}",
                 failed_rank=peer,
             )
-        if pid > 0 and hello.pid_namespace == pid_namespace() != 0 and pid != hello.pid:
-            raise BootstrapError(
+        if pid > 0 and address.pid_namespace == pid_namespace() != 0 and pid != address.pid:
+            raise PeerFailureError(
                 f"rank {self._rank}: the connection to rank {peer} leads to process {pid}; expected"
-                f" {hello.pid}",
+                f" {address.pid}",
                 failed_rank=peer,
             )
 
     def _prove(self, connection: socket.socket, peer: int) -> None:
-        token = self._hellos[self._rank].token
+        token = self._addresses[self._rank].token.encode()
         with self._talking_to(peer):
             connection.sendall(_PROOF.pack(MAGIC, self._rank, peer, token))
 
     @contextlib.contextmanager
     def _talking_to(self, peer: int) -> Iterator[None]:
-        """Turn the end of a connection into a BootstrapError that names the peer."""
+        """Turn the end of a connection into a PeerFailureError that names the peer."""
         try:
             yield
         except ConnectionError as error:
-            raise BootstrapError(
+            raise PeerFailureError(
                 f"rank {self._rank}: rank {peer} closed the connection ({error.strerror})",
                 failed_rank=peer,
             ) from error
@@ -313,7 +326,7 @@ class Connections:
         self._drop(caller)
         if caller.peer >= 0:  # its process was checked, so the rank failed or is in another group
             self._check()
-            raise BootstrapError(
+            raise PeerFailureError(
                 f"rank {self._rank}: rank {caller.peer} "
                 + ("did not prove that it is in this group" if data else "closed the connection"),
                 failed_rank=caller.peer,
@@ -329,11 +342,11 @@ class Connections:
         expected = peer > self._rank if caller.peer < 0 else peer == caller.peer
         if not expected or peer in self._sockets:
             return -1
-        if not hmac.compare_digest(token, self._hellos[peer].token):
+        if not hmac.compare_digest(token, self._addresses[peer].token.encode()):
             return -1
         try:
             self._require_process(caller.socket, peer)
-        except BootstrapError:
+        except PeerFailureError:
             return -1
         return int(peer)
 
@@ -363,7 +376,7 @@ class Connections:
             take: called with a peer and its descriptor, which it owns.
 
         Raises:
-            BootstrapError: a peer failed, timed out, or passed something else.
+            PeerFailureError: a peer failed, timed out, or passed something else.
             OSError: a connection failed, or too many descriptors were in flight for too long.
         """
         end, pause = time.monotonic() + self._timeout, _PAUSE
@@ -402,7 +415,7 @@ class Connections:
                 " this user; raise the limit with ulimit -n",
             )
         peer = min(awaited)
-        raise BootstrapError(
+        raise PeerFailureError(
             f"rank {self._rank}: rank {peer} passed no memory within {self._timeout:g} s",
             failed_rank=peer,
         )
@@ -411,7 +424,7 @@ class Connections:
         """Pass a descriptor to a peer; False if too many are in flight and the caller must retry.
 
         Raises:
-            BootstrapError: the peer is gone.
+            PeerFailureError: the peer is gone.
         """
         try:
             with self._talking_to(peer):
@@ -426,7 +439,7 @@ class Connections:
         """Return the descriptor that a peer has passed; the caller owns it.
 
         Raises:
-            BootstrapError: the peer failed, or passed something else.
+            PeerFailureError: the peer failed, or passed something else.
             OSError: the connection failed.
         """
         size = array.array("i").itemsize
@@ -448,7 +461,7 @@ class Connections:
             what = "ended"
         else:
             what = f"passed {len(fds)} descriptors instead of one"
-        raise BootstrapError(
+        raise PeerFailureError(
             f"rank {self._rank}: rank {peer} {what} while memory was exchanged", failed_rank=peer
         )
 

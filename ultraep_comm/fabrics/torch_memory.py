@@ -7,8 +7,9 @@ mapping keeps an allocation alive after its owner has freed it, so close() waits
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.system import undocumented
 
 BACKEND = "CUDA"  # torch's symmetric memory backend whose allocations are not collective
@@ -158,7 +159,7 @@ class TorchFabric:
     """One rank's symmetric memory.
 
     Args:
-        meeting: exchanges records with the peers.
+        rendezvous: exchanges records with the peers.
         memory: torch's symmetric memory in this process.
         device: where to allocate.
         settle: blocks until all work on the device has finished.
@@ -167,27 +168,17 @@ class TorchFabric:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         memory: SymmetricMemory,
         device: torch.device,
         settle: Callable[[], None],
-        machines: Sequence[bytes],
+        machines: Sequence[str],
     ) -> None:
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._memory = memory
         self._device = device
         self._settle = settle
         self._machines = machines
-
-    @property
-    def peer_sockets(self) -> list[int]:
-        """``[G]`` times -1: kernels cannot watch sockets."""
-        return [-1] * self._meeting.num_ranks
-
-    @property
-    def peer_processes(self) -> list[int]:
-        """``[G]`` times -1: nor processes."""
-        return [-1] * self._meeting.num_ranks
 
     @property
     def can_pull(self) -> bool:
@@ -196,7 +187,7 @@ class TorchFabric:
 
     def begin(self, error: Exception | None) -> None:
         """See :class:`Fabric`."""
-        self._meeting.begin(error)
+        self._rendezvous.begin(error)
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
@@ -206,45 +197,33 @@ class TorchFabric:
             UnsupportedError: some ranks cannot map each other's memory.
             BootstrapError: another rank failed, or did not call.
         """
-        with self._meeting.making():
-            return self._allocate(num_bytes)
-
-    def _allocate(self, num_bytes: int) -> SharedRegion:
-        local, types, error = torch.empty(0, device="cpu"), 0, None
-        try:
-            local = self._memory.allocate(num_bytes, self._device)
-            local.zero_()
-            self._settle()
-            types = self._memory.handle_types(local)
-        except Exception as refused:  # of any type: the peers must not wait for this rank
-            error = self._typed(refused, f"{num_bytes} bytes could not be allocated")
-        # After this no rank waits in torch for one without memory, or writes to memory that its
-        # owner is still zeroing.
-        self._meeting.agree(error)
-        self._check_before(self._meeting.gather_ints(types, self._memory.met))
-
-        begins, handle, offset = [0] * self._meeting.num_ranks, None, 0
-        try:
-            begins, handle = self._memory.rendezvous(local, self._meeting.group)
-            offset = local.data_ptr() - begins[self._meeting.rank]
-        except Exception as refused:
-            error = self._typed(refused, "the ranks' memory could not be mapped")
-        self._meeting.agree(error)
-        # A tensor may start inside its allocation; only its owner knows the offset.
-        reached = [int(begin != 0) for begin in begins]
-        rows = self._meeting.gather_ints(offset, *reached, most=2**47)
-        self._check_reach([row[1:] for row in rows])
+        rendezvous = self._rendezvous
+        with rendezvous.failure_scope():
+            with self._typed(f"{num_bytes} bytes could not be allocated"):
+                local = self._memory.allocate(num_bytes, self._device)
+                local.zero_()
+                self._settle()
+                types = self._memory.handle_types(local)
+            # After this no rank waits in torch for one without memory, or writes to memory that its
+            # owner is still zeroing.
+            self._check_before(rendezvous.exchange([types, self._memory.met]))
+            with self._typed("the ranks' memory could not be mapped"):
+                begins, handle = self._memory.rendezvous(local, rendezvous.group)
+                # A tensor may start inside its allocation; only its owner knows the offset.
+                offset = local.data_ptr() - begins[rendezvous.rank]
+            rows = rendezvous.exchange([offset, *(begin != 0 for begin in begins)])
+            self._check_reach([row[1:] for row in rows])
         bases = [begin + row[0] for begin, row in zip(begins, rows, strict=True)]
         return SharedRegion(bases=bases, local=local, keep=(handle,))
 
     def close(self) -> None:
         """Release the process group; memory is freed with the tensors and the handle."""
-        self._meeting.leave()
+        self._rendezvous.leave()
 
     def _check_before(self, rows: Sequence[Sequence[int]]) -> None:
         """Raise on every rank if ranks would wait for each other in torch for ever."""
         types, met = [row[0] for row in rows], [row[1] for row in rows]
-        here = self._meeting.rank
+        here = self._rendezvous.rank
         if len(set(self._machines)) > 1:
             for rank, type_bits in enumerate(types):
                 if not type_bits & FABRIC_HANDLE:
@@ -276,34 +255,39 @@ class TorchFabric:
         for rank, row in enumerate(reaches):
             if not all(row):
                 raise UnsupportedError(
-                    f"rank {self._meeting.rank}: rank {rank} has no load/store access to rank"
-                    f" {row.index(0)}, which fabric='torch' requires. Create groups of ranks that"
-                    f" reach each other, or {INSTEAD}, with allow_cross_domain=True for replicas"
-                    " across domains"
+                    f"rank {self._rendezvous.rank}: rank {rank} has no load/store access to rank"
+                    f" {row.index(False)}, which fabric='torch' requires. Create groups of ranks"
+                    f" that reach each other, or {INSTEAD}, with allow_cross_domain=True for"
+                    " replicas across domains"
                 )
 
-    def _typed(self, error: Exception, what: str) -> Exception:
-        if isinstance(error, (UltraEPError, *_BUGS)):
-            return error
-        start = f"rank {self._meeting.rank}: {what} by torch's symmetric memory"
+    @contextlib.contextmanager
+    def _typed(self, what: str) -> Iterator[None]:
+        """Turn any error of torch into one that says ``what`` failed, and what to do."""
+        try:
+            yield
+        except (UltraEPError, *_BUGS):
+            raise
+        except Exception as error:
+            raise self._explain(error, what) from error
+
+    def _explain(self, error: Exception, what: str) -> UltraEPError:
+        start = f"rank {self._rendezvous.rank}: {what} by torch's symmetric memory"
         why = _first_line(error)
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-            typed: UltraEPError = OutOfSharedMemoryError(
+            return OutOfSharedMemoryError(
                 f"{start}: {why}. Use fewer slots_per_rank or smaller experts, or leave more"
                 " device memory free"
             )
-        elif isinstance(error, dist.DistStoreError):
-            typed = BootstrapError(f"{start}: {why}. Has a rank left the process group?")
-        elif "overlapping devices" in str(error):
-            typed = UnsupportedError(
+        if isinstance(error, dist.DistStoreError):
+            return BootstrapError(f"{start}: {why}. Has a rank left the process group?")
+        if "overlapping devices" in str(error):
+            return UnsupportedError(
                 f"{start}: {why}. Call torch.cuda.set_device with another GPU in every process of"
                 " a machine; where CUDA_VISIBLE_DEVICES shows each process one GPU only, set"
                 " TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
             )
-        else:
-            typed = UnsupportedError(
-                f"{start}: {why}. Check whether the GPUs reach each other (nvidia-smi topo -p2p r,"
-                f" container isolation, IMEX channels between machines), or {INSTEAD}"
-            )
-        typed.__cause__ = error
-        return typed
+        return UnsupportedError(
+            f"{start}: {why}. Check whether the GPUs reach each other (nvidia-smi topo -p2p r,"
+            f" container isolation, IMEX channels between machines), or {INSTEAD}"
+        )

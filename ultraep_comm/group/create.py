@@ -17,11 +17,11 @@ from ultraep_comm.engines import host
 from ultraep_comm.engines.base import Engine
 from ultraep_comm.engines.options import ExpertSpec, Options, allowed_ways
 from ultraep_comm.errors import UnsupportedError, name_ranks
-from ultraep_comm.fabrics.meeting import Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.rendezvous import Rendezvous, check_same_arguments
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.topology import IntsLike, Topology
-from ultraep_comm.recording.recorder import dump_at_end, name_run, new_run, prepare_folder
+from ultraep_comm.recording.recorder import dump_at_end, new_run, prepare_folder
 from ultraep_comm.weights.binding import GradSpec
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -50,11 +50,8 @@ def new_group(
 ) -> Group:
     """Create a group over a process group. Collective; several groups may exist at once.
 
-    After a Ctrl-C (KeyboardInterrupt) in this call, the process group remains usable only if no
-    other rank was interrupted in it too.
-
     Args:
-        process_group: None: WORLD. Any backend that moves byte tensors.
+        process_group: None: WORLD. Any with a store, over which ranks exchange their arguments.
         num_experts: E.
         slots_per_rank: S, the replicas that a rank can hold at a time.
         expert: ``{name: (shape, dtype) or Segment}``: the tensors of one expert.
@@ -93,60 +90,53 @@ def new_group(
         InvalidArgumentError: an argument is wrong on this rank.
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit into memory.
-        UnsupportedError: the engine or fabric cannot be used here; the text says what is missing.
+        UnsupportedError: the engine or fabric cannot be used here, or the process group has no
+            store; the text says what is missing.
         CalibrationError: rank 0's calibration file is unreadable, damaged, or of another machine.
     """
-    meeting = Meeting(process_group)
+    rendezvous = Rendezvous(process_group)
     # The group's tensors outlive this call: they must not be inference tensors.
-    with torch.inference_mode(False), meeting.making():
-        error: Exception | None = None
-        options = topology = None
-        try:
-            options = Options(
-                expert=expert,
-                engine=engine,
-                fabric=fabric,
-                timeout=timeout,
-                num_sms=num_sms,
-                tile_bytes=tile_bytes,
-                grads=grads,
-                banks=banks,
-                grad_banks=grad_banks,
-                instances=instances,
-                check=check,
-                calibration=from_environment(engine) if meeting.rank == 0 else None,
-                device=device,
-            )
-            if fabric == "loopback":
-                raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
-            topology = Topology.make(
-                num_ranks=meeting.num_ranks,
-                num_experts=num_experts,
-                slots_per_rank=slots_per_rank,
-                home=home,
-                domains=domains,
-                allow_cross_domain=allow_cross_domain,
-            )
-            _prepare_recording(options, topology)
-        except Exception as bad_argument:  # of any type: peers must not wait for this rank
-            error = bad_argument
-        meeting.agree(error)
-        assert options is not None
-        assert topology is not None
-
+    with torch.inference_mode(False), rendezvous.failure_scope():
+        options = Options(
+            expert=expert,
+            engine=engine,
+            fabric=fabric,
+            timeout=timeout,
+            num_sms=num_sms,
+            tile_bytes=tile_bytes,
+            grads=grads,
+            banks=banks,
+            grad_banks=grad_banks,
+            instances=instances,
+            check=check,
+            calibration=from_environment(engine) if rendezvous.rank == 0 else None,
+            device=device,
+        )
+        if fabric == "loopback":
+            raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
+        topology = Topology.make(
+            num_ranks=rendezvous.num_ranks,
+            num_experts=num_experts,
+            slots_per_rank=slots_per_rank,
+            home=home,
+            domains=domains,
+            allow_cross_domain=allow_cross_domain,
+        )
+        _prepare_recording(options, topology)
+        given_domains = domains is not None
         # Compare arguments first: ranks that disagree on the engine would exchange different data.
-        hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
-        hellos = meeting.exchange(hello)
-        check_same_arguments(hellos)
-        made = _make_engine(meeting, options, topology, domains is not None)
-        if meeting.rank == 0:
+        arguments = options.arguments(topology, given_domains)
+        records = rendezvous.exchange({"arguments": arguments, "run": new_run()})
+        check_same_arguments([record["arguments"] for record in records])
+        made = _make_engine(rendezvous, options, topology, given_domains)
+        if rendezvous.rank == 0:
             _say_domains(tuple(made.topology.domain.tolist()))
-        meeting.limit = options.timeout  # of later allocations
-        return _groups([made], options, hellos[0].token)[0]
+        rendezvous.limit = options.timeout  # of later allocations
+        return _groups([made], options, records[0]["run"])[0]
 
 
 def _make_engine(
-    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> Engine:
     """Create one rank's engine, the one asked for or the best one. Collective."""
     ways = allowed_ways(options.engine, options.fabric, options.device)
@@ -155,7 +145,7 @@ def _make_engine(
     if ways[0][0] == "cuda":
         from ultraep_comm.engines.cuda import make
 
-        made, reason = make.make_group_engine(meeting, options, topology, given_domains)
+        made, reason = make.make_group_engine(rendezvous, options, topology, given_domains)
     engine = "cuda"
     if made is None:
         from ultraep_comm.engines.c10d import make as c10d
@@ -164,11 +154,11 @@ def _make_engine(
         if len(left) == 1:
             engine = left.pop()
         else:
-            engine, why = c10d.choose_engine(meeting, options.device)
+            engine, why = c10d.choose_engine(rendezvous, options.device)
             reason = "; ".join(filter(None, (reason, why)))
         make_one = host.make_shm_engine if engine == "host" else c10d.make_group_engine
-        made = make_one(meeting, options, topology, given_domains)
-    if options.engine == "auto" and meeting.rank == 0:
+        made = make_one(rendezvous, options, topology, given_domains)
+    if options.engine == "auto" and rendezvous.rank == 0:
         _say_engine(engine, reason)
     return made
 
@@ -284,7 +274,7 @@ def _prepare_recording(options: Options, topology: Topology) -> None:
         prepare_folder(options.record_folder, options.record_calls, topology)
 
 
-def _groups(engines: Sequence[Engine], options: Options, run: bytes) -> list[Group]:
+def _groups(engines: Sequence[Engine], options: Options, run: str) -> list[Group]:
     """Return a Group on each engine, recorded if an environment variable asks for it.
 
     A recording is written when its group is closed, garbage-collected, or when the process ends.
@@ -292,7 +282,7 @@ def _groups(engines: Sequence[Engine], options: Options, run: bytes) -> list[Gro
     groups = []
     for engine in engines:
         session = Session(engine, options)
-        session.run = name_run(run)
+        session.run = run
         if options.record_folder is not None:
             path = options.record_folder.absolute() / f"{session.run}-rank{session.rank}.npz"
             recorder = session.start_recording(options.record_calls, loads=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
-from ultraep_comm.fabrics.meeting import Hello, Meeting
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.group.create import new_group
 from ultraep_comm.group.group import Group
 from ultraep_comm.plan.topology import Topology
-from ultraep_comm.weights.segments import Segment, Weights, segments_like
+from ultraep_comm.weights.segments import Weights, segments_like
 
 
 class LayerGroup(NamedTuple):
@@ -71,41 +70,28 @@ def group_for(
             in shape, dtype or strides; or a rank has another number of them than its home map says.
         BootstrapError, OutOfSharedMemoryError, UnsupportedError: as :func:`new_group`.
     """
-    meeting = Meeting(process_group)
-    known = _groups.setdefault(meeting.group, {})
-    error: Exception | None = None
-    segments: dict[str, Segment] = {}
-    num_local, key, shared = 0, None, None
+    rendezvous = Rendezvous(process_group)
+    known = _groups.setdefault(rendezvous.group, {})
     options.update(num_experts=num_experts, slots_per_rank=slots_per_rank)
-    try:
+    with rendezvous.failure_scope():
         segments, num_local = segments_like(like)
         key = _hashable({**options, "expert": segments})
         shared = known.get(key)
-    except Exception as bad_argument:  # of any type: peers must not wait for this rank
-        error = bad_argument
-    if shared is not None and not shared.group.session.takes_calls:
-        shared = None
-    # A rank may not know a group that its peers have: it asked for other experts, or its own has
-    # failed. Then all create one, and differing arguments are noticed there.
-    token = _token("" if shared is None else shared.group.session.run)
-    with meeting.making():  # which reports Ctrl-C to the peers too
-        hellos = meeting.exchange(Hello(token=token, values=(num_local,)), error)
-        counts = [hello.values[0] for hello in hellos]
+        if shared is not None and not shared.group.session.takes_calls:
+            shared = None
+        # A rank may not know a group that its peers have: it asked for other experts, or its own
+        # has failed. Then all create one, and differing arguments are noticed there.
+        run = "" if shared is None else shared.group.session.run
+        records = rendezvous.exchange([num_local, run])
+        counts = [record[0] for record in records]
         if num_experts is None:
             options["num_experts"] = sum(counts)
-        try:
-            _check_counts(counts, options)
-        except Exception as bad_argument:  # options may differ by rank
-            error = bad_argument
-        meeting.agree(error, last=True)
-    if shared is None or any(hello.token != token for hello in hellos):
+        _check_counts(counts, options)  # options may differ by rank
+        rendezvous.raise_if_any_failed()
+    if shared is None or any(record[1] != run for record in records):
         shared = known[key] = _Shared(new_group(process_group, expert=segments, **options))
     shared.layers += 1
     return LayerGroup(shared.group, shared.layers - 1)
-
-
-def _token(run: str) -> bytes:
-    return hashlib.sha256(run.encode()).digest()[:16]
 
 
 def _check_counts(counts: Sequence[int], options: Mapping[str, Any]) -> None:

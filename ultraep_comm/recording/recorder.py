@@ -263,15 +263,9 @@ def check_capacity(capacity: int, topology: Topology, *, loads: bool, what: str)
         )
 
 
-def new_run() -> bytes:
-    """Return 16 bytes that name a group of a run: the time of creation and a random number."""
-    return time.time_ns().to_bytes(8, "big") + secrets.token_bytes(8)
-
-
-def name_run(run: bytes) -> str:
-    """Return those bytes as a name; names sort by time."""
-    seconds = int.from_bytes(run[:8], "big") // 10**9
-    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds)) + f"-{run[8:12].hex()}"
+def new_run() -> str:
+    """Return a new name for a group of a run; names sort by time."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + f"-{secrets.token_hex(4)}"
 
 
 def _machine() -> str:

@@ -20,7 +20,7 @@ from ranks import RankPool, own_group, raised, run_python
 from ultraep_comm import errors
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters import vllm as adapter
-from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 
 G, L, LAYERS = 4, 3, 3
 KINDS = {  # one dtype each, shapes of one expert; () is one scale for each expert
@@ -271,7 +271,7 @@ def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
         adapter.register()
         coordinator = SimpleNamespace(cpu_group=own, device_group=own)
         with pytest.MonkeyPatch.context() as patient:  # set-up may take longer on a busy machine
-            patient.setattr(seams, "Meeting", lambda group, **_: Meeting(group))
+            patient.setattr(seams, "Rendezvous", lambda group, **_: Rendezvous(group))
             mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
         mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
         if rank == 1:
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(ranks: RankPool, tmp_path: P
     found = ranks.run(2, come_alone, str(tmp_path / "store"), timeout=90)[0]
     assert found[0].startswith("TransferTimeoutError: ")
     assert "rank 1" in found[0]
-    assert found[1].startswith("BootstrapError: rank 0: ranks [1] did not join this")
+    assert "because rank 1 failed: ranks [1] did not join this" in found[1]
 
 
 # ---- the plugin ----------------------------------------------------------------------------

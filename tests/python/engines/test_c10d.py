@@ -33,7 +33,6 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.c10d import make
 from ultraep_comm.engines.c10d.agreement import Agreement, Record
 from ultraep_comm.engines.c10d.order import DeviceOrder
-from ultraep_comm.fabrics.meeting import Hello
 from ultraep_comm.fabrics.shm import UNKNOWN
 from ultraep_comm.group import create
 
@@ -244,30 +243,28 @@ def test_the_accelerator_comes_first_and_device_settles_it(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("machines", "devices", "reached", "expected"),
     [
-        ([b"a", b"a"], [0, 0], [1, 1], ("host", "")),
-        ([b"a", b"b"], [0, 0], [1, 1], ("c10d", "the ranks are on 2 machines")),
-        ([b"a", b"a"], [1, 1], [1, 1], ("c10d", "")),
-        ([b"a", b"a"], [1, 0], [1, 1], ("host", "")),
-        ([b"a", b"a"], [0, 0], [1, 0], ("c10d", "rank 1 cannot reach")),
-        ([b"a", UNKNOWN], [0, 0], [1, 1], ("c10d", "rank 1: /proc has no boot id")),
-        ([UNKNOWN], [0], [1], ("host", "")),
+        (["a", "a"], ["cpu", "cpu"], [True, True], ("host", "")),
+        (["a", "b"], ["cpu", "cpu"], [True, True], ("c10d", "the ranks are on 2 machines")),
+        (["a", "a"], ["cuda", "cuda"], [True, True], ("c10d", "")),
+        (["a", "a"], ["cuda", "cpu"], [True, True], ("host", "")),
+        (["a", "a"], ["cpu", "cpu"], [True, False], ("c10d", "rank 1 cannot reach")),
+        (["a", UNKNOWN], ["cpu", "cpu"], [True, True], ("c10d", "rank 1: /proc has no boot id")),
+        ([UNKNOWN], ["cpu"], [True], ("host", "")),
     ],
 )
 def test_auto_takes_the_host_engine_on_one_machine_without_devices(
     monkeypatch: pytest.MonkeyPatch,
-    machines: list[bytes],
-    devices: list[int],
-    reached: list[int],
+    machines: list[str],
+    devices: list[str],
+    reached: list[bool],
     expected: tuple[str, str],
 ) -> None:
-    steps = iter([devices, reached])
-
-    def exchange(*_: object) -> list[Hello]:
-        return [Hello(machine=m, values=(v,)) for m, v in zip(machines, next(steps), strict=True)]
-
-    meeting: Any = SimpleNamespace(group=None, rank=0, exchange=exchange)
+    address = ["", "", 0, 0]
+    records = [[*found, address] for found in zip(devices, machines, strict=True)]
+    answers = iter([records, reached])
+    rendezvous: Any = SimpleNamespace(group=None, rank=0, exchange=lambda _: next(answers))
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
-    engine, reason = make.choose_engine(meeting, None)
+    engine, reason = make.choose_engine(rendezvous, None)
     assert engine == expected[0]
     assert reason.startswith(expected[1])
 

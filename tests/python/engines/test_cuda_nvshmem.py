@@ -439,7 +439,9 @@ def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:
             uec.new_group(process_group, engine="cuda", **options)
         with uec.new_group(process_group, **options) as group:
             found = type(group.session.engine).__module__
-        with pytest.raises(errors.BootstrapError, match="other arguments"):
+        with pytest.raises(
+            errors.BootstrapError, match=r"engine='cuda', and rank 0 with engine='host'"
+        ):
             uec.new_group(process_group, engine=("host", "cuda")[rank], **options)
     return found
 

@@ -16,26 +16,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, raised
+from ranks import RankPool, loopback, raised
 from short_ranks import run_ranks
 from tiers import sampled
 
 import ultraep_comm as uec
 from ultraep_comm import errors, system
 from ultraep_comm.engines import host
-from ultraep_comm.fabrics import (
-    meeting as bootstrap,
-)
-from ultraep_comm.fabrics import (
-    meeting as notices,
-)
-from ultraep_comm.fabrics import (
-    shm,
-)
-from ultraep_comm.fabrics import (
-    sockets as connections,
-)
-from ultraep_comm.fabrics.meeting import Hello, Meeting
+from ultraep_comm.fabrics import rendezvous as bootstrap
+from ultraep_comm.fabrics import shm
+from ultraep_comm.fabrics import sockets as connections
+from ultraep_comm.fabrics.rendezvous import PeerFailureError, Rendezvous
 from ultraep_comm.system import Process
 
 EXPERT = {"w": ((5000,), torch.uint8)}
@@ -58,79 +49,159 @@ def _resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-# ---- a record ---------------------------------------------------------------------------------
+# ---- steps ------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_was_sent() -> None:
-    hello = Hello(
-        digest=2**64 - 1,
-        machine=b"m" * 24,
-        token=b"t" * 16,
-        address=b"a" * 16,
-        pid=77,
-        pid_namespace=2**63,
-        boot=b"b" * 16,
-        start=2**64 - 1,
-        cost=(1, 2, 3, 4, 100),
-        values=(-5, 2**63 - 1),
-        error="é" * 200,
-        failed=True,
-        echo=True,
+def _together(store: Any, num_ranks: int = 2) -> list[Any]:
+    """Return process groups of ranks in this process, which have a store and nothing else."""
+    return [dist.ProcessGroup(store, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def _exchange(groups: list[Any], **options: Any) -> list[Any]:
+    return loopback(
+        len(groups), lambda rank: Rendezvous(groups[rank], **options).exchange(["é", rank])
     )
-    data = hello.pack(3, 5)
-    back = Hello.unpack(data, 3, 5)
-    assert back.error == "é" * 128
-    assert {**vars(back), "error": ""} == {**vars(hello), "error": ""}
-    assert len(Hello().pack(0, 1)) == len(data)
 
 
-@pytest.mark.parametrize(
-    "at, value, part",
-    [
-        (0, b"X", "not a record of ultraep_comm"),
-        (8, b"\1", "record version 1"),
-        (12, b"\x80", "flags is invalid"),
-        (16, b"\2", "rank is invalid"),
-        (20, b"\7", "num_ranks is invalid"),
-        (64, b"\xff", "machine is invalid"),
-        (63, b"\1", "machine is invalid"),
-        (103, b"\xff", "pid is invalid"),
-        (136 + 7, b"\xff", "cost is invalid"),
-        (136 + 40, b"\xff", "error is invalid"),
-        (-1, b"\xff", "values is invalid"),
-        (-5, b"\1", "values is invalid"),
-    ],
-)
-def test_every_field_of_a_record_is_checked(at: int, value: bytes, part: str) -> None:
-    data = bytearray(Hello(machine=b"m" * 24, pid=9).pack(1, 4))
-    Hello.unpack(bytes(data), 1, 4)
-    data[at % len(data)] = value[0]
-    with pytest.raises(errors.BootstrapError, match=part):
-        Hello.unpack(bytes(data), 1, 4)
+def test_records_come_by_rank_and_the_store_keeps_those_of_the_last_step_only() -> None:
+    store = dist.HashStore()
+    groups = _together(store, 3)
+
+    def run(rank: int) -> list[Any]:
+        rendezvous = Rendezvous(groups[rank])
+        return [rendezvous.exchange([step, rank]) for step in range(20)]
+
+    assert loopback(3, run) == [[[[s, r] for r in range(3)] for s in range(20)]] * 3
+    assert store.num_keys() < 60
 
 
-@pytest.mark.parametrize("data", [b"", b"UEPCOMM1", bytes(4000), os.urandom(1568)])
-def test_anything_else_is_no_record(data: bytes) -> None:
-    with pytest.raises(errors.BootstrapError, match="rank 0 sent"):
-        Hello.unpack(data, 0, 2)
+def test_a_later_process_group_over_the_same_store_has_its_own_records() -> None:
+    store = dist.HashStore()
+    first = _together(store)
+    assert isinstance(raised(lambda: _exchange(first[:1], limit=0.2)), errors.BootstrapError)
+    raised(lambda: Rendezvous(first[1]).exchange())
+    assert _exchange(_together(store)) == [[["é", 0], ["é", 1]]] * 2
 
 
-def _bad_numbers(rank: int, process_group: Any) -> Any:
-    meeting = Meeting(process_group)
-    found = [
-        raised(partial(meeting.gather_ints, *values, most=10))
-        for values in ([3, 11 if rank == 1 else 0], [-1 if rank == 1 else 1], [1] * (1 + rank))
-    ]
-    rows = meeting.gather_ints(*range(200), least=0, most=200)
-    return [str(error) for error in found], rows == [list(range(200))] * 2
+def test_a_rank_that_is_behind_reads_the_old_failures_and_catches_up() -> None:
+    groups = _together(dist.HashStore())
+    for _ in range(3):
+        error = raised(lambda: _exchange(groups[:1], limit=0.2))
+        assert "because rank 1 failed: ranks [1] did not join" in str(error)
+    for _ in range(3):
+        error = raised(lambda: Rendezvous(groups[1]).exchange())
+        assert str(error).startswith("rank 1: cannot continue, because rank 1 failed: ranks [1]")
+    assert _exchange(groups) == [[["é", 0], ["é", 1]]] * 2
 
 
-def test_numbers_out_of_range_are_named(ranks: RankPool) -> None:
-    for texts, good in ranks.run(2, _bad_numbers):
-        assert good
-        assert "rank 1 sent [11]" in texts[0]
-        assert "rank 1 sent [-1]" in texts[1]
-        assert "sent (1" in texts[2]
+def test_a_failure_between_steps_ends_the_next_one_for_all() -> None:
+    groups = _together(dist.HashStore(), 3)
+
+    def run(rank: int) -> BaseException | None:
+        rendezvous = Rendezvous(groups[rank])
+
+        def steps() -> None:
+            with rendezvous.failure_scope():
+                rendezvous.exchange()
+                with rendezvous.failure_scope():
+                    if rank == 1:
+                        raise KeyboardInterrupt
+                rendezvous.exchange()
+
+        return raised(steps)
+
+    found = loopback(3, run)
+    assert isinstance(found[1], KeyboardInterrupt)
+    for rank in (0, 2):
+        text = f"rank {rank}: cannot continue, because rank 1 failed: KeyboardInterrupt"
+        assert (type(found[rank]), str(found[rank])) == (errors.BootstrapError, text)
+
+
+def test_a_peers_own_report_takes_precedence() -> None:
+    groups = _together(dist.HashStore())
+
+    def run(rank: int) -> str:
+        rendezvous = Rendezvous(groups[rank])
+
+        def steps() -> None:
+            with rendezvous.failure_scope():
+                rendezvous.exchange()
+                if rank == 0:  # at once
+                    raise PeerFailureError("rank 1 closed the connection", failed_rank=1)
+                time.sleep(0.2)
+                raise OSError("no descriptor left")
+
+        return str(raised(steps))
+
+    told, own = loopback(2, run)
+    assert own == "no descriptor left"
+    assert told == "rank 0: cannot continue, because rank 1 failed: no descriptor left"
+
+
+def test_a_process_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_find_store", lambda _: None)
+    with pytest.raises(errors.UnsupportedError, match="rank 0: the process group has no store, ov"):
+        Rendezvous(dist.ProcessGroup(dist.HashStore(), 0, 1))
+
+
+def test_a_store_that_is_gone_is_said() -> None:
+    (group,) = _together(dist.HashStore(), 1)
+    rendezvous = Rendezvous(group)
+    rendezvous.store = None
+    with pytest.raises(errors.BootstrapError, match="store cannot be reached; has the process end"):
+        rendezvous.exchange()
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+BF16 = torch.bfloat16
+TWO: dict[str, Any] = {"w": ((8,), torch.float32), "s": ((8,), torch.float32)}
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "num_experts": ({"num_experts": 10}, "num_experts=10, and rank 0 with num_experts=8"),
+    "slots_per_rank": ({"slots_per_rank": 3}, "slots_per_rank=3, and rank 0 with slots_per_rank=1"),
+    "home": ({"home": [0, 1] * 4}, "home[1]=1, and rank 0 with home[1]=0"),
+    "domains": ({"domains": [0, 0]}, "domains=[0, 0], and rank 0 with domains=None"),
+    "crossing": ({"allow_cross_domain": True}, "allow_cross_domain=True, and rank 0 with allow_cr"),
+    "shape": ({"expert": {**TWO, "s": ((9,), BF16)}}, "expert['s']='(9,) torch.bfloat16, stri"),
+    "order": ({"expert": dict(reversed(TWO.items()))}, "list(expert)[0]='s', and rank 0 with list"),
+    "grads": ({"grads": BF16}, "grads={'w': 'torch.bfloat16', 's': 'torch.bfloat16'}, and rank 0"),
+    "banks": ({"banks": 2}, "banks=2, and rank 0 with banks=1"),
+    "instances": ({"instances": True}, "instances=True, and rank 0 with instances=False"),
+    "engine": ({"engine": "c10d"}, "engine='c10d', and rank 0 with engine='auto'"),
+    "fabric": ({"fabric": "shm"}, "fabric='shm', and rank 0 with fabric='auto'"),
+    "tile_bytes": ({"tile_bytes": 1024}, "tile_bytes=1024, and rank 0 with tile_bytes=65536"),
+    "check": ({"check": True}, "check=True, and rank 0 with check=False"),
+    "device": ({"device": "cpu"}, "device='cpu', and rank 0 with device=None"),
+}
+
+
+def _differs(rank: int, process_group: Any, others: list[dict[str, Any]]) -> list[str]:
+    common: dict[str, Any] = {"num_experts": 8, "slots_per_rank": 1, "expert": TWO}
+    found = []
+    for other in others:
+        options = {**common, **other} if rank == 1 else common
+        found.append(str(raised(partial(uec.new_group, process_group, **options))))
+    return found
+
+
+def test_an_argument_that_differs_is_named_with_both_values(ranks: RankPool) -> None:
+    for found in ranks.run(2, _differs, [other for other, _ in OTHERS.values()]):
+        for text, (_, expected) in zip(found, OTHERS.values(), strict=True):
+            assert text.startswith(f"rank 1 called new_group with {expected}")
+
+
+def test_another_number_of_gradient_banks_is_named(ranks: RankPool) -> None:
+    for found in ranks.run(2, _differ_in_grad_banks):
+        assert "rank 1 called new_group with grad_banks=2, and rank 0 with grad_banks=1" in found
+
+
+def _differ_in_grad_banks(rank: int, process_group: Any) -> str:
+    options: dict[str, Any] = {"num_experts": 8, "slots_per_rank": 1, "expert": TWO, "banks": 2}
+    options.update(grads=BF16, grad_banks=1 + rank)
+    return str(raised(lambda: uec.new_group(process_group, **options)))
+
+
+# ---- processes --------------------------------------------------------------------------------
 
 
 def test_a_process_that_has_ended_is_seen() -> None:
@@ -171,8 +242,8 @@ def test_a_process_that_has_ended_is_seen() -> None:
 
 def _before(where: str, action: Callable[[], Any]) -> None:
     """Make a rank run ``action`` at a point of new_group."""
-    if where == "agree":
-        _patch(Meeting, "agree", action)
+    if where == "begin":
+        _patch(Rendezvous, "exchange", action)
     elif where == "exchange":
         _patch(host, "ShmFabric", action)
     elif where == "connect":
@@ -202,7 +273,7 @@ def _patch(owner: Any, name: str, action: Callable[[], Any]) -> None:
     setattr(owner, name, stand_in)
 
 
-POINTS = ["agree", "exchange", "connect", "proof", "memory", "send", "receive", "engine"]
+POINTS = ["begin", "exchange", "connect", "proof", "memory", "send", "receive", "engine"]
 
 
 def _dies(rank: int, where: str) -> Any:
@@ -270,93 +341,32 @@ def test_a_death_is_named_without_a_store(tmp_path: Path, who: int, where: str) 
 
 
 def _late(rank: int) -> Any:
-    """The store is asked once for each rank present, and no more once all have met."""
+    """The store is asked for each rank's process until it is known, and then no more."""
     asked: list[str] = []
-    original = notices.Notices._get
-    notices.Notices._get = lambda self, key: asked.append(key) or original(self, key)  # type: ignore
+
+    class Asked(dist.PrefixStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(key for key in keys if "process/" in key)
+            return super().check(keys)
+
+    bootstrap.PrefixStore = Asked  # type: ignore[misc]
     if rank == 2:
         time.sleep(1.5)
     with _make():
-        first = [key for key in asked if "/here/" in key]
+        first = list(asked)
         asked.clear()
         if rank == 1:
             time.sleep(1)
         with _make():
-            return first, [key for key in asked if "/here/" in key]
+            return first, asked
 
 
 def test_the_store_is_asked_for_processes_until_all_have_met(tmp_path: Path) -> None:
     results = run_ranks(tmp_path, 3, _late, hosted=True)
-    for rank, (first, later) in enumerate(results):
+    for first, later in results:
         assert not later
         for other in (0, 1):
-            assert first.count(f"ultraep_comm/here/{other}") == (rank != 2), first
-
-
-class _Group:
-    """A process group as seen by a store's notices."""
-
-    def __init__(self, store: Any, num_ranks: int = 2) -> None:
-        self.store, self.num_ranks = store, num_ranks
-
-    def size(self) -> int:
-        return self.num_ranks
-
-
-def _notices(store: Any, rank: int) -> notices.Notices:
-    return notices.Notices(_Group(store), rank, Process.this())  # type: ignore[arg-type]
-
-
-def test_a_later_process_group_of_the_same_name_has_its_own_notices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
-    store = dist.HashStore()
-    _notices(store, 1)
-    first = _notices(store, 0)
-    first.tell(1, "an old error", stuck=True)
-    assert first.failure(stuck=True) == (1, "an old error")
-    later = _notices(store, 0)
-    assert later.failure(stuck=True) is None
-    assert not later.has_come(1)
-    assert [rank for rank, _ in later.processes()] == [0]
-    _notices(store, 1)
-    assert later.has_come(1)
-    assert [rank for rank, _ in later.processes()] == [0, 1]
-
-
-def test_who_has_gone_on_to_the_next_making_has_come_to_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
-    store = dist.HashStore()
-    own = _notices(store, 0)
-    assert not own.has_come(1)
-    for _ in range(11):  # as numbers, not as texts
-        _notices(store, 1)
-        assert own.has_come(1)
-    for _ in range(9):
-        own = _notices(store, 0)
-        assert own.has_come(1)
-
-
-def test_a_rank_without_the_store_for_a_while_is_not_behind_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A store client without a descriptor left for the store's file."""
-    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
-    store = dist.HashStore()
-    groups: list[Any] = [_Group(store), _Group(store)]
-    for making in range(4):
-        both = []
-        for rank, group in enumerate(groups):
-            group.store = None if rank == 1 and making < 2 else store
-            both.append(notices.Notices(group, rank, Process.this()))
-    first, second = both
-    assert first.has_come(1)
-    assert second.has_come(0)
-    first.tell(0, "an error", stuck=False)
-    assert second.failure(stuck=False) == (0, "an error")
+            assert first.count(f"process/{other}") == 1, first
 
 
 # ---- ranks that fail and live ------------------------------------------------------------------
@@ -367,7 +377,7 @@ def _refuse() -> None:
 
 
 def _no_thread() -> None:
-    raise host.NoThreadError("rank 1: no thread (pretended)", failed_rank=1)
+    raise errors.BootstrapError("rank 1: no thread (pretended)", failed_rank=1)
 
 
 def _fails(rank: int, process_group: Any, where: str) -> Any:
@@ -376,7 +386,7 @@ def _fails(rank: int, process_group: Any, where: str) -> Any:
     kept = [
         (owner, name, getattr(owner, name))
         for owner, name in (
-            (Meeting, "agree"),
+            (Rendezvous, "exchange"),
             (host, "ShmFabric"),
             (connections.Connections, "connect"),
             (connections.Connections, "_prove"),
@@ -470,8 +480,8 @@ def test_ctrl_c_ends_the_wait_for_a_late_rank(tmp_path: Path) -> None:
 # ---- descriptors and threads that cannot be had ---------------------------------------------
 
 
-def _few_descriptors(rank: int, process_group: Any, spare: int) -> Any:
-    assert _works(process_group)
+def _few_descriptors(rank: int, spare: int) -> Any:
+    assert _works()
     kept = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     used = len(os.listdir("/proc/self/fd")) - 1
@@ -482,7 +492,7 @@ def _few_descriptors(rank: int, process_group: Any, spare: int) -> Any:
         resource.setrlimit(resource.RLIMIT_NOFILE, (top + spare, kept[1]))
     try:
         start = time.monotonic()
-        error = raised(lambda: _make(process_group))
+        error = raised(_make)
         seconds = time.monotonic() - start
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, kept)
@@ -491,12 +501,14 @@ def _few_descriptors(rank: int, process_group: Any, spare: int) -> Any:
     same = _resources() == before
     for fd in holes:
         os.close(fd)
-    return name, text, seconds, same, _works(process_group)
+    return name, text, seconds, same, _works()
 
 
 @pytest.mark.parametrize("spare", [0, 1, 3, 10])
-def test_a_rank_without_descriptors_says_so(ranks: RankPool, spare: int) -> None:
-    for name, text, seconds, same, works in ranks.run(3, _few_descriptors, spare):
+def test_a_rank_without_descriptors_says_so(tmp_path: Path, spare: int) -> None:
+    for name, text, seconds, same, works in run_ranks(
+        tmp_path, 3, _few_descriptors, spare, hosted=True
+    ):
         assert name == "BootstrapError", text
         assert "rank 1" in text
         assert "ulimit -n" in text
@@ -505,26 +517,26 @@ def test_a_rank_without_descriptors_says_so(ranks: RankPool, spare: int) -> None
         assert works
 
 
-def _no_room(rank: int, process_group: Any) -> Any:
-    """The file size limit applies to shared memory too."""
-    assert _works(process_group)
+def _no_room(rank: int) -> Any:
+    """The file size limit applies to shared memory too, and to a store in a file."""
+    assert _works()
     before = _resources()
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, kept[1]))
     try:
-        error = raised(lambda: _make(process_group))
+        error = raised(_make)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
         signal.signal(signal.SIGXFSZ, handler)
     name, text = type(error).__name__, str(error)
     del error
-    return name, text, _resources() == before, _works(process_group)
+    return name, text, _resources() == before, _works()
 
 
-def test_memory_that_cannot_be_reserved(ranks: RankPool) -> None:
-    results = ranks.run(3, _no_room)
+def test_memory_that_cannot_be_reserved(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, 3, _no_room, hosted=True)
     assert [name for name, *_ in results] == [
         "BootstrapError",
         "OutOfSharedMemoryError",
@@ -535,7 +547,3 @@ def test_memory_that_cannot_be_reserved(ranks: RankPool) -> None:
         assert "could not be reserved" in text
         assert same
         assert works
-
-
-def test_records_have_one_size() -> None:
-    assert bootstrap._RECORD.size == len(Hello(error="x" * 1000).pack(0, 2))

@@ -413,7 +413,7 @@ def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
 def _two_machines(rank: int, process_group: Any) -> str:
     """Pretend that ranks 0 and 1, and ranks 2 and 3, sit on different machines."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "machine_id", lambda: bytes([rank // 2]) * 24)
+        patch.setattr(host, "machine_id", lambda: f"machine {rank // 2}")
         with pytest.raises(errors.UnsupportedError) as refused:
             uec.new_group(
                 process_group, num_experts=8, slots_per_rank=1, expert=SMALL, engine="host"

@@ -89,7 +89,7 @@ def ask_for(
             "on rank 0; expected 2",
         ),
         ([weights((2, 3)), weights((1, 3))], 4, "on rank 1; expected 2", "on rank 1; expected 2"),
-        ([weights((2, 3)), weights((2, 5))], None, "other arguments", "other arguments"),
+        ([weights((2, 3)), weights((2, 5))], None, "expert['w']='(5,) ", "expert['w']='(5,) "),
         ([weights((2, 3)), {"w": []}], None, "is an empty sequence", "rank 1 failed: like['w']"),
         ([weights((2, 3)), None], None, "like is None", "rank 1 failed: like is None"),
     ],

@@ -23,9 +23,7 @@ from ranks import RankPool
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.fabrics import shm, sockets
-from ultraep_comm.fabrics.meeting import Hello
-from ultraep_comm.fabrics.sockets import Connections, Listener
-from ultraep_comm.system import pid_namespace
+from ultraep_comm.fabrics.sockets import Address, Connections, Listener
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted(
@@ -105,12 +103,10 @@ class Pair:
 
     def __init__(self, timeout: float = 20.0) -> None:
         self.listeners = [Listener(rank) for rank in (0, 1)]
-        self.hellos = [
-            Hello(token=x.token, address=x.address, pid=os.getpid(), pid_namespace=pid_namespace())
-            for x in self.listeners
-        ]
+        self.addresses = [x.address for x in self.listeners]
         self.ends = [
-            Connections(x, self.hellos, [1 - x.rank], timeout, lambda: None) for x in self.listeners
+            Connections(x, self.addresses, [1 - x.rank], timeout, lambda: None)
+            for x in self.listeners
         ]
 
     def connect(self) -> float:
@@ -135,7 +131,7 @@ class Pair:
         """Call rank 0, which is called by rank 1 alone."""
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         caller.settimeout(5)
-        caller.connect(sockets._name(self.hellos[0].address))
+        caller.connect(sockets._name(self.addresses[0].name))
         if data:
             caller.sendall(data)
         return caller
@@ -154,19 +150,19 @@ def pair() -> Iterator[Pair]:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def _proof(rank: int, other: int, token: bytes, magic: bytes = sockets.MAGIC) -> bytes:
-    return sockets._PROOF.pack(magic, rank, other, token)
+def _proof(rank: int, other: int, token: str, magic: bytes = sockets.MAGIC) -> bytes:
+    return sockets._PROOF.pack(magic, rank, other, token.encode())
 
 
 STRANGERS: dict[str, Callable[[Pair], bytes]] = {
     "silent": lambda p: b"",
-    "half a proof": lambda p: _proof(1, 0, p.hellos[1].token)[:-1],
-    "wrong token": lambda p: _proof(1, 0, bytes(16)),
-    "token of another rank": lambda p: _proof(1, 0, p.hellos[0].token),
-    "rank out of range": lambda p: _proof(9, 0, p.hellos[1].token),
-    "negative rank": lambda p: _proof(-1, 0, p.hellos[1].token),
-    "for another rank": lambda p: _proof(1, 1, p.hellos[1].token),
-    "another program": lambda p: _proof(1, 0, p.hellos[1].token, b"GET / HT"),
+    "half a proof": lambda p: _proof(1, 0, p.addresses[1].token)[:-1],
+    "wrong token": lambda p: _proof(1, 0, "0" * 32),
+    "token of another rank": lambda p: _proof(1, 0, p.addresses[0].token),
+    "rank out of range": lambda p: _proof(9, 0, p.addresses[1].token),
+    "negative rank": lambda p: _proof(-1, 0, p.addresses[1].token),
+    "for another rank": lambda p: _proof(1, 1, p.addresses[1].token),
+    "another program": lambda p: _proof(1, 0, p.addresses[1].token, b"GET / HT"),
 }
 
 
@@ -197,7 +193,7 @@ def test_another_user_is_cut_off_before_a_byte_is_read(
         pid, uid = good(connection)
         return (pid, uid + 1) if len(asked) == 1 else (pid, uid)
 
-    caller = pair.stranger(_proof(1, 0, pair.hellos[1].token))  # who has even the token
+    caller = pair.stranger(_proof(1, 0, pair.addresses[1].token))  # who has even the token
     monkeypatch.setattr(sockets, "_credentials", of_another_user_first)
     pair.ends[0]._wait(1)
     with pytest.raises(ConnectionResetError):  # closed with all that it sent unread
@@ -230,7 +226,7 @@ def test_a_rank_that_cannot_prove_itself_is_an_error(pair: Pair) -> None:
         def answer() -> None:
             time.sleep(0.2)
             connection, _ = listener.socket.accept()
-            connection.sendall(_proof(0, 1, bytes(16)))
+            connection.sendall(_proof(0, 1, "0" * 32))
             time.sleep(0.5)
             connection.close()
 
@@ -388,9 +384,9 @@ def test_few_descriptors_are_on_their_way_at_a_time() -> None:
     """A rank sends one more only when it has received as many; all the same all get theirs."""
     num_ranks = 7
     listeners = [Listener(rank) for rank in range(num_ranks)]
-    hellos = [Hello()] * num_ranks
+    addresses = [Address("", "", 0, 0)] * num_ranks
     ends = [
-        Connections(x, hellos, [r for r in range(num_ranks) if r != x.rank], 0.3, lambda: None)
+        Connections(x, addresses, [r for r in range(num_ranks) if r != x.rank], 0.3, lambda: None)
         for x in listeners
     ]
     for one in range(num_ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -30,15 +29,14 @@ from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
 from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
-from ultraep_comm.fabrics.meeting import (
+from ultraep_comm.fabrics.private import PrivateFabric
+from ultraep_comm.fabrics.rendezvous import (
     DEFAULT_TIMEOUT,
     IFNAME,
-    EchoError,
-    Hello,
-    Meeting,
+    PeerFailureError,
+    Rendezvous,
     check_same_arguments,
 )
-from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.fabrics.shm import (
     UNKNOWN,
     find_apart,
@@ -46,12 +44,11 @@ from ultraep_comm.fabrics.shm import (
     say_apart,
     say_unknown,
 )
-from ultraep_comm.fabrics.sockets import Listener, cannot_listen
+from ultraep_comm.fabrics.sockets import Address, Listener
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
 _CONNECT_SECONDS = 60.0
-_POLL = 0.1  # seconds between looks for a failure
 _LOOPBACK_COST = (700_000, 0, 10_000_000, 100_000_000, 100)  # 1.5 GB/s, 100 us, one processor
 _MOVES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}  # others move what they are registered for
 
@@ -61,13 +58,13 @@ class WatchedStore(c10d.Store):
 
     Args:
         store: has the keys.
-        meeting: knows of failures.
+        rendezvous: knows of failures.
         limit: of a wait, in seconds.
     """
 
-    def __init__(self, store: c10d.Store, meeting: Meeting, limit: float) -> None:
+    def __init__(self, store: c10d.Store, rendezvous: Rendezvous, limit: float) -> None:
         super().__init__()
-        self._store, self._meeting, self._limit = store, meeting, limit
+        self._store, self._rendezvous, self._limit = store, rendezvous, limit
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
@@ -83,19 +80,11 @@ class WatchedStore(c10d.Store):
         """Wait for keys.
 
         Raises:
-            EchoError: a rank is known to have failed or died.
+            PeerFailureError: a rank is known to have failed or died.
             TimeoutError: they do not come.
         """
-        start = polled = time.monotonic()
-        pause = 2e-4
-        while not self._store.check(keys):
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.02)
-            if (now := time.monotonic()) - polled > _POLL:
-                polled = now
-                self._meeting.raise_failure()
-                if now - start > self._limit:
-                    raise TimeoutError(f"a rank has not come within {self._limit:g} s")
+        if not self._rendezvous.wait_for(lambda: self._store.check(keys), self._limit):
+            raise TimeoutError(f"a rank did not join within {self._limit:g} s")
 
 
 def movers(process_group: dist.ProcessGroup) -> dict[str, str]:
@@ -151,34 +140,27 @@ def find_device(process_group: dist.ProcessGroup, wanted: torch.device | None) -
     return torch.device(kind, torch.accelerator.current_device_index() if index is None else index)
 
 
-def choose_engine(meeting: Meeting, wanted: torch.device | None) -> tuple[str, str]:
+def choose_engine(rendezvous: Rendezvous, wanted: torch.device | None) -> tuple[str, str]:
     """Return "host" or "c10d", where both may be used, and why. Collective, the same everywhere."""
     try:
-        device = find_device(meeting.group, wanted).type
+        device = find_device(rendezvous.group, wanted).type
     except UnsupportedError:
         device = "cpu"
-    error, hello, listening = None, Hello(), ExitStack()
-    try:
-        listener = listening.enter_context(closing(Listener(meeting.rank)))
-        values = (int(device != "cpu"),)
-        hello = Hello(machine=machine_id(), address=listener.address, values=values)
-    except OSError as refused:
-        error = cannot_listen(meeting.rank, refused)
-    with listening:
-        hellos = meeting.exchange(hello, error)
-        machines = {hello.machine for hello in hellos}
-        if all(hello.values[0] for hello in hellos):
+    with closing(Listener(rendezvous.rank)) as listener:
+        records = rendezvous.exchange([device, machine_id(), listener.address])
+        devices, machines, addresses = map(list, zip(*records, strict=True))
+        if "cpu" not in devices:
             return "c10d", ""
-        if unknown := say_unknown(hellos):
+        if unknown := say_unknown(machines):
             return "c10d", unknown
-        if len(machines) > 1:
-            return "c10d", f"the ranks are on {len(machines)} machines"
-        apart = find_apart(meeting, hellos)
+        if (count := len(set(machines))) > 1:
+            return "c10d", f"the ranks are on {count} machines"
+        apart = find_apart(rendezvous, [Address(*address) for address in addresses])
         return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
 def make_group_engine(
-    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> C10dEngine:
     """Create one rank's engine. Collective; arguments have been checked on every rank.
 
@@ -188,83 +170,65 @@ def make_group_engine(
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
     """
-    error: Exception | None = None
-    device, machine = torch.device("cpu"), b""
-    try:
-        options.refuse_check("the c10d engine")
-        device, machine = find_device(meeting.group, options.device), machine_id()
-        if not dist.is_gloo_available():
-            raise UnsupportedError("engine='c10d' compares calls over gloo, which torch lacks here")
-    except Exception as refused:  # of any type: peers must not wait for this rank
-        error = refused
-    meeting.agree(error)
-    kind = sum(ord(letter) << 8 * i for i, letter in enumerate(device.type[:7]))
-    digest = options.digest(topology, given_domains) ^ kind  # the same kind of device on all ranks
-    hello = Hello(
-        digest=digest,
-        machine=machine,
-        token=secrets.token_bytes(16),
-        values=(int(gloo_is_local()),),
+    options.refuse_check("the c10d engine")
+    device = find_device(rendezvous.group, options.device)
+    if not dist.is_gloo_available():
+        raise UnsupportedError("engine='c10d' compares calls over gloo, which torch lacks here")
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
+    records = rendezvous.exchange(
+        {"device": device.type, "machine": machine_id(), "local": gloo_is_local()}
     )
-    hellos = meeting.exchange(hello)
-    check_same_arguments(hellos)
-    check_addresses(hellos)
+    check_same_arguments([{"device": record["device"]} for record in records])
+    machines = [record["machine"] for record in records]
+    check_addresses(machines, [record["local"] for record in records])
     if not given_domains:
-        machines = {m: i for i, m in enumerate(dict.fromkeys(h.machine for h in hellos))}
-        topology = topology.with_domains(np.array([machines[h.machine] for h in hellos], np.int32))
+        different = list(dict.fromkeys(machines))
+        topology = topology.with_domains(
+            np.array([different.index(machine) for machine in machines], np.int32)
+        )
     channels: list[Channel] = []
-    engine = None
-    try:
+    with ExitStack() as undo:
         try:
-            channels.extend(open_channels(meeting, device, hellos[0].token))
-        except EchoError as failure:
-            error = failure
+            for channel in open_channels(rendezvous, device):
+                channels.append(channel)
+                undo.callback(channel.close)
+        except PeerFailureError:
+            raise
         except Exception as refused:
-            error = BootstrapError(
-                f"rank {meeting.rank}: the engine's process groups could not be created;"
+            raise BootstrapError(
+                f"rank {rank}: the engine's process groups could not be created;"
                 f" if they cannot connect, {IFNAME}"
                 f" ({(str(refused) or type(refused).__name__).splitlines()[0]})",
-                failed_rank=meeting.rank,
-            )
-            error.__cause__ = refused
-        meeting.agree(error)
-        cost: tuple[int, ...] = options.calibration.constants(
-            "c10d", meeting.num_ranks, (0, 0, 0, 0, 0)
-        )
-        if not any(meeting.exchange(Hello(cost=cost))[0].cost):
-            try:
-                found = measure(channels[0], meeting.rank, meeting.num_ranks, device)
-                cost = found.constants(meeting.num_ranks, scales=False)
-            except Exception as broken:
-                text = f"rank {meeting.rank}: {str(broken) or type(broken).__name__}"
-                if isinstance(broken, BrokenChannelError):  # a peer failed first, or is gone
-                    error = EchoError(text, failed_rank=broken.peer)
-                else:
-                    error = BootstrapError(text, failed_rank=meeting.rank)
-                error.__cause__ = broken
-                channels[0].abort()  # or peers would wait for this rank
-        cost = meeting.exchange(Hello(cost=cost), error)[0].cost
-        try:
-            engine = _make_one(
-                meeting.rank, topology, options, meeting.timeout, cost, device, channels
-            )
-        except Exception as refused:
-            error = refused
-        meeting.agree(error, last=True)
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        for channel in channels:
-            channel.close()
-        raise
-    assert engine is not None
+                failed_rank=rank,
+            ) from refused
+        rendezvous.raise_if_any_failed()
+        cost: Sequence[int] = options.calibration.constants("c10d", num_ranks, (0, 0, 0, 0, 0))
+        if not any(rendezvous.exchange(cost)[0]):
+            cost = _measure(channels[0], rank, num_ranks, device)
+        cost = rendezvous.exchange(cost)[0]
+        engine = _make_one(rank, topology, options, rendezvous.timeout, cost, device, channels)
+        undo.callback(engine.close)
+        rendezvous.raise_if_any_failed()
+        undo.pop_all()
     return engine
 
 
-def check_addresses(hellos: list[Hello]) -> None:
+def _measure(channel: Channel, rank: int, num_ranks: int, device: torch.device) -> tuple[int, ...]:
+    """Return the cost model's constants, as this rank has measured them. Collective."""
+    try:
+        return measure(channel, rank, num_ranks, device).constants(num_ranks, scales=False)
+    except Exception as broken:
+        channel.abort()  # or peers would wait for this rank
+        text = f"rank {rank}: {str(broken) or type(broken).__name__}"
+        if isinstance(broken, BrokenChannelError):  # a peer failed first, or is gone
+            raise PeerFailureError(text, failed_rank=broken.peer) from broken
+        raise BootstrapError(text, failed_rank=rank) from broken
+
+
+def check_addresses(machines: Sequence[str], is_local: Sequence[bool]) -> None:
     """Raise BootstrapError on every rank if gloo could not connect ranks of several machines."""
-    known = {h.machine for h in hellos if not h.machine.startswith(UNKNOWN)}
-    local = [r for r, hello in enumerate(hellos) if hello.values[0] and hello.machine in known]
+    known = {machine for machine in machines if not machine.startswith(UNKNOWN)}
+    local = [r for r, machine in enumerate(machines) if is_local[r] and machine in known]
     if local and len(known) > 1:
         raise BootstrapError(
             f"{name_ranks(local)}: gloo would listen at a loopback address, to which the host name"
@@ -296,27 +260,22 @@ def make_loopback_engines(options: Options, topology: Topology) -> list[C10dEngi
     ]
 
 
-def open_channels(meeting: Meeting, device: torch.device, run: bytes) -> Iterator[Channel]:
-    """Yield channels for data (unless the next carries it), calls, and news of failures.
-
-    Collective. ``run``: new, and the same on all ranks.
-
-    Raises:
-        UnsupportedError: the process group has no store.
-    """
-    rank, num_ranks = meeting.rank, meeting.num_ranks
-    limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
-    if meeting.store is None:
-        raise UnsupportedError("the process group has no store, by which new ones could meet")
-    name = f"ultraep_comm/{run.hex()}"
-    backend = movers(meeting.group)[device.type]
+def open_channels(rendezvous: Rendezvous, device: torch.device) -> Iterator[Channel]:
+    """Yield channels for data (unless the next carries it), calls, and failures. Collective."""
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
+    limit = min(rendezvous.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
+    backend = movers(rendezvous.group)[device.type]
     if backend != "gloo":
-        ranks = dist.get_process_group_ranks(meeting.group)
-        yield BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
+        ranks = dist.get_process_group_ranks(rendezvous.group)
+        run = rendezvous.exchange(secrets.token_hex(16))[0]  # new in torch's registry
+        name = f"ultraep_comm/{run}"
+        yield BackendChannel(
+            rendezvous.store, name, ranks, rank, backend, device, rendezvous.timeout
+        )
     # Else one channel carries both, as every process group of gloo has a thread of its own.
     for what in ("calls", "alarms"):
-        store = c10d.PrefixStore(f"{name}/{what}", meeting.store)
-        yield GlooChannel(WatchedStore(store, meeting, limit), rank, num_ranks, limit)
+        store = c10d.PrefixStore(what, rendezvous.store)
+        yield GlooChannel(WatchedStore(store, rendezvous, limit), rank, num_ranks, limit)
 
 
 def _make_one(

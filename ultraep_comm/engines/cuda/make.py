@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +29,12 @@ from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
-from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
 from ultraep_comm.fabrics.nvshmem import NvshmemFabric, OtherPesError, Runtime, find_runtime, join
+from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous, check_same_arguments
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.fabrics.torch_memory import SymmetricMemory, TorchFabric, find_memory
 from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
-T = TypeVar("T")
 PROBE_BYTES = 128
 
 
@@ -115,7 +115,7 @@ def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> I
 
 
 def make_group_engine(
-    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> tuple[CudaEngine | None, str]:
     """Create one rank's engine over the first fabric that all ranks have. Collective.
 
@@ -141,13 +141,13 @@ def make_group_engine(
         name, text = way.fabric, way.reason
         if way.missing is not None:
             own.append(way.missing)
-        answers = meeting.exchange(Hello(error=text))
-        lacking = [rank for rank, answer in enumerate(answers) if answer.error]
+        answers = rendezvous.exchange(text)
+        lacking = [rank for rank, answer in enumerate(answers) if answer]
         if not lacking:
             options.refuse_check("CUDA")  # on all ranks alike
             make = make_nvshmem_engine if name == "nvshmem" else make_torch_engine
             try:
-                return make(meeting, options, topology, given_domains, way.found), ""
+                return make(rendezvous, options, topology, given_domains, way.found), ""
             except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
@@ -159,9 +159,10 @@ def make_group_engine(
                 if foreign is None:
                     raise
                 raise error from foreign
-        why = text or answers[lacking[0]].error
-        reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
-    raise _why_none(meeting.rank, reasons, own)
+        why = text or answers[lacking[0]]
+        who = rendezvous.rank if text else lacking[0]
+        reasons.setdefault(f"rank {who}: {why}", []).append(name)
+    raise _why_none(rendezvous.rank, reasons, own)
 
 
 def _why_none(
@@ -182,7 +183,7 @@ def _reasons(reasons: Mapping[str, Sequence[str]]) -> str:
 
 
 def make_nvshmem_engine(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     options: Options,
     topology: Topology,
     given_domains: bool,
@@ -196,8 +197,8 @@ def make_nvshmem_engine(
         OutOfSharedMemoryError: the symmetric heap is too small.
     """
     device, runtime, kernels = found
-    num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
-    pes = join(meeting, runtime, device.torch_device.index or 0)
+    num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
+    pes = join(rendezvous, runtime, device.torch_device.index or 0)
 
     def view(address: int, num_bytes: int) -> torch.Tensor:
         memory = device.view(address, num_bytes)
@@ -205,32 +206,32 @@ def make_nvshmem_engine(
         device.settle_stream()
         return memory
 
-    fabric = NvshmemFabric(meeting, runtime, pes, view)
+    fabric = NvshmemFabric(rendezvous, runtime, pes, view)
     try:
         probe = fabric.allocate(PROBE_BYTES)
-        reaches = meeting.gather_ints(*(int(base != 0) for base in probe.bases), most=1)
+        reaches = rendezvous.exchange([base != 0 for base in probe.bases])
         if given_domains:
             check_domains(topology.domain, reaches)
         else:
             topology = topology.with_domains(find_domains(reaches))
-            if meeting.rank == 0:
-                cliques = [clique for hello in hellos for clique in hello.values[2:]]
-                warn_of_split_cliques(cliques, topology.domain)
+            if rendezvous.rank == 0:
+                warn_of_split_cliques([r["clique"] for r in records], topology.domain)
         crosses = topology.allow_cross_domain and not all(map(all, reaches))
         if crosses and options.grads:
             raise UnsupportedError(
-                f"rank {meeting.rank}: allow_cross_domain=True with grads=, but some ranks of this"
-                " group reach each other by puts only, and the gradients of replicas are loaded by"
-                " their peers. Keep replicas inside domains, or create the group without grads="
+                f"rank {rendezvous.rank}: allow_cross_domain=True with grads=, but some ranks of"
+                " this group reach each other by puts only, and the gradients of replicas are"
+                " loaded by their peers. Keep replicas inside domains, or create the group"
+                " without grads="
             )
-        far = [int(not reached) for reached in reaches[meeting.rank]] if crosses else []
+        far = [int(not reached) for reached in reaches[rendezvous.rank]] if crosses else []
         fabric.can_pull = not crosses
-        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+        config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
         staging = None
         if crosses:
-            _attempt(meeting, lambda: runtime.register(kernels.library))  # its kernels put
-            rows = meeting.gather_ints(num_sms, *runtime.version(), *kernels.nvshmem)
-            if meeting.rank == 0:
+            runtime.register(kernels.library)  # its kernels put
+            rows = rendezvous.exchange([num_sms, *runtime.version(), *kernels.nvshmem])
+            if rendezvous.rank == 0:
                 warn_of_versions([((a, b), (c, d)) for _, a, b, c, d in rows])
             # Symmetric memory has one size on all ranks, though num_sms may differ.
             most = max(row[0] for row in rows)
@@ -238,9 +239,9 @@ def make_nvshmem_engine(
         peers = Peers(pes=pes, far=far, staging=staging)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
         apart = not topology.allow_cross_domain and not all(map(all, reaches))
-        exchange = partial(_exchange_counts, meeting) if apart else None
+        exchange = partial(_exchange_counts, rendezvous) if apart else None
         return _make_one(
-            meeting, options, topology, config, fabric, found, num_sms, peers, exchange
+            rendezvous, options, topology, config, fabric, found, num_sms, peers, exchange
         )
     except BaseException:
         fabric.close()
@@ -248,7 +249,7 @@ def make_nvshmem_engine(
 
 
 def make_torch_engine(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     options: Options,
     topology: Topology,
     given_domains: bool,
@@ -260,60 +261,67 @@ def make_torch_engine(
         UnsupportedError: also if a rank has no load/store access to another.
     """
     device, memory, _ = found
-    num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
-    machines = [hello.machine for hello in hellos]
-    fabric = TorchFabric(meeting, memory, device.torch_device, device.settle_stream, machines)
+    num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
+    machines = [record["machine"] for record in records]
+    fabric = TorchFabric(rendezvous, memory, device.torch_device, device.settle_stream, machines)
     if not given_domains:  # the fabric requires that all ranks reach each other
-        topology = topology.with_domains(np.zeros(meeting.num_ranks, np.int32))
-    config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
-    return _make_one(meeting, options, topology, config, fabric, found, num_sms, Peers())
+        topology = topology.with_domains(np.zeros(rendezvous.num_ranks, np.int32))
+    config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
+    return _make_one(rendezvous, options, topology, config, fabric, found, num_sms, Peers())
 
 
 def _agree_on_arguments(
-    meeting: Meeting, options: Options, topology: Topology, given_domains: bool, device: Device
-) -> tuple[int, list[Hello]]:
+    rendezvous: Rendezvous,
+    options: Options,
+    topology: Topology,
+    given_domains: bool,
+    device: Device,
+) -> tuple[int, list[dict[str, Any]]]:
     """Return this rank's ``num_sms`` and all ranks' records, once all agree on their arguments."""
-    mine = device.compute_capability
-    num_sms, hello, error = 0, Hello(), None
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
+    mine = list(device.compute_capability)
     options.page_bytes = PAGE_BYTES
-    try:
-        links = device.links()
-        built_in = cost_constants(meeting.num_ranks, link_gbps(mine, links))
-        cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
-        config = options.config(topology, meeting.rank, meeting.timeout, cost)
-        options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
-        num_sms = choose_num_sms(options.num_sms, device, 1)
-        hello = Hello(machine=machine_id(), cost=cost, values=(*mine, clique_number(links)))
-    except Exception as bad_argument:  # of any type: the peers must not wait for this rank
-        error = bad_argument
-    meeting.agree(error)
-    hellos = meeting.exchange(replace(hello, digest=options.digest(topology, given_domains)))
-    for rank, hello in enumerate(hellos):
-        if hello.values[:2] not in ((), mine):  # none from a rank without a device
-            theirs, ours = (".".join(map(str, version)) for version in (hello.values[:2], mine))
+    links = device.links()
+    built_in = cost_constants(num_ranks, link_gbps(device.compute_capability, links))
+    cost = options.calibration.constants("cuda", num_ranks, built_in)
+    config = options.config(topology, rank, rendezvous.timeout, cost)
+    options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
+    num_sms = choose_num_sms(options.num_sms, device, 1)
+    records = rendezvous.exchange(
+        {
+            "arguments": options.arguments(topology, given_domains),
+            "machine": machine_id(),
+            "cost": cost,
+            "capability": mine,
+            "clique": clique_number(links),
+        }
+    )
+    for other, record in enumerate(records):
+        if record["capability"] != mine:
+            theirs, ours = (".".join(map(str, version)) for version in (record["capability"], mine))
             raise UnsupportedError(
-                f"rank {meeting.rank}: the GPU of rank {rank} has compute capability {theirs}, this"
+                f"rank {rank}: the GPU of rank {other} has compute capability {theirs}, this"
                 f" rank's {ours}; create groups of ranks whose GPUs have the same"
             )
-    check_same_arguments(hellos)
-    return num_sms, hellos
+    check_same_arguments([record["arguments"] for record in records])
+    return num_sms, records
 
 
-def _exchange_counts(meeting: Meeting, counts: torch.Tensor) -> torch.Tensor:
+def _exchange_counts(rendezvous: Rendezvous, counts: torch.Tensor) -> torch.Tensor:
     """All-gather counts over the process group."""
     try:
-        return meeting.gather(counts)
+        return rendezvous.gather(counts)
     except BootstrapError as error:
         raise PeerGoneError(
-            f"rank {meeting.rank}: gather_load over the process group failed ({error}); close the"
-            " group and create a new one",
-            rank=meeting.rank,
+            f"rank {rendezvous.rank}: gather_load over the process group failed ({error}); close"
+            " the group and create a new one",
+            rank=rendezvous.rank,
             peer=error.failed_rank,
         ) from error
 
 
 def _make_one(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     options: Options,
     topology: Topology,
     config: _core.EngineConfig,
@@ -326,54 +334,33 @@ def _make_one(
     """Create this rank's engine, or raise on every rank."""
     device, _, kernels = found
     far, adds = bool(peers.far), bool(options.grads)
-    shared = _attempt(
-        meeting,
-        lambda: SharedLauncher(
-            device,
-            GroupKernels.of(device, kernels, config, far=far, adds=adds),
-            config,
-            first_rank=meeting.rank,
-            num_ranks=1,
-            num_sms=num_sms,
-            background_sms=choose_background_sms(options.num_sms, num_sms),
-        ),
+    shared = SharedLauncher(
+        device,
+        GroupKernels.of(device, kernels, config, far=far, adds=adds),
+        config,
+        first_rank=rendezvous.rank,
+        num_ranks=1,
+        num_sms=num_sms,
+        background_sms=choose_background_sms(options.num_sms, num_sms),
     )
+    rendezvous.raise_if_any_failed()
 
-    start = partial(_start, device, kernels, topology, meeting.rank, options, shared, peers)
-    engine, error = None, None
-    try:
-        engine = start_engine(
-            meeting.rank,
-            topology,
-            options,
-            config,
-            fabric,
-            start,
-            exchange_counts=exchange_counts,
-        )
-    except Exception as refused:
-        error = refused
-    # This is also a barrier: every rank's flags are in place before any rank calls.
-    try:
-        meeting.agree(error, last=True)
-    except BaseException:
-        if engine is not None:
-            engine.close()
-            fabric.close()
-        raise
-    assert engine is not None
+    engine = start_engine(
+        rendezvous.rank,
+        topology,
+        options,
+        config,
+        fabric,
+        partial(_start, device, kernels, topology, rendezvous.rank, options, shared, peers),
+        exchange_counts=exchange_counts,
+    )
+    with ExitStack() as undo:
+        undo.callback(fabric.close)
+        undo.callback(engine.close)
+        # This is also a barrier: every rank's flags are in place before any rank calls.
+        rendezvous.raise_if_any_failed()
+        undo.pop_all()
     return engine
-
-
-def _attempt(meeting: Meeting, action: Callable[[], T]) -> T:
-    """Return what an action of this rank returns; raise on every rank if it fails on any."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as refused:  # of any type: the peers must not wait for this rank
-        error = refused
-    meeting.agree(error)
-    return cast(T, result)
 
 
 def _start(

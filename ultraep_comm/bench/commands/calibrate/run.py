@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from ultraep_comm.engines.c10d.make import open_channels
 from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.fabrics.meeting import Hello, Meeting
+from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import GROUP_BYTES, make_schedule
 
@@ -80,18 +80,17 @@ def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:
 
 def measure_messages(settings: CalibrateSettings) -> MeasuredCosts:
     """Return what messages of the process group cost. Collective."""
-    meeting, device = Meeting(None), torch.device("cpu")
-    with meeting.making():
-        run = meeting.exchange(Hello(token=secrets.token_bytes(16)))[0].token
-        channels = list(open_channels(meeting, device, run))
-        try:
-            return measure(
-                channels[0], meeting.rank, meeting.num_ranks, device, rounds=settings.iters
-            )
-        finally:
-            meeting.agree(None, last=True)  # all have their answers
-            for channel in channels:
-                channel.close()
+    rendezvous, device = Rendezvous(None), torch.device("cpu")
+    with rendezvous.failure_scope(), ExitStack() as opened:
+        channels = []
+        for channel in open_channels(rendezvous, device):
+            opened.callback(channel.close)
+            channels.append(channel)
+        found = measure(
+            channels[0], rendezvous.rank, rendezvous.num_ranks, device, rounds=settings.iters
+        )
+        rendezvous.raise_if_any_failed()  # all have their answers
+    return found
 
 
 def _finish(
