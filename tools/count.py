@@ -70,7 +70,7 @@ def main() -> None:
         if options.time:
             readme = (Path(folder) / "README.md").read_text()
             (command,) = re.findall(r"^python3 -m venv .* -m pytest$", readme, re.M)
-            subprocess.run(command, shell=True, check=True, cwd=folder)
+            subprocess.run(["bash", "-c", command], check=True, cwd=folder)
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             print(f"{used.ru_utime + used.ru_stime:6.0f} processor seconds of: {command}")
 

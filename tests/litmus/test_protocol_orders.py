@@ -144,7 +144,7 @@ ORDERS = {
             f"{MEMORY} wait_delivered": "sync_warp fence_release_system then released",
             "cuda/device/call.cuh announce": "check_peers announce_call_and_open",
             "core/transfer/announce.hpp announce_call_and_open": "publish_record publish_open",
-            "core/transfer/stripe.hpp poll": "poll_openings sync list_for_poll",
+            "core/transfer/stripe.hpp poll": "poll_openings sync poll_group",
             f"{MOVER} loaded": "is_complete fence_proxy_async_global",
         },
     ),

@@ -202,7 +202,8 @@ def test_nothing_outlives_a_run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(bench.pid, signal.SIGKILL)
     assert bench.returncode == status
-    assert "Traceback" not in errors
+    # Killed, it cannot stop the ranks first: the last one may see the other's end.
+    assert "Traceback" not in errors or number == signal.SIGKILL, errors
     assert not (tmp_path / "o.json").exists()
     assert not os.listdir(scratch) or number == signal.SIGKILL
     assert not {name for name in set(os.listdir("/dev/shm")) - shared if "ultraep" in name}

@@ -70,7 +70,7 @@ def break_pulls(fault: str) -> None:
         if more["mode"] != "pull" or more["async_op"]:
             return work
         if fault == "main":
-            grads.grads["w2"].view(torch.uint8)[:, 5] ^= 1
+            grads.tensors["w2"].view(torch.uint8)[:, 5] ^= 1
         elif fault == "not cleared":
             group.slot_grads["w13"][filled, 7] = -0.0
         elif fault == "empty slot":

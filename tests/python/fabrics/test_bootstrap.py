@@ -257,7 +257,7 @@ def _before(where: str, action: Callable[[], Any]) -> None:
     elif where == "receive":
         _patch(connections.Connections, "receive_memory", action)
     elif where == "engine":
-        _patch(host, "_start_engine", action)
+        _patch(host, "_start_threads", action)
     else:
         raise KeyError(where)
 
@@ -393,7 +393,7 @@ def _fails(rank: int, process_group: Any, where: str) -> Any:
             (shm, "create_memory"),
             (connections.Connections, "send_memory"),
             (connections.Connections, "receive_memory"),
-            (host, "_start_engine"),
+            (host, "_start_threads"),
         )
     ]
     if rank == 1:
