@@ -22,9 +22,9 @@ from ultraep_comm.plan.topology import Topology
 
 # The core's methods as they are: one more call in between would take longer than some of them.
 _OF_CORE = (
-    *("add_region", "transfer", "residents", "version", "slots_to_fill", "invalidate", "synchronize"),
-    *("is_completed", "slot_ready", "finished_at", "failed_epoch", "report", "health", "reject"),
-    *("abort", "close"),
+    *("add_region", "transfer", "residents", "version", "slots_to_fill", "invalidate"),
+    *("synchronize", "is_completed", "slot_ready", "finished_at", "failed_epoch", "report"),
+    *("health", "reject", "abort", "close"),
 )
 
 
