@@ -57,7 +57,7 @@ EXPLAINED = {
     r"no barrier .*the next expert may have the same hubs": (
         "experts of many replicas, of which these programs have no two; tests/core has them"
     ),
-    r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
+    r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.wait"
     r"|stripe\.hpp: team_\.sync\(\);$|schedule/schedule\.hpp: team\.sync\(\);$"
     r"|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage|return team\.sync\(\))": (
