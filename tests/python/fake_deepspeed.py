@@ -13,7 +13,7 @@ from typing import Any
 import fakes
 import torch
 import torch.distributed as dist
-from fake_torchtitan import Exchange
+from token_exchange import Exchange
 
 Tensor = torch.Tensor
 

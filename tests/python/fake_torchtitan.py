@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fakes import imported, seam_differences
+from token_exchange import Exchange
 
 VERSION = "0.3.0"
 ADAPTER = "ultraep_comm.adapters.torchtitan"
@@ -43,21 +44,6 @@ class ParallelDims:
     def get_optional_mesh(self, dims: str) -> Mesh | None:
         assert dims == "ep"
         return None if self._group is None else Mesh(self._group)
-
-
-class Exchange(torch.autograd.Function):
-    """Rows to the ranks and, backward, their gradients the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Any, group: Any, sends: Any, receives: Any) -> Any:
-        ctx.back = group, receives, sends
-        arrived = rows.new_empty(sum(receives), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return Exchange.apply(grad, *ctx.back), None, None, None
 
 
 class AllToAllTokenDispatcher:

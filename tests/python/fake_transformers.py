@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from fakes import imported
+from token_exchange import Exchange
 
 VERSION = "5.23.0"
 PATH = "transformers.distributed.expert_parallel"
@@ -102,21 +103,6 @@ class EPImplementationInterface:
     @classmethod
     def register(cls, key: str, value: Any) -> None:
         cls.known[key] = value
-
-
-class Exchange(torch.autograd.Function):
-    """Rows to the ranks and, backward, their gradients the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Any, group: Any, sends: Any, receives: Any) -> Any:
-        ctx.back = group, receives, sends
-        arrived = rows.new_empty(sum(receives), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return Exchange.apply(grad, *ctx.back), None, None, None
 
 
 class Experts(torch.nn.Module):

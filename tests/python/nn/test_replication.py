@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool, loopback, raised
+from token_exchange import Exchange
 from torch.utils.checkpoint import checkpoint
 
 import ultraep_comm as uec
@@ -48,19 +49,6 @@ def tokens(rank: int, step: int) -> torch.Tensor:
 
 def run_expert(x: torch.Tensor, w1: Any, w2: Any, bias: Any) -> torch.Tensor:
     return torch.tanh(x @ w1.T + bias) @ w2.T
-
-
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Any, pg: Any, sends: Any, receives: Any) -> Any:
-        ctx.back = pg, receives, sends
-        arrived = rows.new_empty(sum(receives), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=pg)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return Exchange.apply(grad, *ctx.back), None, None, None
 
 
 def layer_forward(
