@@ -42,7 +42,9 @@ def run(settings: Settings) -> int:
     num_experts = 8 * settings.ranks
     expert = {"w": ((1 << 16,), torch.uint8)}
     with new_group(num_experts=num_experts, slots_per_rank=2, expert=expert) as group:
-        weights = group.bind({"w": torch.zeros((group.num_mains, 1 << 16), dtype=torch.uint8)})
+        weights = group.bind(
+            {"w": torch.zeros((group.num_local_experts, 1 << 16), dtype=torch.uint8)}
+        )
         empty = Plan.from_slots(torch.full((settings.ranks, 2), -1), num_experts=num_experts)
         ids = torch.zeros((1, 8), dtype=torch.int64)
         calls: dict[str, Callable[[], object]] = {

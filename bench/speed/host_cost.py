@@ -225,7 +225,9 @@ def make_plans(num_ranks: int) -> list[Plan]:
 def make_weights(group: Group) -> dict[str, torch.Tensor]:
     """Return main weights. Their pages are never touched."""
     return {
-        name: segment.view(host_memory(group.num_mains * segment.nbytes), group.num_mains)
+        name: segment.view(
+            host_memory(group.num_local_experts * segment.nbytes), group.num_local_experts
+        )
         for name, segment in group.segments.items()
     }
 

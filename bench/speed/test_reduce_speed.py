@@ -45,7 +45,7 @@ def test_reduce(benchmark: Callable, groups: list[Group], size: str, mode: str) 
     payload = GradPayload(
         1, {"w": ELEMENTS[size]}, E, grad_dtype=torch.float32, main_dtype=torch.float32
     )
-    mains = [torch.zeros(group.num_mains, ELEMENTS[size]) for group in groups]
+    mains = [torch.zeros(group.num_local_experts, ELEMENTS[size]) for group in groups]
     bound = [group.bind_grads({"w": main}) for group, main in zip(groups, mains, strict=True)]
     epoch = 0
 

@@ -27,7 +27,7 @@ def make_group(store: Path, rank: int) -> Group:
 
 def make_weights(group: Group) -> dict[str, torch.Tensor]:
     return {
-        name: torch.zeros(group.num_mains, size, dtype=torch.uint8)
+        name: torch.zeros(group.num_local_experts, size, dtype=torch.uint8)
         for name, size in SEGMENT_BYTES.items()
     }
 

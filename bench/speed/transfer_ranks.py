@@ -32,7 +32,7 @@ def set_epoch(
     group: Group, weights: Mapping[str, torch.Tensor], plan: Plan, epoch: int, segment: str
 ) -> None:
     """Write the bytes of an epoch to a rank's replicated mains, and SENTINEL to its slots."""
-    mains = group.topology.mains(group.rank).tolist()
+    mains = group.topology.local_experts(group.rank).tolist()
     for row, expert in zip(weights[segment], mains, strict=True):
         if expert in plan.slot_expert:
             make_payload().fill(row.numpy(), epoch=epoch, expert=expert, segment=segment)

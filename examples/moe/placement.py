@@ -61,7 +61,7 @@ class AtHome:
         topology = group.topology
         instance_of = torch.empty(topology.num_experts, dtype=topk_ids.dtype)
         for rank in range(topology.num_ranks):
-            mains = torch.from_numpy(topology.mains(rank)).long()
+            mains = torch.from_numpy(topology.local_experts(rank)).long()
             instance_of[mains] = rank * topology.instances_per_rank + torch.arange(len(mains))
         self.physical_ids = instance_of[topk_ids]
         self.instances = _instances(weights, grads)

@@ -106,7 +106,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
         banks=options.layers,
         engine="host",
     ) as group:
-        mains = group.topology.mains(rank).tolist()
+        mains = group.topology.local_experts(rank).tolist()
         plain: Place = partial(AtHome, group=group)
         replicated: Place = partial(Replicated, group=group)
 

@@ -46,7 +46,7 @@ class Rank:
     def __init__(self, group: uec.Group, payload: Payload) -> None:
         self.group = group
         self.payload = payload
-        self.mains = group.topology.mains(group.rank).tolist()
+        self.mains = group.topology.local_experts(group.rank).tolist()
 
     def content(self, name: str, epoch: int, expert: int) -> torch.Tensor:
         data = np.empty(self.group.segments[name].nbytes, np.uint8)

@@ -131,7 +131,7 @@ class RankGroup:
                     changed[at : at + segment.nbytes] = False
         count = int(changed.sum())
         for index, (name, segment) in enumerate(group.segments.items()):
-            for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+            for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
                 own = raw(self.weights[name][i], segment)
                 count += int((own != expert_bytes(self.salt, expert, index, segment)).sum())
         return count

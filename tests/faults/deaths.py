@@ -100,7 +100,7 @@ def in_reduction(actor: Actor) -> None:
     """The victim waits for the gradients of rank 3, which has yet to call."""
     expert = {"w": ((1 << 20,), torch.float32)}
     own = actor.make(expert=expert, grads=torch.float32)
-    mains = {"w": torch.ones((own.group.num_mains, 1 << 20))}
+    mains = {"w": torch.ones((own.group.num_local_experts, 1 << 20))}
     own.group.slot_grads["w"].fill_(2.0)
     plan = plan_of(BOTH)
     actor.together()

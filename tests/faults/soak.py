@@ -45,7 +45,7 @@ class Soak:
             actor.world, slots_per_rank=S, expert=GRAD, grads=torch.float32, num_sms=1, **options
         )
         self.payload = Payload(seed, {name: s.nbytes for name, s in EXPERT.items()})
-        self.mains = self.group.topology.mains(self.rank).tolist()
+        self.mains = self.group.topology.local_experts(self.rank).tolist()
         self.weights = self.group.empty_weights()
         self.checked = 0
 

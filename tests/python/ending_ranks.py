@@ -46,7 +46,7 @@ class Rank:
             grads=torch.float32,
             engine=ENGINE,
         )
-        weight = torch.nn.Parameter(torch.ones(self.group.num_mains, H, H))
+        weight = torch.nn.Parameter(torch.ones(self.group.num_local_experts, H, H))
         self.layer = nn.ReplicatedExperts(self.group, _experts, {"w": weight})
         ranks = self.group.num_ranks
         first = [(rank + 1) % ranks * E // ranks for rank in range(ranks)]  # the next rank's

@@ -20,10 +20,10 @@ def experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> 
 
     The backward pass reads the weights in place.
     """
-    num_mains = len(mains["w1"])
+    num_local_experts = len(mains["w1"])
     rows, outputs = [x.new_zeros(0, dtype=torch.int64)], [x[:0]]
-    for i in range(num_mains + len(slots["w1"])):
-        held, at = (mains, i) if i < num_mains else (slots, i - num_mains)
+    for i in range(num_local_experts + len(slots["w1"])):
+        held, at = (mains, i) if i < num_local_experts else (slots, i - num_local_experts)
         rows.append((instance == i).nonzero()[:, 0])
         hidden = torch.tanh(x[rows[-1]] @ held["w1"][at].T)
         outputs.append(hidden @ held["w2"][at].T * held["scale"][at])

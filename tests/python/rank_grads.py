@@ -20,7 +20,9 @@ class RankGrads:
         self.mains = [
             {
                 name: torch.empty(
-                    (group.num_mains, *slots.shape[1:]), dtype=dtypes[name], device=group.device
+                    (group.num_local_experts, *slots.shape[1:]),
+                    dtype=dtypes[name],
+                    device=group.device,
                 )
                 for name, slots in group.slot_grads.items()
             }
@@ -50,7 +52,7 @@ class RankGrads:
         mains, slots = self._before
         rows = plan.slot_expert.tolist()
         for group, own, before in zip(self.groups, self.mains, mains, strict=True):
-            for index, expert in enumerate(group.topology.mains(group.rank).tolist()):
+            for index, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
                 held = [
                     (r, s) for r, row in enumerate(rows) for s, e in enumerate(row) if e == expert
                 ]

@@ -58,16 +58,16 @@ def make_weights(group: uec.Group) -> dict[str, torch.Tensor]:
     """Return stacked weights for a group's main instances."""
     result = {}
     for name, segment in group.segments.items():
-        count = group.num_mains * segment.nbytes
+        count = group.num_local_experts * segment.nbytes
         storage = torch.zeros(count, dtype=torch.uint8, device=group.device)
-        result[name] = segment.view(storage, group.num_mains)
+        result[name] = segment.view(storage, group.num_local_experts)
     return result
 
 
 def fill_weights(
     group: uec.Group, weights: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], epoch: int
 ) -> None:
-    mains = group.topology.mains(group.rank)
+    mains = group.topology.local_experts(group.rank)
     for index, (name, segment) in enumerate(group.segments.items()):
         for i, expert in enumerate(mains):
             raw(weights[name][i], segment).copy_(expert_bytes(epoch, int(expert), index, segment))

@@ -16,13 +16,13 @@ constexpr uint64_t kFirstDigest = 0x123456789ABCDEF;
 Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   const PlanCase& g = case_.group;
   main_idx_ = g.local_idx();
-  num_mains_ = g.num_local_experts();
+  num_local_experts_ = g.num_local_experts();
 
   Shape shape{};
   shape.num_ranks = g.num_ranks;
   shape.num_experts = g.num_experts;
   shape.slots_per_rank = g.slots_per_rank;
-  shape.max_local_experts = *std::max_element(num_mains_.begin(), num_mains_.end());
+  shape.max_local_experts = *std::max_element(num_local_experts_.begin(), num_local_experts_.end());
   shape.agents_per_rank = workers() + 1;
   shape.tile_bytes = case_.tile_bytes;
   shape.segment_bytes = case_.segment_bytes;
@@ -59,12 +59,12 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
     regions_.push_back(base_of(Space::kMains, r));
     main_weights_.emplace_back();
     for (size_t i = 0; i < case_.segment_bytes.size(); ++i)
-      for (int32_t m = 0; m < num_mains_[r]; ++m)
+      for (int32_t m = 0; m < num_local_experts_[r]; ++m)
         main_weights_.back().push_back(regions_.back() + shape.region_offset[i] +
                                        m * case_.segment_bytes[i]);
     main_grads_.emplace_back();
     for (size_t i = 0; i < case_.grad_bytes.size(); ++i)
-      for (int32_t m = 0; m < num_mains_[r]; ++m)
+      for (int32_t m = 0; m < num_local_experts_[r]; ++m)
         main_grads_.back().push_back(base_of(Space::kMainGrads, r) + shape.main_grad_offset[i] +
                                      m * main_grad_bytes(i));
     const uec::GroupTables tables{
@@ -316,7 +316,7 @@ void Simulation::enter(int32_t rank) {
       .segment_bytes = world_->shape.segment_bytes.data(),
       .slot_offset = world_->shape.slot_offset.data(),
       .main_ptrs = made.spec.reduce ? main_grads_[rank].data() : main_weights_[rank].data(),
-      .num_local_experts = num_mains_[rank],
+      .num_local_experts = num_local_experts_[rank],
       .regions = made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
       .region_offset = world_->shape.region_offset.data()};
   call.work = made.work;

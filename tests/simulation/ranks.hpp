@@ -153,7 +153,7 @@ class Simulation {
 
   Case case_;
   std::vector<std::vector<std::unique_ptr<RankCall>>> rank_calls_;  // [rank][call]
-  std::vector<int32_t> main_idx_, num_mains_;
+  std::vector<int32_t> main_idx_, num_local_experts_;
   std::vector<int64_t> grad_offset_;
   std::vector<uint8_t*> bases_;
   std::vector<const uint8_t*> regions_;

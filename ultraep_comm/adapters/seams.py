@@ -392,8 +392,8 @@ def run_grouped(
     Returns:
         ``[R, H]``; without the rows that nobody uses if the experts leave them out.
     """
-    num_mains = len(next(iter(mains.values())))
-    parts = counts[:num_mains], counts[num_mains:]
+    num_local_experts = len(next(iter(mains.values())))
+    parts = counts[:num_local_experts], counts[num_local_experts:]
     # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
     num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
     if not num_away:

@@ -79,7 +79,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._options = Options("replicate", config.slots_per_rank, config.live, config.options)
-        self._num_mains = 0
+        self._num_local_experts = 0
         self._is_alone: bool | None = None
         self._calls: Replication | None = None
         self.plan: uec.Plan | None = None
@@ -98,7 +98,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             # Before the dispatcher creates its buffers: it sees a model of this many experts.
-            self._num_mains = self.token_dispatcher.num_experts // mesh.size()
+            self._num_local_experts = self.token_dispatcher.num_experts // mesh.size()
             self.token_dispatcher.num_experts += mesh.size() * self._options.slots_per_rank
         super().parallelize(parallel_dims)
         if mesh is not None:
@@ -150,7 +150,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
 
     def _check(self) -> None:
         instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
-        check_experts(self.inner_experts, self._num_mains, instead)
+        check_experts(self.inner_experts, self._num_local_experts, instead)
 
     def _check_again(self) -> None:
         self._check()  # they may have been replaced

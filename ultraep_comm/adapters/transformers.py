@@ -100,11 +100,11 @@ class UltraEP(AllToAllEP):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._experts = experts
         self._options = _options
-        self._num_mains: int = self.num_local_experts
+        self._num_local_experts: int = self.num_local_experts
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), "transformers", _SETTING)
         if not self._is_alone:
-            check_experts(experts, self._num_mains, _INSTEAD)
+            check_experts(experts, self._num_local_experts, _INSTEAD)
         setattr(experts, NAME, self)
 
     @property
@@ -164,7 +164,9 @@ class UltraEP(AllToAllEP):
         return calls
 
     def _check(self) -> None:
-        check_experts(self._experts, self._num_mains, _INSTEAD)  # they may have been replaced
+        check_experts(
+            self._experts, self._num_local_experts, _INSTEAD
+        )  # they may have been replaced
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights
@@ -180,13 +182,15 @@ class UltraEP(AllToAllEP):
         """
         if not len(rows):
             return rows  # gradients go on through the exchange all the same
-        num_home = int((ids < self._num_mains).sum())  # the exchange has synchronised already
+        num_home = int(
+            (ids < self._num_local_experts).sum()
+        )  # the exchange has synchronised already
         if num_home == len(rows):
             return self._run(mains, rows, ids, scale)
         order = ids[:, 0].argsort(stable=True)
         rows, ids, scale = (t.index_select(0, order) for t in (rows, ids, scale))
         home, away = slice(num_home), slice(num_home, None)
-        outputs = [self._run(slots, rows[away], ids[away] - self._num_mains, scale[away])]
+        outputs = [self._run(slots, rows[away], ids[away] - self._num_local_experts, scale[away])]
         if num_home:
             outputs.insert(0, self._run(mains, rows[home], ids[home], scale[home]))
         return torch.cat(outputs).index_select(0, order.argsort())

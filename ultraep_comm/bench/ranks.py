@@ -180,7 +180,7 @@ class WeightRanks(Ranks):
         """Write the bytes of an epoch to the main instances here that the plan replicates."""
         replicated = set(plan.slot_expert[plan.slot_expert >= 0].tolist())
         for group, own in zip(self.groups, self.weights, strict=True):
-            for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+            for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
                 for name, stacked in own.items() if expert in replicated else ():
                     where = {"epoch": epoch, "expert": expert, "segment": name}
                     if stacked.device.type == "cpu":
@@ -249,7 +249,7 @@ def replicas_of(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
 
 def main_index(group: Group) -> dict[int, int]:
     """Return ``{expert: index among this rank's mains}``."""
-    return {expert: i for i, expert in enumerate(group.topology.mains(group.rank).tolist())}
+    return {expert: i for i, expert in enumerate(group.topology.local_experts(group.rank).tolist())}
 
 
 # ---- plans of one shape -------------------------------------------------------------------------

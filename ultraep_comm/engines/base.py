@@ -402,7 +402,7 @@ class Engine:
         Raises:
             InvalidPlanError: the last end is above ``pad_to``.
         """
-        mains = torch.from_numpy(self.topology.mains(self.rank))
+        mains = torch.from_numpy(self.topology.local_experts(self.rank))
         ends = find_ends(home_quota, mains, slot_quota[self.rank])
         num_rows = int(ends[-1]) if len(ends) else 0
         if num_rows > pad_to:

@@ -47,7 +47,7 @@ class Group(Shared):
         slot_grads: the same for their gradients, initially zero; only segments with gradients.
         banks: all sets of slots; see :meth:`bank`.
         name: the key by which operators find the group in this process.
-        num_mains: M, the main instances on this rank.
+        num_local_experts: M, the main instances on this rank.
         session: internal state, for the package's own modules.
     """
 
@@ -58,7 +58,7 @@ class Group(Shared):
         self.topology = session.topology
         self.device = session.device
         self.segments = session.segments
-        self.num_mains = session.num_mains
+        self.num_local_experts = session.num_local_experts
         self.name = session.name
         memory, layout = session.engine.memory[0].local, session.engine.layout
         count = session.topology.slots_per_rank
@@ -187,7 +187,7 @@ class Group(Shared):
         session.engine.memory.append(region)
         session.add_mains(region, layout.region_offset)
         with torch.inference_mode(False):  # as in new_group
-            return _views(region.local, layout.region_offset, self.num_mains, self.segments)
+            return _views(region.local, layout.region_offset, self.num_local_experts, self.segments)
 
     def empty_instances(self, bank: Bank | int = 0) -> dict[str, torch.Tensor]:
         """Allocate main weights that the slots of a bank follow, as grouped GEMMs ask. Collective.
@@ -246,7 +246,7 @@ class Group(Shared):
         """
         index = bank_index(bank, self.session)
         whole = self._found_at.get((name, index, mains.data_ptr()))
-        if whole is None or mains.shape != whole[: self.num_mains].shape:
+        if whole is None or mains.shape != whole[: self.num_local_experts].shape:
             raise InvalidWeightsError(
                 f"rank {self.rank}: main weights {name!r} are not in memory of"
                 f" empty_instances({index}), before the bank's slots; move them there once:"
@@ -282,7 +282,7 @@ class Group(Shared):
 
     @property
     def _num_instances(self) -> int:
-        return self.num_mains + self.topology.slots_per_rank
+        return self.num_local_experts + self.topology.slots_per_rank
 
     def _require_instances(self, operation: str) -> None:
         if not self.session.engine.layout.instance_align:
@@ -308,7 +308,7 @@ class Group(Shared):
         session = self.session
         session.refuse_capture("expert_pointers()")
         first = bank_index(bank, session) * len(self.segments)
-        bound, mains = session.weights.bind(weights), self.num_mains
+        bound, mains = session.weights.bind(weights), self.num_local_experts
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.tensors:

@@ -65,7 +65,7 @@ class Instances:
             session.engine.memory.append(region)
             at = self._places
         self._taken.add(index)
-        mains = session.num_mains
+        mains = session.num_local_experts
         return region, [
             offset - mains * nbytes for offset, nbytes in zip(at, self._nbytes, strict=True)
         ]

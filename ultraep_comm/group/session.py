@@ -49,7 +49,7 @@ class Session(Shared):
         check: check mode.
         banks, grad_banks: sets of slots, and of their gradients.
         device: where weights and slots are.
-        num_mains: M.
+        num_local_experts: M.
         weights: binds main weights.
         grads: binds main gradients.
         plans: saved plans.
@@ -77,10 +77,10 @@ class Session(Shared):
         self.banks = options.banks
         self.grad_banks = options.grad_banks
         self.device = engine.memory[0].local.device
-        self.num_mains = engine.layout.num_local_experts[engine.rank]
+        self.num_local_experts = engine.layout.num_local_experts[engine.rank]
         local_experts: dict[str, Any] = {
             "rank": self.rank,
-            "num_local_experts": self.num_mains,
+            "num_local_experts": self.num_local_experts,
             "device": self.device,
             "put_addresses": engine.put_addresses,
         }

@@ -368,10 +368,10 @@ def _own_gradients(run: ExpertPass, mains: Mains, grads: Sequence[Tensor | None]
     replicas, to which nothing is added.
     """
     group, found, seen, rest = run.handle.group, [], set(), iter(grads)
-    has_replicas = [True] * group.num_mains
+    has_replicas = [True] * group.num_local_experts
     if run.slot_expert is not None:
         placed = {expert for row in run.slot_expert for expert in row}
-        has_replicas = [e in placed for e in group.topology.mains(group.rank).tolist()]
+        has_replicas = [e in placed for e in group.topology.local_experts(group.rank).tolist()]
     for main in mains.values():
         stacked = isinstance(main, Tensor)
         added = [any(has_replicas)] if stacked else has_replicas

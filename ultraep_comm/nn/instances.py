@@ -19,12 +19,12 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mains: Tensor, _slots: Tensor) -> Tensor:
-        ctx.num_mains = len(mains)
+        ctx.num_local_experts = len(mains)
         return whole.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        return None, grad[: ctx.num_mains], grad[ctx.num_mains :]
+        return None, grad[: ctx.num_local_experts], grad[ctx.num_local_experts :]
 
 
 def join_instances(

@@ -56,8 +56,8 @@ def _local(value: Mains, what: str, segment: Segment, group: uec.Group) -> Mains
             )
         return [local_part(tensor) for tensor in value]
     tensor, shape = local_part(value), segment.shape
-    if shape and tensor.shape == (group.num_mains * shape[0], *shape[1:]):
-        return tensor.view(group.num_mains, *shape) if tensor.is_contiguous() else tensor
+    if shape and tensor.shape == (group.num_local_experts * shape[0], *shape[1:]):
+        return tensor.view(group.num_local_experts, *shape) if tensor.is_contiguous() else tensor
     return tensor
 
 

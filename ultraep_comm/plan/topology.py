@@ -152,7 +152,7 @@ class Topology:
         """Return this topology with other domains ``[G]``."""
         return replace(self, domain=domain)
 
-    def mains(self, rank: int) -> IntArray:
+    def local_experts(self, rank: int) -> IntArray:
         """Return the experts at home on ``rank``, ascending: the order of its main weights.
 
         Raises:
@@ -193,7 +193,7 @@ class Topology:
         return -(-sum(tokens) * topk // self.num_ranks)
 
     @property
-    def max_mains(self) -> int:
+    def max_local_experts(self) -> int:
         """Return the largest number of mains on a rank."""
         return int(np.bincount(self.home, minlength=self.num_ranks).max())
 
@@ -204,7 +204,7 @@ class Topology:
         Physical ids of rank r begin at ``r * P``: its M mains, then its slots, with slot s at
         ``r * P + M + s``. Where M is less than on other ranks, the last ids are unused.
         """
-        return self.max_mains + self.slots_per_rank
+        return self.max_local_experts + self.slots_per_rank
 
 
 def slots_for_exact(
@@ -241,7 +241,7 @@ def slots_for_exact(
             " since no replica can level domains with different loads. Leave out domains= if"
             " replicas may cross them (allow_cross_domain=True)"
         )
-    return -(-topology.max_mains * (topology.num_ranks - 1) // topology.num_ranks)
+    return -(-topology.max_local_experts * (topology.num_ranks - 1) // topology.num_ranks)
 
 
 def find_domains(reaches: Sequence[Sequence[int]]) -> IntArray:

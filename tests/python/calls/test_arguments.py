@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
     ),
     "experts": (lambda g: nn.ReplicatedExperts(g, torch.add, {"w": None}), "'w': 'NoneType'}; exp"),
     "check": (lambda _: make(check="x"), "check is 'x'; expected True, False or None"),
-    "rank": (lambda g: g.topology.mains(9), "rank is 9; expected 0 to 0"),
+    "rank": (lambda g: g.topology.local_experts(9), "rank is 9; expected 0 to 0"),
     "slots": (lambda g: g.slots["x"], r"no segment 'x'; expected \['w'\]"),
     "slot_grads": (lambda g: g.slot_grads["w"], "slot gradients need a group created with grads="),
 }

@@ -45,8 +45,8 @@ def make_mains(group: uec.Group, seed: int, dtype: torch.dtype) -> dict[str, tor
     mains = {}
     for i, name in enumerate(group.slot_grads):
         segment = group.segments[name]
-        storage = torch.zeros(group.num_mains * segment.nbytes * 4, dtype=torch.uint8)
-        view = Segment(segment.shape, dtype, segment.layout).view(storage, group.num_mains)
+        storage = torch.zeros(group.num_local_experts * segment.nbytes * 4, dtype=torch.uint8)
+        view = Segment(segment.shape, dtype, segment.layout).view(storage, group.num_local_experts)
         mains[name] = view.copy_(make_values(seed * 100 + 7000 + i, tuple(view.shape), dtype))
     return mains
 
@@ -59,7 +59,7 @@ def expect(
 ) -> dict[str, torch.Tensor]:
     """Return this rank's expected main gradients."""
     result = {name: main.clone() for name, main in mains.items()}
-    for i, expert in enumerate(group.topology.mains(group.rank)):
+    for i, expert in enumerate(group.topology.local_experts(group.rank)):
         where = (plan.slot_expert == int(expert)).nonzero().tolist()
         for name, wanted in result.items():
             replicas = [slots[rank][name][slot] for rank, slot in where]
@@ -209,7 +209,7 @@ def _train(rank: int, process_group: Any, mode: str) -> Any:
     )
     wrong = []
     with group:
-        weights = {"w": torch.full((group.num_mains, 300, 40), 1.0 + rank, dtype=BF16)}
+        weights = {"w": torch.full((group.num_local_experts, 300, 40), 1.0 + rank, dtype=BF16)}
         for step in range(6):
             plan = random_plan(step, group.num_ranks, 9, 2)
             uec.replicate_experts(weights, plan, group=group)
@@ -218,7 +218,7 @@ def _train(rank: int, process_group: Any, mode: str) -> Any:
             for slot in filled.nonzero().flatten().tolist():
                 seed = step * 64 + rank * 8 + slot
                 group.slot_grads["w"][slot] += make_values(seed, (300, 40), F32)
-            mains = {"w": make_values(step, (group.num_mains, 300, 40), BF16)}
+            mains = {"w": make_values(step, (group.num_local_experts, 300, 40), BF16)}
             slots = []
             for r in range(group.num_ranks):
                 values = [make_values(step * 64 + r * 8 + s, (300, 40), F32) for s in range(2)]
@@ -351,7 +351,7 @@ OTHERS = {
 def test_ranks_that_make_different_calls_fail(other: str) -> None:
     groups = make_groups(3, num_experts=3, slots_per_rank=1, expert={"w": ((5, 4), F32)}, grads=F32)
     plan = uec.Plan.from_slots([[-1], [0], [0]], num_experts=3)
-    mains = [{"w": torch.ones(group.num_mains, 5, 4)} for group in groups]
+    mains = [{"w": torch.ones(group.num_local_experts, 5, 4)} for group in groups]
 
     def call(rank: int) -> BaseException | None:
         group, main = groups[rank], mains[rank]

@@ -151,7 +151,7 @@ def _kinds(rank: int, process_group: Any) -> Any:
         at, views = 1, {}
         for name, segment in group.segments.items():
             rows = []
-            for _ in range(group.num_mains):
+            for _ in range(group.num_local_experts):
                 at += -at % segment.dtype.itemsize
                 storage = flat.narrow(0, at, segment.nbytes)
                 rows.append(segment.view(storage, 1)[0])

@@ -38,7 +38,7 @@ def empty_plan(device: EmulatedDevice, group: uec.Group) -> uec.Plan:
 
 def caller(device: EmulatedDevice, group: uec.Group) -> Callable[[], uec.Work]:
     """Return a function that makes a capturable background call; it was called once."""
-    bound = group.bind({"w": torch.zeros(group.num_mains, 8)})
+    bound = group.bind({"w": torch.zeros(group.num_local_experts, 8)})
     plan = empty_plan(device, group)
 
     def call() -> uec.Work:

@@ -191,7 +191,7 @@ def test_another_call_at_the_same_point_is_a_mismatch(
 ) -> None:
     groups = groups_of(2)
     plan = uec.Plan.from_slots([[-1], [-1]], num_experts=E)
-    weights = {"w": torch.zeros(groups[0].num_mains, 64, dtype=torch.uint8)}
+    weights = {"w": torch.zeros(groups[0].num_local_experts, 64, dtype=torch.uint8)}
 
     def call(rank: int) -> Any:
         if rank:

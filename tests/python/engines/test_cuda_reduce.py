@@ -73,7 +73,7 @@ def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any)
     groups = groups_of(3, num_experts=7, slots_per_rank=2)
     grads = RankGrads(groups, MAINS)
     weights = [
-        {n: torch.ones((g.num_mains, *s.shape), dtype=s.dtype) for n, s in EXPERT.items()}
+        {n: torch.ones((g.num_local_experts, *s.shape), dtype=s.dtype) for n, s in EXPERT.items()}
         for g in groups
     ]
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]

@@ -104,7 +104,7 @@ def test_instances_of_each_bank(device: EmulatedDevice, on_device: bool) -> None
                     if expert >= 0:
                         assert torch.equal(found, expert_bytes(epoch, expert, index, segment))
                 for other, layer in enumerate(layers):
-                    for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+                    for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
                         found = raw(layer[group.rank][name][i], segment)
                         wanted = expert_bytes(last[other], expert, index, segment)
                         assert torch.equal(found, wanted) or last[other] == 0

@@ -46,12 +46,12 @@ def _groups(num_ranks: int = 3, **options: Any) -> list[uec.Group]:
 
 
 def _mains(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors:
-    return {name: tensor[: group.num_mains] for name, tensor in instances.items()}
+    return {name: tensor[: group.num_local_experts] for name, tensor in instances.items()}
 
 
 def _check_mains(group: uec.Group, instances: Tensors, epoch: int) -> None:
     for index, (name, segment) in enumerate(group.segments.items()):
-        for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+        for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
             wanted = _bytes(epoch, expert, index, segment) if epoch else 0
             assert bool((raw(instances[name][i], segment) == wanted).all()), (name, i)
 
@@ -59,7 +59,7 @@ def _check_mains(group: uec.Group, instances: Tensors, epoch: int) -> None:
 def _check_slots(group: uec.Group, instances: Tensors, plan: uec.Plan, epoch: int) -> None:
     for index, (name, segment) in enumerate(group.segments.items()):
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
-            found = raw(instances[name][group.num_mains + slot], segment)
+            found = raw(instances[name][group.num_local_experts + slot], segment)
             wanted = _bytes(epoch, expert, index, segment) if expert >= 0 else 0xA5
             assert bool((found == wanted).all()), (name, slot, expert)
 
@@ -117,14 +117,16 @@ def test_mains_come_first_and_slots_are_the_tail() -> None:
         for group, own in zip(groups, tensors, strict=True):
             for name, segment in group.segments.items():
                 tensor, slots = own[name], group.bank(bank).slots[name]
-                assert tensor.shape == (group.num_mains + S, *segment.shape)
+                assert tensor.shape == (group.num_local_experts + S, *segment.shape)
                 assert tensor.stride() == slots.stride()
-                assert tensor[group.num_mains :].shape == slots.shape
+                assert tensor[group.num_local_experts :].shape == slots.shape
                 assert tensor.untyped_storage().nbytes() == len(tensor) * segment.nbytes
                 if segment.nbytes % 16 == 0:
                     assert tensor.data_ptr() % 16 == 0
                 raw(slots[0], segment)[0] += 1
-                assert torch.equal(raw(tensor[group.num_mains], segment), raw(slots[0], segment))
+                assert torch.equal(
+                    raw(tensor[group.num_local_experts], segment), raw(slots[0], segment)
+                )
     close_all(groups)
 
 
@@ -149,7 +151,7 @@ def test_pull_takes_the_mains() -> None:
             mains = _mains(group, own)
             assert group.bind(mains).region >= 0
             assert group.bind({"w2": mains["w2"]}).region == group.bind(mains).region
-            shifted = {name: own[name][1:][: group.num_mains] for name in own}
+            shifted = {name: own[name][1:][: group.num_local_experts] for name in own}
             assert group.bind(shifted).region == -1
     close_all(groups)
 
@@ -202,7 +204,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
             assert list(own) == list(group.slot_grads)
             for name, tensor in own.items():
                 assert tensor.dtype == GRADS[name]
-                assert tensor.shape == (group.num_mains + S, *MIXED[name].shape)
+                assert tensor.shape == (group.num_local_experts + S, *MIXED[name].shape)
                 assert not tensor.any()
     for bank, tensors in layers:
         for group, own in zip(groups, tensors, strict=True):
@@ -214,7 +216,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
         synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
         rows = plan.slot_expert.tolist()
         for group, own in zip(groups, tensors, strict=True):
-            for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+            for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
                 held = [
                     (r, s) for r, row in enumerate(rows) for s, e in enumerate(row) if e == expert
                 ]
@@ -244,8 +246,8 @@ def test_grouped_mm_takes_them(name: str) -> None:
     for _, tensors in layers:
         for group, own in zip(groups, tensors, strict=True):
             for tensor in own.values():
-                tensor[: group.num_mains] = torch.randn(
-                    tensor[: group.num_mains].shape, generator=draw
+                tensor[: group.num_local_experts] = torch.randn(
+                    tensor[: group.num_local_experts].shape, generator=draw
                 )
         given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
         synchronize_all(start_all(groups, given, plan))

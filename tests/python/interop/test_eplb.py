@@ -181,7 +181,7 @@ def test_slots_hold_what_the_placement_says() -> None:
     )
     works = []
     for group in groups:
-        mains = torch.tensor(group.topology.mains(group.rank)).float()
+        mains = torch.tensor(group.topology.local_experts(group.rank)).float()
         weights = {"w": mains[:, None].expand(-1, 3).contiguous()}
         works.append(uec.replicate_experts(weights, plan, group=group, async_op=True))
     for work, group in zip(works, groups, strict=True):
@@ -189,7 +189,7 @@ def test_slots_hold_what_the_placement_says() -> None:
         work.wait()
         expert = int(plan.slot_expert[group.rank, 0])
         assert group.slots["w"].tolist() == [[expert] * 3]
-        held = {*group.topology.mains(group.rank).tolist(), expert}
+        held = {*group.topology.local_experts(group.rank).tolist(), expert}
         assert held == set(rows[group.rank * 3 : group.rank * 3 + 3])
     for group in groups:
         group.abort()

@@ -176,7 +176,7 @@ def test_a_plan_without_replicas_makes_no_calls_in_the_backward_pass(
     model = models(3, num_layers=1, num_microbatches=1)
     model.plans[0, 0] = uec.Plan.from_slots([[-1, -1]] * 3, num_experts=7)
     for rank, group in enumerate(model.groups):
-        mains = group.num_mains
+        mains = group.num_local_experts
         model.instances[rank, 0, 0] = torch.arange(T) % mains
     calls = [group.session.engine.epoch for group in model.groups]
     assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
@@ -197,7 +197,7 @@ def test_gradients_are_copied_only_where_the_reduction_adds(
     slots[0 if has_replicas else 1, 0] = expert
     model.plans[0, 0] = uec.Plan.from_slots(slots, num_experts=7)
     for rank, group in enumerate(model.groups):
-        model.instances[rank, 0, 0] = torch.arange(T) % group.num_mains
+        model.instances[rank, 0, 0] = torch.arange(T) % group.num_local_experts
     kept: list[list[list[int]]] = []  # addresses: who holds a gradient makes autograd copy it
     own_gradients = hooks._own_gradients
 
@@ -257,7 +257,7 @@ def test_backward_twice_on_one_handle(models: Callable[..., Model], has_replicas
     if not has_replicas:
         model.plans[0, 1] = uec.Plan.from_slots([[-1, -1], [-1, -1]], num_experts=7)
         for group in model.groups:
-            model.instances[group.rank, 0, 1] = torch.arange(T) % group.num_mains
+            model.instances[group.rank, 0, 1] = torch.arange(T) % group.num_local_experts
 
     def train(rank: int) -> BaseException | None:
         module = model.modules[rank][0]

@@ -24,9 +24,9 @@ needs_compiler = pytest.mark.skipif(
 
 def dense_experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
     """The same experts, each for all tokens: shapes do not depend on values."""
-    y, num_mains = x, len(mains["w1"])
-    for i in range(num_mains + len(slots["w1"])):
-        held, at = (mains, i) if i < num_mains else (slots, i - num_mains)
+    y, num_local_experts = x, len(mains["w1"])
+    for i in range(num_local_experts + len(slots["w1"])):
+        held, at = (mains, i) if i < num_local_experts else (slots, i - num_local_experts)
         mine = (instance == i)[:, None]
         hidden = torch.tanh((x * mine) @ held["w1"][at].T)
         y = y + hidden @ torch.where(mine.any(), held["w2"][at].T, 0.0) * held["scale"][at]
@@ -147,8 +147,8 @@ def test_compiled_reductions(models: Callable[..., Model], async_op: bool) -> No
     def check(rank: int, run: Callable[..., Any]) -> list[torch.Tensor]:
         group, draw = model.groups[rank], torch.Generator().manual_seed(rank)
         grads: dict[str, Any] = {
-            "w1": torch.randn(group.num_mains, H, H, generator=draw),
-            "w2": list(torch.randn(group.num_mains, H, H, generator=draw)),
+            "w1": torch.randn(group.num_local_experts, H, H, generator=draw),
+            "w2": list(torch.randn(group.num_local_experts, H, H, generator=draw)),
         }
         for name in ("w1", "w2"):
             slots = torch.randn(S, H, H, generator=draw)

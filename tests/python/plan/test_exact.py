@@ -302,7 +302,7 @@ def test_the_capacity_holds_for_every_rank() -> None:
         ends = group.instance_offsets(plan, pad_to=capacity)
         assert ends.dtype == torch.int32
         first = group.rank * per_rank
-        expected = received[first : first + group.num_mains + 2].cumsum(0)
+        expected = received[first : first + group.num_local_experts + 2].cumsum(0)
         assert ends.tolist() == expected.tolist()
         assert 6 <= ends[-1] <= capacity
     close_all(groups)

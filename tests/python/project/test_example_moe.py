@@ -170,7 +170,7 @@ def _compare(rank: int, process_group: Any, kind: type[Replicated], layers: int)
         banks=layers,
         engine="host",
     ) as group:
-        model = Model(shape, group.topology.mains(rank).tolist(), 0)
+        model = Model(shape, group.topology.local_experts(rank).tolist(), 0)
         batches = Batches(rank=rank, num_ranks=8, batch=8, context=16, seed=0)
         trainer = Trainer(model, batches, group, 1e-3)
         replicated = partial(kind, group=group)

@@ -40,7 +40,7 @@ from ultraep_comm.recording.file import (
 def reduce(groups: list[uec.Group], plans: list[uec.PlanHandle]) -> None:
     works = []
     for group, plan in zip(groups, plans, strict=True):
-        grads = {"w": torch.zeros(group.num_mains, 8, 4)}
+        grads = {"w": torch.zeros(group.num_local_experts, 8, 4)}
         works.append(uec.reduce_expert_grads(grads, plan, group=group, async_op=True))
     for work in works:
         assert work is not None

@@ -30,7 +30,7 @@ class LayerBalancer(Balancer):
         """Return physical ids; the transfer is under way. Collective."""
         # Since weights were loaded again the layer's parameters may be others.
         self.weights = {
-            n: getattr(layer, n).data[: self.group.num_mains] for n in self.group.segments
+            n: getattr(layer, n).data[: self.group.num_local_experts] for n in self.group.segments
         }
         ids = self.begin(topk_ids, num_tokens=num_tokens, source=0)
         self._is_begun = True
@@ -43,7 +43,7 @@ class LayerBalancer(Balancer):
         self._is_begun = False
         self.wait()
         for name, slots in self.group.slots.items():
-            getattr(layer, name).data[self.group.num_mains :].copy_(slots)
+            getattr(layer, name).data[self.group.num_local_experts :].copy_(slots)
         self.copied += self.group.topology.slots_per_rank
         return True
 

@@ -94,7 +94,7 @@ class CudaStages(Engine):
         maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
-        self._own_mains = maps[before : before + len(topology.mains(rank))]
+        self._own_mains = maps[before : before + len(topology.local_experts(rank))]
         self.marks = device.allocate(8 * MAX_CAPTURED_SAVES).view(torch.int64)
         self._overruns = Overruns(device, rank)
         self._reserve(MIN_RUNS, "")

@@ -45,7 +45,7 @@ class Native:
         self._home_ids = torch.tensor(
             [
                 int(home) * topology.instances_per_rank
-                + topology.mains(int(home)).tolist().index(expert)
+                + topology.local_experts(int(home)).tolist().index(expert)
                 for expert, home in enumerate(topology.home.tolist())
             ]
         )
@@ -116,7 +116,7 @@ def open_rows(settings: LayerSettings) -> Iterator[tuple[Group, LayerData, list[
         grads=torch.float32,
         engine="host",
     ) as group:
-        mains = group.topology.mains(group.rank).tolist()
+        mains = group.topology.local_experts(group.rank).tolist()
         data = LayerData(settings, group.rank, mains, group.empty_weights())
         native = Native(data, group)
         yield group, data, [Layer(data, native, name) for name in ROWS]

@@ -140,7 +140,7 @@ class GradRanks(Ranks):
         )
         self.mains = [
             {
-                name: torch.empty((group.num_mains, n), dtype=dtype, device=group.device)
+                name: torch.empty((group.num_local_experts, n), dtype=dtype, device=group.device)
                 for name, n in elements.items()
             }
             for group in self.groups

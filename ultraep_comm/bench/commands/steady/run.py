@@ -73,8 +73,12 @@ class Way:
         self._forecasts = [LoadForecast(settings.forecast) for _ in range(settings.layers)]
 
     def _make(self, group: Group, layer: int) -> dict[str, torch.Tensor]:
-        weights = torch.empty((group.num_mains, self._settings.expert_bytes), dtype=torch.uint8)
-        for row, expert in zip(weights.numpy(), group.topology.mains(group.rank), strict=True):
+        weights = torch.empty(
+            (group.num_local_experts, self._settings.expert_bytes), dtype=torch.uint8
+        )
+        for row, expert in zip(
+            weights.numpy(), group.topology.local_experts(group.rank), strict=True
+        ):
             self._payload.fill(row, epoch=layer, expert=int(expert), segment=_NAME)
         return {_NAME: weights}
 
