@@ -94,7 +94,7 @@ class Bank(Shared):
                 " stands for it; call it outside, or give replicate_experts a larger version="
             )
         session.require_open("invalidate")
-        reader = session.engine.reader(self.index)
+        reader = session.engine.invalidate(self.index)
         if reader:
             raise GroupBusyError(
                 f"rank {session.rank}: invalidate() of bank {self.index} while call {reader}, which"
@@ -102,7 +102,6 @@ class Bank(Shared):
                 rank=session.rank,
                 live=[],
             )
-        session.engine.invalidate(self.index)
 
     def is_of(self, session: Session) -> bool:
         """Return whether the bank is one of a group's."""
