@@ -105,7 +105,7 @@ class IdleDevice:
         self._addresses.add(self._held[-1].data_ptr())
         return self._held[-1]
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor came from :meth:`empty`."""
         return tensor.data_ptr() in self._addresses
 
@@ -116,7 +116,7 @@ class IdleDevice:
         """Copy."""
         to.copy_(values)
 
-    def settle_stream(self) -> None:
+    def synchronize_stream(self) -> None:
         """Do nothing: copies are done at once."""
 
     def is_capturing(self) -> bool:
@@ -131,7 +131,7 @@ class IdleDevice:
         """Return another handle."""
         return 8, None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing: no work is pending."""
 
     def load(self, cubin: Path) -> Kernels:
@@ -157,7 +157,7 @@ class IdleEngine(CudaEngine):
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
-        return isinstance(tensor, torch.Tensor) and self.device.holds(tensor)
+        return isinstance(tensor, torch.Tensor) and self.device.is_on_device(tensor)
 
     def plan_for_call(
         self, plan: Plan, operation: str, *, in_bank: bool = False

@@ -80,7 +80,7 @@ class Device(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new uninitialised tensor, in stream order."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -104,10 +104,10 @@ class Device(Protocol):
     def new_stream(self) -> tuple[int, object]:
         """Return a new stream's handle, and an object that keeps it alive."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until all work on the device has finished."""
 
-    def settle_stream(self) -> None:
+    def synchronize_stream(self) -> None:
         """Block until the work on the current stream has finished."""
 
     def load(self, cubin: Path) -> Kernels:
@@ -224,7 +224,7 @@ class CudaDevice:
         """Return zeroed device memory."""
         with _typed_errors(f"{num_bytes} bytes"):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
-            self.settle_stream()
+            self.synchronize_stream()
         return memory
 
     def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
@@ -260,7 +260,7 @@ class CudaDevice:
         """Return a new tensor; during a capture, from the graph's memory pool."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
         return tensor.device == self.torch_device
 
@@ -316,12 +316,12 @@ class CudaDevice:
             stream = checked(driver.cuStreamCreateWithPriority(flags, -1), "a stream")
         return int(stream), _Stream(driver, stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device."""
         with _typed_errors("work in progress"):
             torch.cuda.synchronize(self.index)
 
-    def settle_stream(self) -> None:
+    def synchronize_stream(self) -> None:
         """Wait for torch's current stream on this device."""
         with _typed_errors("work in progress"):
             torch.cuda.current_stream(self.index).synchronize()

@@ -203,7 +203,7 @@ def make_nvshmem_engine(
     def view(address: int, num_bytes: int) -> torch.Tensor:
         memory = device.view(address, num_bytes)
         memory.zero_()
-        device.settle_stream()
+        device.synchronize_stream()
         return memory
 
     fabric = NvshmemFabric(rendezvous, runtime, pes, view)
@@ -263,7 +263,9 @@ def make_torch_engine(
     device, memory, _ = found
     num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
     machines = [record["machine"] for record in records]
-    fabric = TorchFabric(rendezvous, memory, device.torch_device, device.settle_stream, machines)
+    fabric = TorchFabric(
+        rendezvous, memory, device.torch_device, device.synchronize_stream, machines
+    )
     if not given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(rendezvous.num_ranks, np.int32))
     config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])

@@ -109,7 +109,7 @@ class CudaStages(Engine):
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
-        return isinstance(tensor, Tensor) and self._device.holds(tensor)
+        return isinstance(tensor, Tensor) and self._device.is_on_device(tensor)
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""
@@ -486,7 +486,7 @@ class CudaStages(Engine):
         if wait:
             self.finish()
             if self._stages.has_captured or self._overruns.has_counted:
-                self._device.settle()
+                self._device.synchronize()
         found = self._stages.take_faults()
         if found is None:
             self._overruns.raise_new()

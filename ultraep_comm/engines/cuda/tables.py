@@ -40,5 +40,5 @@ def put_addresses(
     if addresses:  # uint64 bits in int64, since torch has few operations for uint64
         device.upload(table, torch.frombuffer(addresses, dtype=torch.int64).view(shape))
     if is_new:
-        device.settle_stream()
+        device.synchronize_stream()
     return table
