@@ -34,7 +34,6 @@ from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.engines.base import Engine, start_engine
 from ultraep_comm.engines.cuda.device import Kernels
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
-from ultraep_comm.engines.cuda.kernels import GroupKernels
 from ultraep_comm.engines.cuda.make import cost_constants
 from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.options import Options
@@ -184,7 +183,10 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
     config = options.config(topology, rank, 30, cost_constants(num_ranks, 710.0))
     shared = SharedLauncher(
         device,
-        GroupKernels(replicate=1, to_bank=5, notice=2, load=3, load_plan=4, plan_warps=8),
+        {
+            **{"kernel": 1, "bank_kernel": 5, "notice": 2, "load": 3},
+            **{"load_plan": 4, "plan_warps": 8, "reduce": 0},
+        },
         config,
         first_rank=rank,
         num_ranks=1,

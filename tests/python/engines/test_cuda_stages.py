@@ -13,7 +13,7 @@ from stage_cases import FIELDS, Case, assert_same
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import stages as stages_module
-from ultraep_comm.engines.cuda.device import CudaDevice
+from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.engines.cuda.kernels import stage_shape
 from ultraep_comm.plan.topology import Topology
 
@@ -56,7 +56,7 @@ def test_the_allocator_learns_of_each_memory_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, stream: noted.append((self.data_ptr(), stream))
     )
-    device = CudaDevice.__new__(CudaDevice)
+    device = Device.__new__(Device)
     device.index = 5
     device.keep([other, memory[:2], memory[4:].view(2, 2)])
     assert noted == [(t.data_ptr(), "stream of 5") for t in (other, memory)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -12,7 +12,7 @@ from ultraep_comm import _core
 from ultraep_comm.engines.base import Objective
 from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device, Kernels
-from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
+from ultraep_comm.engines.cuda.kernels import check_residency
 from ultraep_comm.engines.cuda.stages import CudaStages, raise_typed
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
@@ -49,7 +49,7 @@ class SharedLauncher:
     def __init__(
         self,
         device: Device,
-        kernels: GroupKernels,
+        kernels: Mapping[str, int],
         config: _core.EngineConfig,
         *,
         first_rank: int,
@@ -64,13 +64,6 @@ class SharedLauncher:
             context=device.context,
             stream=stream,
             captured_stream=captured_stream,
-            kernel=kernels.replicate,
-            bank_kernel=kernels.to_bank,
-            reduce=kernels.reduce,
-            notice=kernels.notice,
-            load=kernels.load,
-            load_plan=kernels.load_plan,
-            plan_warps=kernels.plan_warps,
             warp_size=device.warp_size,
             first_rank=first_rank,
             num_ranks=num_ranks,
@@ -78,11 +71,12 @@ class SharedLauncher:
             background_sms=background_sms,
             max_shared_bytes=device.max_shared_bytes,
             config=config,
+            **kernels,
         )
         blocks_per_sm = _translated(launcher_config.blocks_per_multiprocessor)
         check_residency(num_sms, device, num_ranks, blocks_per_sm)
         self.device = device
-        self.plans = kernels.plan_warps > 0
+        self.plans = kernels["plan_warps"] > 0
         self.memory = memory = device.allocate(launcher_config.device_bytes)
         pinned = device.pinned(launcher_config.pinned_bytes)
         self.launcher = _translated(

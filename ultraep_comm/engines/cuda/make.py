@@ -17,10 +17,10 @@ from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
-    GroupKernels,
     choose_background_sms,
     choose_num_sms,
     choose_tile_bytes,
+    find_kernels,
     load_kernels,
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
@@ -338,7 +338,7 @@ def _make_one(
     far, adds = bool(peers.far), bool(options.grads)
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, config, far=far, adds=adds),
+        find_kernels(device, kernels, config, far=far, adds=adds),
         config,
         first_rank=rendezvous.rank,
         num_ranks=1,
@@ -402,7 +402,7 @@ def make_loopback_engines(
     num_sms = choose_num_sms(options.num_sms, device, num_ranks)
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
+        find_kernels(device, kernels, configs[0], far=False, adds=bool(options.grads)),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,
