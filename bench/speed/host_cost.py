@@ -31,7 +31,7 @@ from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
-from ultraep_comm.engines.base import Engine, start_engine
+from ultraep_comm.engines.base import Engine, Setup
 from ultraep_comm.engines.cuda.device import Kernels
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.make import cost_constants
@@ -145,13 +145,13 @@ class IdleEngine(CudaEngine):
         self,
         device: IdleDevice,
         topology: Topology,
+        setup: Setup,
         shared: SharedLauncher,
-        config: _core.EngineConfig,
     ) -> None:
-        Engine.__init__(self, topology, 0)
+        Engine.__init__(self, topology, 0, setup)
         self.put_addresses = partial(put_addresses, device)
         self.device = device
-        self.start(config, shared, Peers())
+        self.start(shared, Peers())
 
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
@@ -194,8 +194,8 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
         background_sms=num_sms,
     )
     fabric = LoopbackFabric(LoopbackMemory(num_ranks), rank)
-    start = partial(IdleEngine, device, topology, shared)
-    return Group(Session(start_engine(rank, topology, options, config, fabric, start), options))
+    engine = IdleEngine(device, topology, (options, config, fabric), shared)
+    return Group(Session(engine, options))
 
 
 def put_plan(plan: Plan, device: IdleDevice) -> Plan:

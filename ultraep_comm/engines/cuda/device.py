@@ -236,8 +236,9 @@ class Device:
     def new_stream(self) -> tuple[int, object]:
         """Return a new stream's handle, and an object that keeps it alive.
 
-        Its priority is high, since other work waits for transfers. It is not one of torch's pool of 32, which others may share: their work would queue behind
-        kernels that wait for peers, or be captured with them.
+        Its priority is high, since other work waits for transfers. It is not one of torch's pool of
+        32, which others may share: their work would queue behind kernels that wait for peers, or be
+        captured with them.
         """
         driver = self.bindings
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING

@@ -9,7 +9,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Objective
+from ultraep_comm.engines.base import Objective, Setup
 from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import check_residency
@@ -100,17 +100,15 @@ class CudaEngine(CudaStages):
         kernels: Kernels,
         topology: Topology,
         rank: int,
-        config: _core.EngineConfig,
+        setup: Setup,
         shared: SharedLauncher,
         peers: Peers | None = None,
-        *,
-        num_segments: int,
     ) -> None:
-        super().__init__(device, kernels, topology, rank, num_segments=num_segments)
-        self.start(config, shared, peers or Peers())
+        super().__init__(device, kernels, topology, rank, setup)
+        self.start(shared, peers or Peers())
 
-    def start(self, config: _core.EngineConfig, shared: SharedLauncher, peers: Peers) -> None:
-        """Create the core's engine, in the memory of ``config``."""
+    def start(self, shared: SharedLauncher, peers: Peers) -> None:
+        """Create the core's engine."""
         self._shared = shared
         self.plans_at_once = shared.plans
         self._current_stream = shared.device.current_stream
@@ -118,7 +116,7 @@ class CudaEngine(CudaStages):
         self._tables: list[torch.Tensor] = []  # of regions
         self._engine = _translated(
             _core.CudaEngine,
-            config,
+            self.config,
             shared.launcher,
             far=list(peers.far),
             pes=list(peers.pes),

@@ -13,7 +13,6 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
-from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
@@ -347,15 +346,9 @@ def _make_one(
     )
     rendezvous.raise_if_any_failed()
 
-    engine = start_engine(
-        rendezvous.rank,
-        topology,
-        options,
-        config,
-        fabric,
-        partial(_start, device, kernels, topology, rendezvous.rank, options, shared, peers),
-        exchange_counts=exchange_counts,
-    )
+    setup = options, config, fabric
+    engine = CudaEngine(device, kernels, topology, rendezvous.rank, setup, shared, peers)
+    engine.exchange_counts = exchange_counts
     with ExitStack() as undo:
         undo.callback(fabric.close)
         undo.callback(engine.close)
@@ -363,20 +356,6 @@ def _make_one(
         rendezvous.raise_if_any_failed()
         undo.pop_all()
     return engine
-
-
-def _start(
-    device: Device,
-    kernels: Kernels,
-    topology: Topology,
-    rank: int,
-    options: Options,
-    shared: SharedLauncher,
-    peers: Peers | None,
-    config: _core.EngineConfig,
-) -> CudaEngine:
-    count = len(options.segments)
-    return CudaEngine(device, kernels, topology, rank, config, shared, peers, num_segments=count)
 
 
 def make_loopback_engines(
@@ -421,14 +400,8 @@ def make_loopback_engines(
         return allocate(device, num_bytes, offsets, sizes)
 
     memory = LoopbackMemory(num_ranks, allocate_for_rank)
+    setups = [(options, config, LoopbackFabric(memory, r)) for r, config in enumerate(configs)]
     return [
-        start_engine(
-            rank,
-            topology,
-            options,
-            config,
-            LoopbackFabric(memory, rank),
-            partial(_start, device, kernels, topology, rank, options, shared, None),
-        )
-        for rank, config in enumerate(configs)
+        CudaEngine(device, kernels, topology, rank, setup, shared)
+        for rank, setup in enumerate(setups)
     ]

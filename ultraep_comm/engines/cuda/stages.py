@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine, Form, Movable, count_in_torch, find_ends
+from ultraep_comm.engines.base import Engine, Form, Movable, Setup, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
@@ -48,14 +48,14 @@ class CudaStages(Engine):
         kernels: Kernels,
         topology: Topology,
         rank: int,
+        setup: Setup | None = None,
         *,
-        num_segments: int = 1,
         plan_warps: int | None = None,
     ) -> None:
-        super().__init__(topology, rank)
+        super().__init__(topology, rank, setup)
         self.put_addresses = partial(put_addresses, device)
         self._device = device
-        self._num_segments = num_segments
+        self._num_segments = 1 if setup is None else len(setup[0].segments)
         self._shape = shape = stage_shape(topology, rank, device)
 
         def handle(name: str, shared_bytes: int) -> int:
