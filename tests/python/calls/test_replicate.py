@@ -99,9 +99,9 @@ def _stored(rank: int, process_group: Any, domains: list[int] | None) -> Any:
         weights = group.empty_weights()
         for mode in ("push", "pull", "direct"):
             for i, plan in enumerate(_plans(group.num_ranks, 16, 2)):
-                before = group.bytes_stored
+                before = bytes_stored(group)
                 uec.replicate_experts(weights, plan, group=group, mode=mode)
-                bytes_stored[mode, i] = group.bytes_stored - before
+                bytes_stored[mode, i] = bytes_stored(group) - before
     return bytes_stored
 
 
