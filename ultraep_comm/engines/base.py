@@ -234,11 +234,6 @@ class Engine:
         """
         raise NotImplementedError
 
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes stored so far; synchronises with a device."""
-        raise NotImplementedError
-
     # ---- devices --------------------------------------------------------------------------
 
     def is_on_device(self, value: object) -> bool:

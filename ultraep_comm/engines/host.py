@@ -65,11 +65,6 @@ class HostEngine(Engine):
         """Return the number of submitted calls."""
         return self._core.epoch
 
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes stored so far."""
-        return self._core.bytes_stored
-
 
 def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
     """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.

@@ -559,11 +559,6 @@ class C10dEngine(Engine):
             **self._counts, completed=self._completed, bytes_stored=self._bytes_sent
         )
 
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes sent so far."""
-        return self._bytes_sent
-
 
 def _find_slots(
     options: Options, config: _core.EngineConfig, memory: Tensor
