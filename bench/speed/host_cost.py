@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from ultraep_comm.engines.base import Engine, Setup
 from ultraep_comm.engines.cuda.device import Kernels
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.make import cost_constants
-from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
 from ultraep_comm.group.group import Group
@@ -149,14 +147,13 @@ class IdleEngine(CudaEngine):
         shared: SharedLauncher,
     ) -> None:
         Engine.__init__(self, topology, 0, setup)
-        self.put_addresses = partial(put_addresses, device)
-        self.device = device
+        self._device = device
         self.start(shared, Peers())
 
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
-        return isinstance(tensor, torch.Tensor) and self.device.is_on_device(tensor)
+        return isinstance(tensor, torch.Tensor) and self._device.is_on_device(tensor)
 
     def plan_for_call(
         self, plan: Plan, operation: str, *, in_bank: bool = False

@@ -351,7 +351,7 @@ class Engine:
         out = np.empty_like(ids)
         status = _core.reroute(ids, *_arrays(plan), self.rank if source is None else source, out)
         raise_fault(status, "topk_ids", self.rank, self.topology.num_experts)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out).to(topk_ids.device)
 
     def reroute_map(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int

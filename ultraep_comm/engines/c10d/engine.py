@@ -154,10 +154,6 @@ class C10dEngine(Engine):
             )
         return self.to_host(plan, "the plan"), False
 
-    def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
-        """Return physical ids, on the device of the ids."""
-        return super().reroute(topk_ids, plan, source).to(topk_ids.device)
-
     # ---- submitting -------------------------------------------------------------------------
 
     def add_region(self, bases: list[int], offset: list[int]) -> int:
@@ -314,7 +310,7 @@ class C10dEngine(Engine):
                     self._end_events.append((job.epoch, job.events[1]))
             else:
                 self._owed = 0
-                if not 0 < self._failed <= report.epoch:
+                if not self._has_failed(report.epoch):
                     self._set_failed(report)
             self._changed.notify_all()
 
@@ -403,8 +399,11 @@ class C10dEngine(Engine):
 
     # ---- waiting ----------------------------------------------------------------------------
 
+    def _has_failed(self, epoch: int) -> bool:
+        return 0 < self._failed <= epoch
+
     def _is_over(self, epoch: int) -> bool:
-        return self._completed >= epoch or 0 < self._failed <= epoch
+        return self._completed >= epoch or self._has_failed(epoch)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Block until a condition holds; Ctrl-C aborts the calls, since their memory is freed."""
@@ -417,7 +416,7 @@ class C10dEngine(Engine):
 
     def _succeeded(self, epoch: int) -> bool:
         with self._changed:
-            return not 0 < self._failed <= epoch
+            return not self._has_failed(epoch)
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Block until a call has finished; with a device, the current stream waits for it.
@@ -444,17 +443,16 @@ class C10dEngine(Engine):
             return [event for known, event in self._end_events if known >= epoch][:1]
 
     def _wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        self._wait_for(
-            lambda: (
-                all(self._is_ready(epoch, slot) for slot in slots) or (0 < self._failed <= epoch)
-            )
-        )
-        with self._changed:
+        def are_ready() -> bool:
             return all(self._is_ready(epoch, slot) for slot in slots)
 
+        self._wait_for(lambda: are_ready() or self._has_failed(epoch))
+        with self._changed:
+            return are_ready()
+
     def _is_ready(self, epoch: int, slot: int) -> bool:
-        if 0 < self._failed <= epoch or self._order is not None:
-            return self._completed >= epoch and not 0 < self._failed <= epoch
+        if self._has_failed(epoch) or self._order is not None:
+            return self._completed >= epoch and not self._has_failed(epoch)
         if self._completed >= epoch:
             return True
         jobs = [job for job in (self._running, *self._jobs) if job is not None]
@@ -465,7 +463,7 @@ class C10dEngine(Engine):
         with self._changed:
             if slot is not None:
                 return self._is_ready(epoch, slot)
-            over, failed = self._is_over(epoch), 0 < self._failed <= epoch
+            over, failed = self._is_over(epoch), self._has_failed(epoch)
         return over and (failed or all(event.query() for event in self._end_of(epoch)))
 
     def finished_at(self, epoch: int) -> int:

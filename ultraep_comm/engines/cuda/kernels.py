@@ -61,8 +61,6 @@ def cubin_folder() -> Path:
 
     In an editable installation the Python sources are elsewhere.
     """
-    from ultraep_comm import _core
-
     return env.cubins() or Path(_core.__file__).parent / "cubins"
 
 
@@ -284,10 +282,9 @@ def most_ranks_planned(topology: Topology, device: Device, *, in_bank: bool) -> 
 
 
 def choose_plan_warps(
-    shared_bytes: Callable[[int], int], device: Device, most: int | None = None
+    shared_bytes: Callable[[int], int], device: Device, most: int = PLAN_WARPS
 ) -> int:
     """Return the warps per block of a plan kernel: as many as fit in shared memory, or 0."""
-    most = PLAN_WARPS if most is None else most
     return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
 
 

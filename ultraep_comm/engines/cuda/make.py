@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -236,12 +236,11 @@ def make_nvshmem_engine(
             most = max(row[0] for row in rows)
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
+        engine = _make_one(rendezvous, options, topology, config, fabric, found, num_sms, peers)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
-        apart = not topology.allow_cross_domain and not all(map(all, reaches))
-        exchange = partial(_exchange_counts, rendezvous) if apart else None
-        return _make_one(
-            rendezvous, options, topology, config, fabric, found, num_sms, peers, exchange
-        )
+        if not topology.allow_cross_domain and not all(map(all, reaches)):
+            engine.exchange_counts = partial(_exchange_counts, rendezvous)
+        return engine
     except BaseException:
         fabric.close()
         raise
@@ -330,7 +329,6 @@ def _make_one(
     found: tuple[Device, object, Kernels],
     num_sms: int,
     peers: Peers,
-    exchange_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> CudaEngine:
     """Create this rank's engine, or raise on every rank."""
     device, _, kernels = found
@@ -348,7 +346,6 @@ def _make_one(
 
     setup = options, config, fabric
     engine = CudaEngine(device, kernels, topology, rendezvous.rank, setup, shared, peers)
-    engine.exchange_counts = exchange_counts
     with ExitStack() as undo:
         undo.callback(fabric.close)
         undo.callback(engine.close)
