@@ -33,11 +33,6 @@ class PrivateFabric:
             self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
         self.slots = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def begin(self, error: Exception | None) -> None:
-        """Raise the error: an allocation exchanges nothing."""
-        if error is not None:
-            raise error
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on this rank.
 
