@@ -24,6 +24,7 @@ from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors, system
+from ultraep_comm.group.group import session_of
 
 E, S = 4, 1
 EXPERT = {"w": Segment((200, 300), torch.bfloat16)}
@@ -81,8 +82,8 @@ def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
         lambda: uec.gather_load(torch.zeros(1, 1).long(), group=group),
         lambda: group.save(PLAN),
         group.empty_weights,
-        group.empty_instances,
-        group.empty_instance_grads,
+        group.banks[0].empty_instances,
+        group.banks[0].empty_instance_grads,
         group.assert_idle,
         group.start_recording,
         work.wait,
@@ -119,7 +120,7 @@ def _child(kept: list[Any], what: str) -> None:
         with pytest.raises(KeyError), group:
             raise KeyError
     elif what == "collects":
-        fabric = weakref.ref(group.session.engine.fabric)
+        fabric = weakref.ref(session_of(group).engine.fabric)
         del group
         kept.clear()
         gc.collect()
