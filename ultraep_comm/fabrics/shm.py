@@ -88,9 +88,7 @@ def find_shared(process: Process, shared: Sequence[int | str]) -> str:
     return path
 
 
-def open_shared(
-    rendezvous: Rendezvous, peer: int, shared: Sequence[int | str], flags: int
-) -> int:
+def open_shared(rendezvous: Rendezvous, peer: int, shared: Sequence[int | str], flags: int) -> int:
     """Open a file that a peer shares, or this rank itself.
 
     Raises:
