@@ -159,17 +159,14 @@ class IdleEngine(CudaEngine):
         tensor = value.slot_expert if isinstance(value, Plan) else value
         return isinstance(tensor, torch.Tensor) and self.device.holds(tensor)
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
         """Return the plan, and whether it is on the device."""
         return plan, self.is_on_device(plan)
 
-    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
-        """Return the plan, which is on the device."""
-        return plan, True
-
     is_capturing = Engine.is_capturing
     raise_fault = Engine.raise_fault
-    synchronize_captured = Engine.synchronize_captured
 
 
 def make_group(num_ranks: int, device: IdleDevice) -> Group:

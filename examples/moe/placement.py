@@ -96,7 +96,7 @@ class Replicated(AtHome):
         *,
         group: uec.Group,
     ) -> None:
-        bank = group.bank(layer)
+        bank = group.banks[layer]
         load = uec.gather_load(topk_ids, group=group)
         plan = uec.plan_replicas(load, group=group, bank=bank, reuse=True)
         handle = group.save(plan, layer=layer)  # the reduction ends it

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from loopback_ranks import LONG, Ranks
-from ranks import MIXED, loopback
+from ranks import MIXED, bytes_stored, loopback
 from tiers import cases, sampled
 
 import ultraep_comm as uec
@@ -111,9 +111,9 @@ def test_each_rank_stores_what_the_schedule_gives_it(engine: str, mode: str) -> 
     with Ranks(engine, 6, SEGMENTS, num_experts=13, tile_bytes=tile) as ranks:
         weights = ranks.shared()
         for plan in thinned(engine, ranks.plans(range(2))[::-1]):
-            before = [group.bytes_stored for group in ranks.groups]
+            before = [bytes_stored(group) for group in ranks.groups]
             ranks.replicate(weights, plan, mode=mode)
-            stored = [g.bytes_stored - b for g, b in zip(ranks.groups, before, strict=True)]
+            stored = [bytes_stored(g) - b for g, b in zip(ranks.groups, before, strict=True)]
             schedule = make_schedule(
                 plan.slot_expert.numpy(),
                 home=plan.home.numpy(),

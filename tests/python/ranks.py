@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology, contiguous_home
 
 MAX_RANKS = 8
@@ -71,6 +72,15 @@ def fill_weights(
     for index, (name, segment) in enumerate(group.segments.items()):
         for i, expert in enumerate(mains):
             raw(weights[name][i], segment).copy_(expert_bytes(epoch, int(expert), index, segment))
+
+
+def bytes_stored(group: uec.Group) -> int:
+    """Return the bytes that a rank has stored; on a CUDA group the device is asked."""
+    known = group.health().bytes_stored
+    if known is not None:
+        return known
+    engine: Any = session_of(group).engine
+    return int(engine.bytes_stored)
 
 
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, start_engine
+from ultraep_comm.engines.base import Engine, Objective, start_engine
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics import Fabric
@@ -21,9 +21,8 @@ from ultraep_comm.plan.topology import Topology
 
 # The core's methods as they are: one more call in between would take longer than some of them.
 _OF_CORE = (
-    *("add_region", "transfer", "residents", "version", "slots_to_fill", "invalidate"),
-    *("synchronize", "is_completed", "slot_ready", "finished_at", "failed_epoch", "report"),
-    *("health", "reject", "abort", "close"),
+    *("add_region", "transfer", "residents", "version", "slots_to_fill", "synchronize"),
+    *("finished_at", "failed_epoch", "report", "health", "reject", "abort", "close"),
 )
 
 
@@ -40,14 +39,25 @@ class HostEngine(Engine):
         for name in _OF_CORE:
             setattr(self, name, getattr(core, name))
 
-    def reader(self, bank: int) -> int:
-        """Return the call that fills a bank, if it has not finished, else 0."""
+    def invalidate(self, bank: int) -> int:
+        """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
         last = self._core.last_call(bank)
-        return 0 if self._core.is_completed(last) else last
+        if not self._core.is_completed(last):
+            return last
+        self._core.invalidate(bank)
+        return 0
 
-    def gather(self, counted: Counted, load: torch.Tensor) -> int:
+    def gather(
+        self, counted: torch.Tensor, load: torch.Tensor, objective: Objective | None = None
+    ) -> tuple[int, None]:
         """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
-        return self._core.exchange(counted.values.data_ptr(), load.data_ptr())
+        return self._core.exchange(counted.data_ptr(), load.data_ptr()), None
+
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
+        """Return whether a call has finished or failed, or has filled a slot."""
+        if slot is None:
+            return self._core.is_completed(epoch)
+        return self._core.slot_ready(epoch, slot)
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Block until a call has finished, or has filled some slots; False if it has failed."""
@@ -59,11 +69,6 @@ class HostEngine(Engine):
     def epoch(self) -> int:
         """Return the number of submitted calls."""
         return self._core.epoch
-
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes stored so far."""
-        return self._core.bytes_stored
 
 
 def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from ultraep_comm.errors import (
@@ -17,7 +19,7 @@ from ultraep_comm.plan.topology import as_int
 
 
 class Bank(Shared):
-    """One set of S slots on every rank. Returned by :meth:`Group.bank`.
+    """One set of S slots on every rank; one of ``group.banks``.
 
     A slot holds its expert until a plan has another one there, so that a later plan of the bank
     need not move it: a *resident*, bit for bit the home's weights of the same version. All ranks
@@ -94,7 +96,7 @@ class Bank(Shared):
                 " stands for it; call it outside, or give replicate_experts a larger version="
             )
         session.require_open("invalidate")
-        reader = session.engine.reader(self.index)
+        reader = session.engine.invalidate(self.index)
         if reader:
             raise GroupBusyError(
                 f"rank {session.rank}: invalidate() of bank {self.index} while call {reader}, which"
@@ -102,35 +104,50 @@ class Bank(Shared):
                 rank=session.rank,
                 live=[],
             )
-        session.engine.invalidate(self.index)
-
-    def is_of(self, session: Session) -> bool:
-        """Return whether the bank is one of a group's."""
-        return self._session is session
 
     def __repr__(self) -> str:
         return f"Bank({self.index} of group {self._session.name!r})"
 
 
-def bank_index(bank: Bank | int, session: Session) -> int:
-    """Return the index of a bank of this group.
+class Banks:
+    """The banks of a group, by index."""
 
-    Raises:
-        InvalidArgumentError: there is none, or it is another group's.
-    """
-    if isinstance(bank, Bank):
-        if bank.is_of(session):
-            return bank.index
-        raise InvalidArgumentError(
-            f"rank {session.rank}: bank is {bank!r}; expected one of group {session.name!r}"
-        )
-    index = as_int(bank, "bank")
-    if not 0 <= index < session.banks:
-        raise InvalidArgumentError(
-            f"rank {session.rank}: bank is {index}; expected 0 to {session.banks - 1}: the group"
-            f" was created with banks={session.banks}"
-        )
-    return index
+    def __init__(self, banks: Sequence[Bank], rank: int) -> None:
+        self._banks, self._rank = tuple(banks), rank
+
+    def __len__(self) -> int:
+        return len(self._banks)
+
+    def __iter__(self) -> Iterator[Bank]:
+        return iter(self._banks)
+
+    def __getitem__(self, index: int) -> Bank:
+        """Return a bank.
+
+        Raises:
+            InvalidArgumentError: there is none of this index.
+        """
+        number, count = as_int(index, "bank"), len(self._banks)
+        if not 0 <= number < count:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: bank is {number}; expected 0 to {count - 1}: the group was"
+                f" created with banks={count}"
+            )
+        return self._banks[number]
+
+    def find(self, bank: Bank | int) -> Bank:
+        """Return one of these banks.
+
+        Raises:
+            InvalidArgumentError: there is none of this index, or it is another group's.
+        """
+        if not isinstance(bank, Bank):
+            return self[bank]
+        if bank not in self._banks:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: bank is {bank!r}; expected one of {list(self)}"
+            )
+        return bank
 
 
 def core_bank(plan: Plan, session: Session) -> int:

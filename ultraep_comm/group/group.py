@@ -16,7 +16,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics.private import PrivateFabric
-from ultraep_comm.group.bank import Bank, bank_index
+from ultraep_comm.group.bank import Bank, Banks
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.health import GroupHealth, health_of
@@ -45,7 +45,7 @@ class Group(Shared):
         slots: ``{name: [S, *shape]}``, views of this rank's slots in bank 0; addresses do not
             change.
         slot_grads: the same for their gradients, initially zero; only segments with gradients.
-        banks: all sets of slots; see :meth:`bank`.
+        banks: all sets of slots, by index, for instance of layers.
         name: the key by which operators find the group in this process.
         num_local_experts: M, the main instances on this rank.
         session: internal state, for the package's own modules.
@@ -81,10 +81,11 @@ class Group(Shared):
             num_bytes=layout.grad_instance_bytes,
             allocate=PrivateFabric(session.rank, session.topology.num_ranks, self.device).allocate,
         )
-        self.banks = tuple(
+        banks = [
             Bank(session, i, slots[i], slot_grads[i % session.grad_banks])
             for i in range(session.banks)
-        )
+        ]
+        self.banks = Banks(banks, session.rank)
         self.slots, self.slot_grads = slots[0], slot_grads[0]
         self._grads = grads
         register_group(self)
@@ -94,26 +95,6 @@ class Group(Shared):
     def num_ranks(self) -> int:
         """Return G."""
         return self.topology.num_ranks
-
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes that this rank's engine has stored into slots since creation.
-
-        Raises:
-            UnsupportedError: the current stream is being captured.
-        """
-        self.session.refuse_capture("bytes_stored")
-        return self.session.engine.bytes_stored
-
-    # ---- banks ----------------------------------------------------------------------------
-
-    def bank(self, index: int) -> Bank:
-        """Return one of the group's banks, for instance that of a layer.
-
-        Raises:
-            InvalidArgumentError: there is none of this index.
-        """
-        return self.banks[bank_index(index, self.session)]
 
     def memory(self) -> GroupMemory:
         """Return the bytes that the group has on each rank; see :func:`group_memory`."""
@@ -217,7 +198,7 @@ class Group(Shared):
         self._require_instances("empty_instances()")
         with session.allocating(UnsupportedError):  # on all ranks alike
             try:
-                index = bank_index(bank, session)
+                index = self.banks.find(bank).index
             except InvalidArgumentError as error:
                 session.engine.fabric.begin(error)
                 raise
@@ -244,7 +225,7 @@ class Group(Shared):
         Raises:
             InvalidWeightsError: the mains are elsewhere.
         """
-        index = bank_index(bank, self.session)
+        index = self.banks.find(bank).index
         whole = self._found_at.get((name, index, mains.data_ptr()))
         if whole is None or mains.shape != whole[: self.num_local_experts].shape:
             raise InvalidWeightsError(
@@ -272,7 +253,7 @@ class Group(Shared):
             OutOfSharedMemoryError: this rank has not enough memory.
             InvalidArgumentError, UnsupportedError: as :meth:`empty_instances`.
         """
-        session, index = self.session, bank_index(bank, self.session)
+        session, index = self.session, self.banks.find(bank).index
         session.refuse_capture("empty_instance_grads()")
         session.require_open("empty_instance_grads")
         self._require_instances("empty_instance_grads()")
@@ -307,7 +288,7 @@ class Group(Shared):
         """
         session = self.session
         session.refuse_capture("expert_pointers()")
-        first = bank_index(bank, session) * len(self.segments)
+        first = self.banks.find(bank).index * len(self.segments)
         bound, mains = session.weights.bind(weights), self.num_local_experts
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):

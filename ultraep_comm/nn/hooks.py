@@ -122,7 +122,7 @@ class ExpertPass:
     @property
     def bank(self) -> Bank:
         """Return the bank of the handle's plan."""
-        return self.handle.group.bank(self.handle.saved.plan.bank)
+        return self.handle.group.banks[self.handle.saved.plan.bank]
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------
@@ -179,7 +179,7 @@ def start_transfer(
     given = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan
     holder = held_for.setdefault(given.bank, owner)
     if given.reuse and owner is not None and holder is not owner:
-        version = group.bank(given.bank).version + 1
+        version = group.banks[given.bank].version + 1
     held_for[given.bank] = owner
     work = uec.replicate_experts(
         weights,

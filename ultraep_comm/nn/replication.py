@@ -76,7 +76,7 @@ class Replication:
                 of the group; they use these in turn.
             bank: the first of the banks that this layer uses.
             reuse: they are its own, and keep what they hold from call to call: call
-                ``group.bank(bank).invalidate()`` whenever main weights have changed. False: layers
+                ``group.banks[bank].invalidate()`` whenever main weights have changed. False: layers
                 may share them, and every pass fills them.
             target: of the plans; see ``plan_replicas``.
             cost: replaces the target, and cannot be combined with ``reuse``.
@@ -195,7 +195,7 @@ class Replication:
                 plan=plan,
                 work=work,
                 mains=mains,
-                slots=group.bank(plan.bank).slots,
+                slots=group.banks[plan.bank].slots,
                 run=run,
                 topk_ids=topk_ids,
                 routing_map=routing_map,

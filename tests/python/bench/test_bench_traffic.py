@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import fan_out_plan, loopback, random_plan
+from ranks import bytes_stored, fan_out_plan, loopback, random_plan
 
 import ultraep_comm as uec
 from ultraep_comm.bench.traffic import count_traffic, group_offsets, interpolate_sms
@@ -112,7 +112,7 @@ def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
     def call(rank: int) -> int:
         weights = groups[rank].empty_weights()
         uec.replicate_experts(weights, plan, group=groups[rank], mode=mode)
-        return groups[rank].bytes_stored
+        return bytes_stored(groups[rank])
 
     stored = loopback(num_ranks, call)
     for group in groups:

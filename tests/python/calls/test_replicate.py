@@ -13,6 +13,7 @@ import torch
 from ranks import (
     MIXED,
     RankPool,
+    bytes_stored,
     clear_slots,
     expert_bytes,
     fan_out_plan,
@@ -92,17 +93,17 @@ def test_every_mode_moves_every_byte(
 
 
 def _stored(rank: int, process_group: Any, domains: list[int] | None) -> Any:
-    bytes_stored = {}
+    stored = {}
     options = {"domains": domains, "allow_cross_domain": domains is not None}
     expert = {"w": Segment((1 << 20,), torch.uint8)}
     with _group(process_group, 16, 2, expert=expert, **options) as group:
         weights = group.empty_weights()
         for mode in ("push", "pull", "direct"):
             for i, plan in enumerate(_plans(group.num_ranks, 16, 2)):
-                before = group.bytes_stored
+                before = bytes_stored(group)
                 uec.replicate_experts(weights, plan, group=group, mode=mode)
-                bytes_stored[mode, i] = group.bytes_stored - before
-    return bytes_stored
+                stored[mode, i] = bytes_stored(group) - before
+    return stored
 
 
 @pytest.mark.parametrize("domains", [None, [0, 0, 0, 4, 4, 4, 4, 1]], ids=["one", "three"])

@@ -162,7 +162,6 @@ def test_two_captures_take_turns(emulated: EmulatedDevice, group: uec.Group) -> 
 def test_what_says_when_to_call_it(emulated: EmulatedDevice, group: uec.Group) -> None:
     weights = {"w": torch.zeros(4, 8)}
     calls: dict[str, Callable[[], object]] = {
-        "bytes_stored": lambda: group.bytes_stored,
         "empty_weights()": group.empty_weights,
         "expert_pointers()": lambda: group.expert_pointers(weights),
         "close()": group.close,
@@ -175,7 +174,7 @@ def test_what_says_when_to_call_it(emulated: EmulatedDevice, group: uec.Group) -
     group.assert_idle()
     emulated.end_capture()
     caller(emulated, group)
-    for name in ("bytes_stored", "empty_weights()", "expert_pointers()"):
+    for name in ("empty_weights()", "expert_pointers()"):
         calls[name]()
 
 

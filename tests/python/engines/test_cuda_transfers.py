@@ -122,7 +122,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
             device.stream = 100 + group.rank
             own = expert_bytes(epoch, group.rank, 0, expert["w"])
             fresh.append(own)
-            device.delay(20_000)  # the weights come late,
+            device.delay(200_000)  # the weights come late,
             device.copy(raw(weights[group.rank]["w"][0], expert["w"]), own)
             works += start_all([group], weights, plan)
         for group, work in zip(groups, works, strict=True):

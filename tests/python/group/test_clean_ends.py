@@ -148,7 +148,7 @@ import atexit
 @atexit.register
 def last():
     group.close()
-    for call in (group.health, group.empty_weights, lambda: group.bytes_stored):
+    for call in (group.health, group.empty_weights):
         try:
             call()
         except uec.errors.GroupClosedError as error:
@@ -159,4 +159,4 @@ import torch, ultraep_comm as uec
 """
     done = run_python("-c", program)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["the process is ending, and its groups are closed"] * 3
+    assert done.stdout.splitlines() == ["the process is ending, and its groups are closed"] * 2

@@ -507,7 +507,7 @@ def test_close_reports_a_failure_that_nobody_waited_for(timeout: Any) -> None:
 
 def test_copies_of_what_holds_a_group_share_it_and_saved_ones_lack_it() -> None:
     (group,) = _groups(1)
-    held = {"group": group, "bank": group.bank(0), "session": group.session}
+    held = {"group": group, "bank": group.banks[0], "session": group.session}
     for copied in (copy.copy(held), copy.deepcopy(held)):
         assert all(copied[name] is thing for name, thing in held.items())
     bound = group.bind(make_weights(group))

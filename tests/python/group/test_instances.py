@@ -89,7 +89,7 @@ def _walk(
         for plan in plans:
             for layer, (bank, tensors) in enumerate(layers):
                 for group in groups:
-                    _clear(group.bank(bank), group)
+                    _clear(group.banks[bank], group)
                 given = {g.rank: _mains(g, tensors[g.rank - first]) for g in groups}
                 synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
                 for group in groups:
@@ -116,7 +116,7 @@ def test_mains_come_first_and_slots_are_the_tail() -> None:
     for bank, tensors in _layers(groups, [1, 1, 0]):
         for group, own in zip(groups, tensors, strict=True):
             for name, segment in group.segments.items():
-                tensor, slots = own[name], group.bank(bank).slots[name]
+                tensor, slots = own[name], group.banks[bank].slots[name]
                 assert tensor.shape == (group.num_local_experts + S, *segment.shape)
                 assert tensor.stride() == slots.stride()
                 assert tensor[group.num_local_experts :].shape == slots.shape
@@ -210,7 +210,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
         for group, own in zip(groups, tensors, strict=True):
             for name, tensor in own.items():  # as a GEMM writes them, those of the slots too
                 tensor.copy_(torch.randn(tensor.shape, generator=draw))
-                assert torch.equal(group.bank(bank).slot_grads[name], tensor[-S:])
+                assert torch.equal(group.banks[bank].slot_grads[name], tensor[-S:])
         before.append([{name: t.clone() for name, t in own.items()} for own in tensors])
         given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
         synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
@@ -345,7 +345,7 @@ def test_errors_say_what_to_pass() -> None:
     for call in (plain.empty_instances, plain.empty_instance_grads):
         with pytest.raises(errors.UnsupportedError, match="create it with instances=True"):
             call()
-    bad = [(1, "bank is 1; expected 0 to 0"), (plain.bank(0), "expected one of group")]
+    bad = [(1, "bank is 1; expected 0 to 0"), (plain.banks[0], r"expected one of \[Bank")]
     for bank, says in bad:
         (group,) = _groups(1)
         for call in (group.empty_instance_grads, group.empty_instances):

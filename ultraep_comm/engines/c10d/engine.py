@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, Movable
+from ultraep_comm.engines.base import Engine, Movable, Objective
 from ultraep_comm.engines.c10d.agreement import Agreement, News, Record
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
 from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
@@ -155,7 +155,9 @@ class C10dEngine(Engine):
             )
         return value.cpu()
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
         """Return the plan on the CPU, and False."""
         if self.is_capturing():
             raise UnsupportedError(
@@ -163,10 +165,6 @@ class C10dEngine(Engine):
                 " c10d engine cannot be captured"
             )
         return self.to_host(plan, "the plan"), False
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the CPU, where plans are."""
-        return tensor.cpu().clone()
 
     def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
         """Return physical ids, on the device of the ids."""
@@ -223,17 +221,19 @@ class C10dEngine(Engine):
         self._order.leave(lambda: self._wait_for(lambda: job.mark.issued or self._is_over(epoch)))
         return epoch, mode
 
-    def gather(self, counted: Counted, load: Tensor) -> int:
+    def gather(
+        self, counted: Tensor, load: Tensor, objective: Objective | None = None
+    ) -> tuple[int, None]:
         """Exchange counts ``[E]`` into ``load [G, E]``, both on the CPU; return the epoch."""
         with self._changed:
             if self._refuses():
-                return self._ledger.reject()
+                return self._ledger.reject(), None
             epoch, digest = self._ledger.gather()
             self._counts["gather"] += 1
-            record = Record(_Kind.CALL, epoch, digest, counted.values.numpy())
+            record = Record(_Kind.CALL, epoch, digest, counted.numpy())
             job = _Job(epoch=epoch, record=record, table=load, mark=self._order.enter())
             self._submit(job)
-        return epoch
+        return epoch, None
 
     def reject(self) -> None:
         """Take an epoch and tell the peers that this rank rejected its input."""
@@ -478,14 +478,11 @@ class C10dEngine(Engine):
         jobs = [job for job in (self._running, *self._jobs) if job is not None]
         return any(job.epoch == epoch and slot not in job.lacking for job in jobs)
 
-    def slot_ready(self, epoch: int, slot: int) -> bool:
-        """Return whether what a call brings to a slot is there."""
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
+        """Return whether a call has finished or failed, or has filled a slot."""
         with self._changed:
-            return self._is_ready(epoch, slot)
-
-    def is_completed(self, epoch: int) -> bool:
-        """Return whether a call has finished or failed."""
-        with self._changed:
+            if slot is not None:
+                return self._is_ready(epoch, slot)
             over, failed = self._is_over(epoch), 0 < self._failed <= epoch
         return over and (failed or all(mark.is_done() for mark in self._marks_from(epoch)))
 
@@ -512,16 +509,14 @@ class C10dEngine(Engine):
         with self._changed:
             return self._ledger.slots_to_fill()
 
-    def reader(self, bank: int) -> int:
-        """Return the call that fills a bank, if it has not finished, else 0."""
+    def invalidate(self, bank: int) -> int:
+        """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
         with self._changed:
             last = self._ledger.last_call(bank)
-            return 0 if self._is_over(last) else last
-
-    def invalidate(self, bank: int) -> None:
-        """Let a bank hold nothing, of the next version."""
-        with self._changed:
+            if not self._is_over(last):
+                return last
             self._ledger.invalidate(bank)
+            return 0
 
     # ---- failure and end --------------------------------------------------------------------
 
@@ -581,11 +576,6 @@ class C10dEngine(Engine):
         return _core.EngineHealth(
             **self._counts, completed=self._completed, bytes_stored=self._bytes_sent
         )
-
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes sent so far."""
-        return self._bytes_sent
 
 
 def _mains(

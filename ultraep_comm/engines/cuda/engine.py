@@ -9,7 +9,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted
+from ultraep_comm.engines.base import Objective
 from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
@@ -17,7 +17,6 @@ from ultraep_comm.engines.cuda.stages import CudaStages, raise_typed
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import Binding
 
@@ -166,39 +165,29 @@ class CudaEngine(CudaStages):
         """Return the address of what the slots of a bank hold."""
         return _translated(self._engine.bank_table, bank, self._current_stream())
 
-    def invalidate(self, bank: int) -> None:
+    def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
         _translated(self._engine.invalidate, bank, self._current_stream())
+        return 0
 
-    def gather(self, counted: Counted, load: torch.Tensor) -> int:
-        """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
-        return _translated(
-            self._engine.gather,
-            counted.values.data_ptr(),
-            counted.values.numel(),
-            counted.id_bytes,
-            load.data_ptr(),
-            self._current_stream(),
-        )
-
-    def gather_and_plan(
-        self, counted: Counted, load: torch.Tensor, target_ppm: int, costs: Costs | None
-    ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
-        """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
+    def gather(
+        self, counted: torch.Tensor, load: torch.Tensor, objective: Objective | None = None
+    ) -> tuple[int, Plan | None]:
+        """Count contiguous ids on the device, exchange the counts, and plan if one launch can."""
+        id_bytes = counted.element_size() if counted.dim() == 2 else 0  # 0: these are counts
+        given = (counted.data_ptr(), counted.numel(), id_bytes, load.data_ptr())
+        stream = self._current_stream()
+        if objective is None or not self.plans_at_once:
+            return _translated(self._engine.gather, *given, stream), None
         memory, plan = self.plan_memory(load)
-        epoch = _translated(
+        return _translated(
             self._engine.gather_and_plan,
-            counted.values.data_ptr(),
-            counted.values.numel(),
-            counted.id_bytes,
-            load.data_ptr(),
+            *given,
             memory.data_ptr(),
             self._stages,
-            target_ppm,
-            costs,
-            self._current_stream(),
-        )
-        return epoch, plan, (counted.values, load, memory)
+            *objective,
+            stream,
+        ), plan
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Make the current stream wait; False if the call is known to have failed."""
@@ -221,7 +210,7 @@ class CudaEngine(CudaStages):
         """Block until a call has finished; False if it has failed."""
         return _translated(self._engine.synchronize, epoch)
 
-    def is_completed(self, epoch: int) -> bool:
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
         """Return whether a call has finished or failed."""
         try:
             return self._engine.is_completed(epoch)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, Form, Movable, count_in_torch, find_ends
+from ultraep_comm.engines.base import Engine, Form, Movable, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
@@ -133,12 +133,12 @@ class CudaStages(Engine):
             return value
         return value.cpu()
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
-        """Return a plan where the engine reads it, and whether that is on the device.
-
-        Raises:
-            UnsupportedError: it has to be copied, and the current stream is being captured.
-        """
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
+        """Return a plan where the engine reads it, and whether that is on the device."""
+        if in_bank:  # always there, as the table of what slots hold
+            return self._plan_for_bank(plan)
         if not self.is_on_device(plan):
             return self.to_host(plan, "the plan"), False
         most = _core.CUDA_MAX_DEVICE_SEGMENTS
@@ -158,13 +158,7 @@ class CudaStages(Engine):
             )
         return self.to_host(plan, "the plan"), False
 
-    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
-        """Return a plan of a bank on the device, where the table of what slots hold is.
-
-        Raises:
-            UnsupportedError: it has to be copied, and the current stream is being captured; or the
-                group has too many segments.
-        """
+    def _plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         on_device = self.is_on_device(plan)
         if on_device or self.topology.slots_per_rank == 0:  # no slots: nothing is moved
             return plan, on_device
@@ -212,31 +206,23 @@ class CudaStages(Engine):
 
     # ---- stages ---------------------------------------------------------------------------
 
-    def counts_of(self, routing: Tensor, form: Form) -> Tensor:
-        """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing."""
-        if not self.is_on_device(routing):
-            return super().counts_of(routing, form)
-        if form == "counts":
-            return self._as_counts(routing)
-        return count_in_torch(routing, self.topology.num_experts)
-
-    def count(self, routing: Tensor, form: Form) -> Counted:
-        """Return contiguous ids on the device, for the engine's kernel to count, or counts."""
-        if not self.is_on_device(routing) and self._device.is_capturing():
+    def count(self, routing: Tensor, form: Form, *, for_gather: bool = False) -> Tensor:
+        """Return int32 ``[E]``; ``for_gather``, on the device, or ids for the kernel to count."""
+        on_device = self.is_on_device(routing)
+        if for_gather and not on_device and self._device.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {form} is on the CPU, and the current stream is being"
                 " captured into a CUDA graph; pass a tensor on the device"
             )
-        if form == "topk_ids":
-            values, id_bytes = routing.contiguous(), routing.element_size()
+        if for_gather and form == "topk_ids":
+            found = routing.contiguous()
+        elif not on_device:
+            found = super().count(routing, form)
+        elif form == "counts":
+            found = self._as_counts(routing)
         else:
-            values, id_bytes = self.counts_of(routing, form), 0
-        return Counted(values if self.is_on_device(values) else self.to_device(values), id_bytes)
-
-    def empty_load(self) -> Tensor:
-        """Return uninitialised int32 ``[G, E]`` on the device."""
-        shape = (self.topology.num_ranks, self.topology.num_experts)
-        return self._device.empty(shape, torch.int32)
+            found = count_in_torch(routing, self.topology.num_experts)
+        return self.to_device(found) if for_gather and not self.is_on_device(found) else found
 
     def plan(
         self,
@@ -475,29 +461,32 @@ class CudaStages(Engine):
             )
         self._device.keep(itertools.chain.from_iterable(fields))
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return uninitialised uint8 memory on the device; in a capture, of its graph.
-
-        Raises:
-            UnsupportedError: the current stream is being captured by another library than torch.
-        """
-        if self.is_capturing() and not self._device.has_graph_pool():
+    def empty(self, shape: Sequence[int], *, of_graph: bool = False) -> Tensor:
+        """Return an uninitialised int32 tensor on the device."""
+        if of_graph and self.is_capturing() and not self._device.has_graph_pool():
             raise UnsupportedError(
                 f"rank {self.rank}: save in a capture into a CUDA graph that is not one of torch:"
                 " only with torch.cuda.graph does the memory of the plan belong to the graph. Save"
                 " the plan before, or capture with torch.cuda.graph"
             )
-        return self._device.empty((num_bytes,), torch.uint8)
+        return self._device.empty(shape, torch.int32)
 
     # ---- faults ---------------------------------------------------------------------------
 
-    def raise_fault(self) -> None:
+    def raise_fault(self, *, wait: bool = False) -> None:
         """Raise the error of a launch that has found its input invalid since the last call of this.
+
+        ``wait``: first for the launches outside captures; if any were captured, or torch's launches
+        count overruns, for the whole device.
 
         Raises:
             InvalidLoadError, InvalidPlanError, PlanHandleError: once per fault; of several faults,
                 the one that may have caused the others.
         """
+        if wait:
+            self.finish()
+            if self._stages.has_captured or self._overruns.has_counted:
+                self._device.settle()
         found = self._stages.take_faults()
         if found is None:
             self._overruns.raise_new()
@@ -534,15 +523,6 @@ class CudaStages(Engine):
         """Wait for the launches outside captures."""
         with _typed_errors():
             self._stages.await_idle()
-
-    def synchronize_captured(self) -> None:
-        """Wait for the launches outside captures; if any were captured, for the whole device.
-
-        The same for counts of overruns, which are torch's launches.
-        """
-        self.finish()
-        if self._stages.has_captured or self._overruns.has_counted:
-            self._device.settle()
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
