@@ -19,7 +19,6 @@ from tiers import cases, sampled
 import ultraep_comm as uec
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import count_traffic
-from ultraep_comm.plan.schedule import make_schedule
 
 Case = TypeVar("Case")
 MODES = ["push", "pull", "direct", "auto"]
@@ -114,14 +113,7 @@ def test_each_rank_stores_what_the_schedule_gives_it(engine: str, mode: str) -> 
             before = [group.bytes_stored for group in ranks.groups]
             ranks.replicate(weights, plan, mode=mode)
             stored = [g.bytes_stored - b for g, b in zip(ranks.groups, before, strict=True)]
-            schedule = make_schedule(
-                plan.slot_expert.numpy(),
-                home=plan.home.numpy(),
-                segment_bytes=sizes,
-                tile_bytes=tile,
-                mode=mode,
-            )
-            traffic = count_traffic(schedule, num_ranks=6, segment_bytes=sizes, tile_bytes=tile)
+            traffic = count_traffic(plan, mode, segment_bytes=sizes, tile_bytes=tile)
             assert stored == traffic.stores.tolist()
 
 

@@ -134,19 +134,19 @@ def verify_plan(plan: Plan, load: IntsLike, *, allow_cross_domain: bool = False)
     domains = np.zeros(plan.num_ranks, np.int32)
     if plan.domains is not None and not allow_cross_domain:
         domains = plan.domains.numpy()
-    balance = find_token_bound(total, home, domains, plan.slots_per_rank)
-    transfer = find_transfer_bound(slots, home)
+    bound, bound_reason, bound_ranks = find_token_bound(total, home, domains, plan.slots_per_rank)
+    experts, transfer_reason, transfer_ranks = find_transfer_bound(slots, home)
     return PlanCertificate(
         rank_tokens=tuple(_count_tokens(plan, total).tolist()),
-        bound_tokens=balance.tokens,
-        bound_reason=balance.reason,
-        bound_ranks=balance.ranks,
-        num_replicas=int((slots >= 0).sum()),
-        max_exports=transfer.max_exports,
-        max_imports=transfer.max_imports,
-        transfer_experts=transfer.experts,
-        transfer_reason=transfer.reason,
-        transfer_ranks=transfer.ranks,
+        bound_tokens=bound,
+        bound_reason=bound_reason,
+        bound_ranks=bound_ranks,
+        num_replicas=plan.num_replicas,
+        max_exports=plan.max_exports,
+        max_imports=plan.max_imports,
+        transfer_experts=experts,
+        transfer_reason=transfer_reason,
+        transfer_ranks=transfer_ranks,
     )
 
 

@@ -382,8 +382,8 @@ class Plan:
             return float("nan")
         load, home = self._expert_tokens(), self.home.cpu().numpy()
         total = int(load.sum())
-        found = find_token_bound(load, home, self._domains(), self.slots_per_rank)
-        return found.tokens * self.num_ranks / total if total else 1.0
+        tokens, _, _ = find_token_bound(load, home, self._domains(), self.slots_per_rank)
+        return tokens * self.num_ranks / total if total else 1.0
 
 
 def _sum_by_rank(

@@ -191,4 +191,4 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
     )
     assert main([*SMALL, "--against"]) == 2
-    assert "pip install 'ultraep_comm[model]'" in capsys.readouterr().err
+    assert "pip install 'ultraep_comm[bench]'" in capsys.readouterr().err
