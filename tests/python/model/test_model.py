@@ -21,10 +21,10 @@ from tiers import cases
 from ultraep_comm import Plan, _core, plan_replicas
 from ultraep_comm.bench.commands.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
+from ultraep_comm.bench.peers.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
 from ultraep_comm.model import MACHINES, Machine, find_machine, predict
 from ultraep_comm.model.predict import run_transfer
-from ultraep_comm.model.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm.model.timeline import SPAN, Span
 
 W = 37_748_736
