@@ -20,7 +20,6 @@ import ultraep_comm as uec
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import count_traffic
 from ultraep_comm.group.group import session_of
-from ultraep_comm.plan.schedule import make_schedule
 
 Case = TypeVar("Case")
 MODES = ["push", "pull", "direct", "auto"]
@@ -115,14 +114,7 @@ def test_each_rank_stores_what_the_schedule_gives_it(engine: str, mode: str) -> 
             before = [bytes_stored(group) for group in ranks.groups]
             ranks.replicate(weights, plan, mode=mode)
             stored = [bytes_stored(g) - b for g, b in zip(ranks.groups, before, strict=True)]
-            schedule = make_schedule(
-                plan.slot_expert.numpy(),
-                home=plan.home.numpy(),
-                segment_bytes=sizes,
-                tile_bytes=tile,
-                mode=mode,
-            )
-            traffic = count_traffic(schedule, num_ranks=6, segment_bytes=sizes, tile_bytes=tile)
+            traffic = count_traffic(plan, mode, segment_bytes=sizes, tile_bytes=tile)
             assert stored == traffic.stores.tolist()
 
 
