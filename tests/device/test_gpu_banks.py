@@ -38,6 +38,7 @@ from tiers import sampled
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
 def test_layers_of_one_bank_share_its_slots(engine: str) -> None:
     """On a device the slots are mapped behind each layer's mains."""
     groups = new_groups(2, engine=engine, banks=1, instances=True)
-    layers = [[group.empty_instances() for group in groups] for _ in range(3)]
+    layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers, 1):
         mains = [{name: t[:count] for name, t in own.items()} for own in layer]
@@ -228,7 +229,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
 
 def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) -> uec.Plan:
     plan = put_plan(group, plan_of(slots))
-    return replace(plan, home=group.session.engine.home, bank=bank, reuse=True)
+    return replace(plan, home=session_of(group).engine.home, bank=bank, reuse=True)
 
 
 def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
@@ -245,7 +246,9 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
                 group.banks[1].invalidate()
         hold(streams)
         plans = [
-            uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
+            uec.plan_replicas(
+                session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
+            )
             for group in groups
         ]
         works = start_all(groups, weights, plans)
@@ -253,7 +256,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
         synchronize_all(works)
         apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
         for plan in plans:
-            assert groups[0].session.engine.is_on_device(plan)
+            assert session_of(groups[0]).engine.is_on_device(plan)
             assert plan.bank == 1
             for name, tensor in apart.tensors().items():
                 assert torch.equal(getattr(plan, name).cpu(), tensor), name
@@ -264,7 +267,9 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     assert still == 2
     load[1, 2] = -1
     group = groups[0]
-    plan = uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
+    plan = uec.plan_replicas(
+        session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
+    )
     device.find_device().synchronize()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
@@ -279,7 +284,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
     weights = filled_weights(groups, 0)
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     loads = [
-        group.session.engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
+        session_of(group).engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
     ]
     plans: dict[int, uec.Plan] = {}
 

@@ -19,7 +19,7 @@ from tiers import cases, sampled
 import ultraep_comm as uec
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import count_traffic
-from ultraep_comm.plan.schedule import make_schedule
+from ultraep_comm.group.group import session_of
 
 Case = TypeVar("Case")
 MODES = ["push", "pull", "direct", "auto"]
@@ -114,14 +114,7 @@ def test_each_rank_stores_what_the_schedule_gives_it(engine: str, mode: str) -> 
             before = [bytes_stored(group) for group in ranks.groups]
             ranks.replicate(weights, plan, mode=mode)
             stored = [bytes_stored(g) - b for g, b in zip(ranks.groups, before, strict=True)]
-            schedule = make_schedule(
-                plan.slot_expert.numpy(),
-                home=plan.home.numpy(),
-                segment_bytes=sizes,
-                tile_bytes=tile,
-                mode=mode,
-            )
-            traffic = count_traffic(schedule, num_ranks=6, segment_bytes=sizes, tile_bytes=tile)
+            traffic = count_traffic(plan, mode, segment_bytes=sizes, tile_bytes=tile)
             assert stored == traffic.stores.tolist()
 
 
@@ -230,7 +223,7 @@ def test_a_layer_from_routing_to_slots(engine: str) -> None:
     num_ranks, num_experts = 4, 24
     with Ranks(engine, num_ranks, SEGMENTS, num_experts=num_experts) as ranks:
         weights = ranks.shared()
-        stages = ranks.groups[0].session.engine
+        stages = session_of(ranks.groups[0]).engine
         generator = torch.Generator().manual_seed(3)
         for turn in range(4):
             dtype = (torch.int32, torch.int64)[turn % 2]
@@ -269,7 +262,7 @@ def test_loads_of_many_sizes(engine: str) -> None:
     num_ranks, num_experts = 3, 40
     sizes = (0, 1, 33, 4096, 70_001) if engine == "cuda" else (0, 1, 33)
     with Ranks(engine, num_ranks, {"w": 64}, num_experts=num_experts) as ranks:
-        stages = ranks.groups[0].session.engine
+        stages = session_of(ranks.groups[0]).engine
         generator = torch.Generator().manual_seed(4)
         for tokens in sizes:
             shape = (num_ranks, tokens, 3)

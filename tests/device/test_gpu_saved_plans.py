@@ -19,6 +19,7 @@ from ranks import raised
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 EXPERT = {"w": Segment((33, 47), torch.float32), "b": Segment((3,), torch.float32)}
 LAYER, MICROBATCH = 3, 7
@@ -185,9 +186,9 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
         own, group = passes.bound[rank], passes.groups[rank]
         work = uec.reduce_expert_grads(own, handles[rank], group=group, async_op=True)
         assert work is not None
-        launched = group.session.engine.stage_launches  # type: ignore[union-attr]
+        launched = session_of(group).engine.stage_launches  # type: ignore[union-attr]
         handles[rank].release()
-        assert group.session.engine.stage_launches == launched  # type: ignore[union-attr]
+        assert session_of(group).engine.stage_launches == launched  # type: ignore[union-attr]
         work.wait()
         return work
 

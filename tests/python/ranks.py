@@ -85,7 +85,7 @@ def bytes_stored(group: uec.Group) -> int:
 
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
     """Set every byte of symmetric memory from the first slot on, including gaps."""
-    group.session.engine.memory[0].local[group.session.engine.layout.slots_base :] = value
+    session_of(group).engine.memory[0].local[session_of(group).engine.layout.slots_base :] = value
 
 
 def wrong_bytes(
@@ -97,17 +97,17 @@ def wrong_bytes(
     sentinel: int = 0xA5,
 ) -> int:
     """Return the number of wrong bytes in symmetric memory from the first slot on."""
-    offset = group.session.engine.layout.slots_base
-    expected = torch.full_like(group.session.engine.memory[0].local[offset:], sentinel)
+    offset = session_of(group).engine.layout.slots_base
+    expected = torch.full_like(session_of(group).engine.memory[0].local[offset:], sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
-        start = group.session.engine.layout.slot_offset[index] - offset
+        start = session_of(group).engine.layout.slot_offset[index] - offset
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             if expert >= 0:
                 at = start + slot * segment.nbytes
                 expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
-    return int((group.session.engine.memory[0].local[offset:] != expected).sum())
+    return int((session_of(group).engine.memory[0].local[offset:] != expected).sum())
 
 
 def random_plan(

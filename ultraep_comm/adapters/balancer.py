@@ -10,6 +10,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters.seams import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import LayerPass, Replication
 from ultraep_comm.nn.weights import Mains
 from ultraep_comm.weights.binding import Binding
@@ -87,8 +88,8 @@ class Balancer:
                 " batch, whose replicas would be overwritten; give each batch that is under way a"
                 " Balancer of its own, with slots of its own (bank=)"
             )
-            self.group.session.reject(error)
-            raise error
+            with rejecting(self.group):
+                raise error
         with torch.no_grad():
             run = self._calls.begin(self.weights, topk_ids, num_tokens=num_tokens, source=source)
         assert run.topk_ids is not None

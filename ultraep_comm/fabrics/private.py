@@ -29,11 +29,6 @@ class PrivateFabric:
         if not self._on_cpu:
             self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def begin(self, error: Exception | None) -> None:
-        """Raise the error: an allocation exchanges nothing."""
-        if error is not None:
-            raise error
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on this rank.
 

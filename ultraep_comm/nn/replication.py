@@ -10,7 +10,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.group.bank import Bank
-from ultraep_comm.group.group import session_of
+from ultraep_comm.group.group import is_on_device, rejecting, session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
     find_trained,
@@ -153,7 +153,7 @@ class Replication:
                 gradients and are neither float32 nor bfloat16.
         """
         group = self.group
-        with group.session.rejecting():
+        with rejecting(group):
             given = weights.tensors if isinstance(weights, Binding) else weights
             mains = local_weights(given, group)
             if torch.is_grad_enabled() and main_grads is None:
@@ -218,7 +218,7 @@ class Replication:
             )
         load = uec.gather_load(topk_ids, **given, group=group, source=source)
         if self._min_tokens:
-            if group.session.engine.is_on_device(load):
+            if is_on_device(load, group):
                 raise UnsupportedError(
                     f"rank {group.rank}: min_tokens={self._min_tokens} with a load on the device,"
                     " which the host does not read; use cost=PlanCost(...), by which small batches"

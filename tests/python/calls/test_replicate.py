@@ -23,11 +23,11 @@ from ranks import (
     raw,
     wrong_bytes,
 )
+from reference.schedule import make_schedule
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
 from ultraep_comm.engines.options import HOST_TILE_BYTES
-from ultraep_comm.plan.schedule import make_schedule
 from ultraep_comm.plan.topology import contiguous_home
 
 MODES = ["push", "pull", "direct", "auto"]

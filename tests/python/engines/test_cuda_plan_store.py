@@ -13,6 +13,7 @@ from ranks import make_weights, prepare_all, raised, start_all, synchronize_all,
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
+from ultraep_comm.group.group import session_of
 from ultraep_comm.nn.hooks import ExpertPass, restore_replicas
 
 E, S = 4, 1
@@ -48,8 +49,8 @@ def test_saved_plans_are_copies_on_the_device(
     for group, handle in zip(groups, handles, strict=True):
         kept = handle.plan
         assert emulated.is_on_device(kept.slot_expert)
-        assert group.session.engine is not None
-        assert kept.home is group.session.engine.home  # known to be the group's
+        assert session_of(group).engine is not None
+        assert kept.home is session_of(group).engine.home  # known to be the group's
         for name, tensor in kept.tensors().items():
             assert torch.equal(tensor, getattr(expected, name)), name
     weights = [make_weights(group) for group in groups]
@@ -172,7 +173,7 @@ def test_a_capture_has_memory_of_its_graph(
     plan = emulated.put_plan(plan_of(0))
     with group.save(plan):  # an entry of the store, which is free again
         pass
-    monkeypatch.setattr(group.session.plans, "_unused_marks", iter((0, 1)))
+    monkeypatch.setattr(session_of(group).plans, "_unused_marks", iter((0, 1)))
     emulated.synchronize()
     emulated.begin_capture()
     with monkeypatch.context() as patch:
@@ -289,7 +290,7 @@ def test_a_save_that_is_refused_keeps_no_entry(
         if captured:
             emulated.begin_capture()
         with monkeypatch.context() as patch:
-            patch.setattr(group.session.engine, "save", refuse)
+            patch.setattr(session_of(group).engine, "save", refuse)
             for _ in range(2):
                 with pytest.raises(errors.DeviceError, match="refused"):
                     group.save(plan)

@@ -132,7 +132,7 @@ def test_graph_replays_with_fresh_plans_and_weights(
             emulated.replay(graph)
             emulated.synchronize()
         check_bytes(groups, plan, epoch)
-    assert [group.session.engine.epoch for group in groups] == [2] * num_ranks
+    assert [group.health().epoch for group in groups] == [2] * num_ranks
 
 
 def test_graph_follows_weights_that_move(emulated: EmulatedDevice, groups_of: Any) -> None:

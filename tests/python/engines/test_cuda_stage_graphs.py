@@ -12,6 +12,7 @@ from stage_cases import EXPERT, Case, assert_same
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.calls import traced
+from ultraep_comm.group.group import session_of
 
 # ---- order --------------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ def test_closing_waits_for_launches(device: EmulatedDevice) -> None:
 
 def test_memory_grows_and_graphs_keep_theirs(device: EmulatedDevice) -> None:
     case = Case(1, num_ranks=2, num_experts=4, slots=1)
-    stages = case.group.session.engine
+    stages = session_of(case.group).engine
     assert stages is not None
     assert stages._stages.max_runs == 4
     for tokens in (10, 40, 150):  # of each expert

@@ -15,6 +15,7 @@ from ultraep_comm import errors
 from ultraep_comm.engines.cuda import stages as stages_module
 from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.engines.cuda.kernels import stage_shape
+from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology
 
 
@@ -106,7 +107,7 @@ def test_what_comes_from_the_cpu_is_uploaded(
     """Through page-locked memory: a plain copy of a CPU tensor waits for the stream on a GPU."""
     case, uploads = Case(0, num_ranks=3, num_experts=6, slots=2), []
     monkeypatch.setattr(device, "upload", lambda to, values: uploads.append((to, values)))
-    stages: Any = case.group.session.engine
+    stages: Any = session_of(case.group).engine
     values = torch.arange(6).reshape(2, 3).T
     copy = stages.to_device(values)
     ((to, given),) = uploads
@@ -226,7 +227,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
         return int(type(device.kernels).handle(device.kernels, name, shared_bytes))
 
     small = Case(0, num_ranks=2, num_experts=4, slots=1)
-    shape = small.group.session.engine._shape  # type: ignore[union-attr]
+    shape = session_of(small.group).engine._shape  # type: ignore[union-attr]
     small.close()
     device.kernels.handle = handle  # type: ignore[method-assign]
     for warps in (8, 3, 1):
@@ -437,7 +438,7 @@ def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, 
 def test_the_first_fault_stays(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=2, num_experts=4, slots=1)
     plan = uec.plan_replicas(device.put(torch.zeros(2, 4, dtype=torch.int32)), group=case.group)
-    stages = case.group.session.engine
+    stages = session_of(case.group).engine
     assert stages is not None
     for bad in (77, 78):  # the second is made before the first is known
         stages.reroute(device.put(torch.tensor([[bad]])), plan)
@@ -491,7 +492,7 @@ def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
     load = case.load(50)
     plan = uec.plan_replicas(device.put(load), group=case.group, target=1.0)
     device.synchronize()
-    rows = case.group.token_capacity(load.sum(dim=1).tolist(), 1)
+    rows = case.group.topology.token_capacity(load.sum(dim=1).tolist(), 1)
     ends = case.group.instance_offsets(plan, pad_to=rows)
     assert device.is_on_device(plan.slot_expert)
     assert ends.equal(case.group.instance_offsets(plan.cpu(), pad_to=rows))

@@ -84,7 +84,7 @@ def test_every_mode_moves_every_byte(
 @pytest.mark.parametrize("on_device", [False, True])
 def test_instances_of_each_bank(device: EmulatedDevice, on_device: bool) -> None:
     groups = _groups(3, 6, 2, banks=2, instances=True)
-    layers = [[group.empty_instances(bank) for group in groups] for bank in range(2)]
+    layers = [[group.banks[bank].empty_instances() for group in groups] for bank in range(2)]
     mains = [[{name: t[:2] for name, t in own.items()} for own in layer] for layer in layers]
     last = [0, 0]
     for epoch, (mode, bank) in enumerate(itertools.product(MODES, range(2)), 1):
