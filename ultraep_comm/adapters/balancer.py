@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters.seams import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.nn import LayerPass, Replication
-from ultraep_comm.nn.weights import Mains
+from ultraep_comm.nn import Replication
+from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 
@@ -39,9 +39,7 @@ class Balancer:
         plan: of the last batch; None: there was none.
     """
 
-    def __init__(
-        self, group: uec.Group, weights: Mapping[str, Mains] | Binding, **options: Any
-    ) -> None:
+    def __init__(self, group: uec.Group, weights: Weights | Binding, **options: Any) -> None:
         """Describe a layer.
 
         Args:
