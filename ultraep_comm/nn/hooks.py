@@ -12,8 +12,8 @@ them, the gradient reduction starts when the experts are done, and it is joined 
 of the layer's input leaves. Data dependences enforce this order: each hook takes what the previous
 one returned.
 
-A pass is given ``main_grads`` where the experts accumulate gradients by themselves: only activations
-go through :func:`start_reduction` then.
+A pass is given ``main_grads`` where the experts accumulate gradients by themselves: then only
+activations go through :func:`start_reduction`.
 """
 
 from __future__ import annotations
