@@ -93,6 +93,11 @@ class Balancer:
         self._run, self.plan = run, run.plan
         return run.topk_ids
 
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a batch's replicas have not been waited for."""
+        return self._run is not None
+
     def wait(self) -> None:
         """Order what follows after the replicas' arrival: on a CUDA group, in the current stream.
 
