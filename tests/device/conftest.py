@@ -19,8 +19,8 @@ def gpu() -> torch.device:
 
 
 def _prepare(request: pytest.FixtureRequest) -> str:
-    if request.param not in ("host", "processes"):
-        request.getfixturevalue("gpu" if request.param == "cuda" else request.param)
+    if request.param in ("cuda", "emulated"):
+        request.getfixturevalue("gpu" if request.param == "cuda" else "emulated")
     return str(request.param)
 
 
@@ -35,6 +35,19 @@ def engine(request: pytest.FixtureRequest) -> str:
 )
 def any_engine(request: pytest.FixtureRequest) -> str:
     """These, and the host engine in processes, of which each runs the test as one of the ranks."""
+    return _prepare(request)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        "emulated",
+        "host",
+        pytest.param("c10d", marks=pytest.mark.exhaustive),
+    ]
+)
+def loopback_engine(request: pytest.FixtureRequest) -> str:
+    """Every engine, its ranks in this process."""
     return _prepare(request)
 
 
