@@ -23,7 +23,8 @@ from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.group.group import rejecting
 from ultraep_comm.group.layers import group_for
-from ultraep_comm.nn import LayerPass, Replication
+from ultraep_comm.nn import Replication
+from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented

@@ -38,7 +38,7 @@ def join_instances(
 
     Args:
         mains: in memory of the bank's ``empty_instances()``, ``{name: tensor [M, *shape]}``, as
-            :meth:`LayerPass.before_experts` or :func:`start_reduction` return them.
+            :meth:`LayerPass.before_experts` returns them.
         slots: likewise, ``{name: [S, *shape]}``.
         group: whose memory it is.
         bank: whose slots they are.

@@ -141,7 +141,7 @@ def _forks(rank: int, what: str) -> Any:
     if rank == 1:
         time.sleep(0.5)
     kept.append(uec.replicate_experts(make_weights(kept[0]), PLAN, group=kept[0], async_op=True))
-    pipes = {_link(fd) for fd in kept[0].session.engine.fabric._opened} - {"anon_inode:[pidfd]"}
+    pipes = {_link(fd) for fd in session_of(kept[0]).engine.fabric._opened} - {"anon_inode:[pidfd]"}
     assert len(pipes) == 2
     child = _fork(lambda: _child(kept, what, pipes)) if rank == 0 else 0
     kept[1].wait()

@@ -75,7 +75,6 @@ class Replicas:
         ]
         self._layer, self._mains = layer, mains
         self._places = {name: weight.data_ptr() for name, weight in weights.items()}
-        self._is_under_way = False
         self.balancer = Balancer(
             group,
             group.bind({name: weight.data[:mains] for name, weight in weights.items()}),
@@ -146,7 +145,6 @@ class Replicas:
         self._check_again()
         number = self._count_tokens(len(topk_ids))
         source = 0 if self.has_all else None
-        self._is_under_way = True
         rows = self.balancer.begin(topk_ids, num_tokens=number, source=source)
         if number is None:
             return rows
@@ -171,8 +169,7 @@ class Replicas:
 
     def wait(self) -> None:
         """Order what follows after the replicas' arrival, once for each batch."""
-        if self._is_under_way:
-            self._is_under_way = False
+        if self.balancer.is_under_way:
             self.balancer.wait()
             for tail, slots in self._tails:
                 tail.copy_(slots)
