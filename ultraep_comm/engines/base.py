@@ -295,19 +295,13 @@ class Engine:
         """
         given = self.to_host(routing, form) if self.is_on_device(routing) else routing
         if form == "counts":
-            return self._check_counts(given)
+            if bad := _first_bad(given):
+                raise bad_count_error(self.rank, bad[0], int(given[bad]))
+            return given.int().contiguous()
         if form == "routing_map":  # bool sums are slow in torch
             bytes_of = given.contiguous().view(torch.uint8).numpy()
             return torch.from_numpy(np.add.reduce(bytes_of, axis=0, dtype=np.int32))
         return self._count_ids(given)
-
-    def _check_counts(self, counts: Tensor) -> Tensor:
-        if len(counts):
-            low, high = (int(bound) for bound in counts.aminmax())
-            if low < 0 or high >= 2**31:
-                expert = int(((counts < 0) | (counts.long() >= 2**31)).nonzero()[0])
-                raise bad_count_error(self.rank, expert, int(counts[expert]))
-        return counts.int().contiguous()
 
     def _count_ids(self, topk_ids: Tensor) -> Tensor:
         counts = torch.empty(self.topology.num_experts, dtype=torch.int32, device="cpu")
@@ -487,15 +481,21 @@ def _arrays(plan: Plan) -> PlanArrays:
 
 def check_load_values(load: Tensor) -> None:
     """Raise InvalidLoadError for values of a load on the CPU that no plan can have."""
-    if load.numel() == 0:
-        return
-    low, high = (int(bound) for bound in load.aminmax())
-    if low < 0 or high >= 2**31:
-        wide = load.long()  # 2**31 is no int32
-        at = tuple(((wide < 0) | (wide >= 2**31)).nonzero()[0].tolist())
+    if bad := _first_bad(load):
         raise InvalidLoadError(
-            f"load{list(at)} is {int(load[at])}; expected at least 0, below 2**31"
+            f"load{list(bad)} is {int(load[bad])}; expected at least 0, below 2**31"
         )
+
+
+def _first_bad(counts: Tensor) -> tuple[int, ...]:
+    """Return the index of the first number that is no int32 of at least 0; empty: there is none."""
+    if counts.numel() == 0:
+        return ()
+    low, high = (int(bound) for bound in counts.aminmax())
+    if low >= 0 and high < 2**31:
+        return ()
+    wide = counts.long()  # 2**31 is no int32
+    return tuple(((wide < 0) | (wide >= 2**31)).nonzero()[0].tolist())
 
 
 def count_in_torch(routing: Tensor, num_experts: int) -> Tensor:

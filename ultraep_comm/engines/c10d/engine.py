@@ -1,7 +1,7 @@
 """The c10d engine of one rank.
 
 One thread per group makes its calls, in their order, on channels of the group's own. On a device it
-issues each call's operations before the caller goes on, so that they keep their place among the
+issues each call's operations before the caller continues, so that they keep their place among the
 caller's own collectives, as NCCL requires.
 """
 
