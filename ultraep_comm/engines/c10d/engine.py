@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -65,7 +65,7 @@ class _Job:
     table: Tensor | None = None
     clear: Sequence[Tensor] = ()
     events: tuple[Any, Any] | None = None
-    lacking: set[int] = field(default_factory=set)
+    lacking: Container[int] = ()
     keep: object = None
 
 
@@ -196,9 +196,9 @@ class C10dEngine(Engine):
                 slots = self._slots[bank]
                 main = _find_mains(bound.tensors, list(slots), as_bytes=True)
                 job.movement = movement = Transfer(
-                    steps, self._channel, digest, [*slots.values()], main, self._slot_done(job)
+                    steps, self._channel, digest, [*slots.values()], main, self._wake_waits
                 )
-                job.lacking = set(movement.filled)
+                job.lacking = movement.missing
             self._submit(job)
         if self._order is not None:
             # Rule: the call's operations are issued before the caller's next ones, on every rank.
@@ -246,13 +246,9 @@ class C10dEngine(Engine):
         self._jobs.append(job)
         self._changed.notify_all()
 
-    def _slot_done(self, job: _Job) -> Callable[[int], None]:
-        def note(slot: int) -> None:
-            with self._changed:
-                job.lacking.discard(slot)
-                self._changed.notify_all()
-
-        return note
+    def _wake_waits(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # ---- the thread -------------------------------------------------------------------------
 

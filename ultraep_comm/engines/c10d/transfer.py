@@ -21,7 +21,10 @@ class Transfer(Movement):
         steps, channel, digest: as for `Movement`.
         slots: by segment, uint8 ``[S, bytes]`` of the call's bank.
         main: returns the bytes of a main's segment, given the segment's and the main's index.
-        on_slot: called with a slot once it is complete.
+        on_slot: called once a slot is complete.
+
+    Attributes:
+        missing: messages that it has yet to receive, by slot; complete slots are not in it.
     """
 
     def __init__(
@@ -31,16 +34,11 @@ class Transfer(Movement):
         digest: int,
         slots: Sequence[torch.Tensor],
         main: Callable[[int, int], torch.Tensor],
-        on_slot: Callable[[int], None],
+        on_slot: Callable[[], None],
     ) -> None:
         super().__init__(steps, channel, digest)
         self._slots, self._main, self._on_slot = slots, main, on_slot
-        self._missing = Counter(step.place for step in steps if step.kind is _Kind.RECEIVE)
-
-    @property
-    def filled(self) -> frozenset[int]:
-        """Return the slots that this call has yet to complete."""
-        return frozenset(self._missing)
+        self.missing = Counter(step.place for step in steps if step.kind is _Kind.RECEIVE)
 
     def prepare(self, step: Step) -> torch.Tensor:
         """Return bytes of a main or of a slot."""
@@ -52,7 +50,7 @@ class Transfer(Movement):
 
     def arrived(self, step: Step, tensor: torch.Tensor) -> None:
         """Count down what a slot lacks."""
-        self._missing[step.place] -= 1
-        if self._missing[step.place] == 0:
-            del self._missing[step.place]
-            self._on_slot(step.place)
+        self.missing[step.place] -= 1
+        if self.missing[step.place] == 0:
+            del self.missing[step.place]
+            self._on_slot()
