@@ -182,7 +182,8 @@ def _gather(
     on_device = engine.is_on_device(routing)
     try:
         epoch, plan = engine.gather(counted, load, objective if on_device else None)
-        work = session.submit(epoch, (counted, load, plan), operation)
+        made = "gather_load" if plan is None else "gather_and_plan"
+        work = session.submit(epoch, (counted, load, plan), made)
         if engine.is_on_device(load) == on_device:
             work.wait()
             return load, plan
