@@ -19,6 +19,7 @@ from reference.schedule import make_schedule
 from tiers import cases, sampled
 
 import ultraep_comm as uec
+from ultraep_comm.bench.inside import put
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import group_offsets
 from ultraep_comm.group.group import session_of
@@ -284,7 +285,7 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
             ids = skewed.to(dtype)
             ids[:, ::7, 1] = -1
             own_ids = [ids[group.rank] for group in groups]
-            there = [session_of(groups[0]).engine.to_device(own) for own in own_ids]
+            there = [put(groups[0], own) for own in own_ids]
             loads = loopback(
                 len(groups),
                 lambda r, own=there: uec.gather_load(own[r], group=groups[r]),
@@ -327,7 +328,7 @@ def test_loads_of_many_sizes(engine: str) -> None:
         for tokens in sizes:
             shape = (num_ranks, tokens, 3)
             ids = torch.randint(-1, num_experts, shape, generator=generator)
-            there = [session_of(ranks.groups[0]).engine.to_device(own) for own in ids]
+            there = [put(ranks.groups[0], own) for own in ids]
             for step in (1, 2):
                 loads = loopback(
                     num_ranks,
