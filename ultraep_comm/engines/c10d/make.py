@@ -159,7 +159,7 @@ def make_group_engine(
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
     """
-    options.refuse_check("the c10d engine")
+    options.refuse_check("c10d")
     device = find_device(rendezvous.group, options.device)
     if not dist.is_gloo_available():
         raise UnsupportedError("engine='c10d' compares calls over gloo, which torch lacks here")
