@@ -18,6 +18,7 @@ from ranks import (
     fan_out_plan,
     fill_weights,
     make_weights,
+    plan_alone,
     random_plan,
     raw,
     wrong_bytes,
@@ -304,7 +305,7 @@ def test_a_layer_from_routing_to_slots(ranks: RankPool) -> None:
         assert all(load == loads[0] for load in loads)
         assert all(plan == plans[0] for plan in plans)
         # Each instance receives the quota that the plan gives it, over all sources.
-        plan = uec.plan_replicas(torch.tensor(loads[0]), slots_per_rank=slots)
+        plan = plan_alone(torch.tensor(loads[0]), slots_per_rank=slots)
         assert plan.slot_expert.tolist() == plans[0]
         ids = torch.tensor(physical).flatten()
         stride = num_experts // num_ranks + slots
