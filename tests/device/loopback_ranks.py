@@ -167,11 +167,11 @@ class Ranks:
     def settle(self) -> None:
         """Wait for the emulated device, whose streams do not order torch's own operations."""
         if self.engine == "emulated":
-            device.find_device().settle()
+            device.find_device().synchronize()
 
     def finish(self) -> None:
         """Wait for the device."""
-        device.find_device().settle()
+        device.find_device().synchronize()
 
     def hold(self) -> None:
         """Do :func:`hold` for this engine."""

@@ -271,7 +271,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     plan = uec.plan_replicas(
         session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
     )
-    device.find_device().settle()
+    device.find_device().synchronize()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
         uec.plan_replicas(load, group=group, bank=1, reuse=True)
@@ -293,7 +293,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
         plans[rank] = uec.plan_replicas(loads[rank], group=groups[rank], bank=1, reuse=True)
         uec.replicate_experts(bound[rank], plans[rank], group=groups[rank])
 
-    device.find_device().settle()
+    device.find_device().synchronize()
     replicate(groups, weights, plan_of([[-1, -1]] * 4))  # loads the kernels
     _, replay = graphs.capture(lambda: on_each(graphs, len(groups), calls))
     load, slots = torch.ones(4, E, dtype=torch.int32), torch.full((4, S), -1)
@@ -303,7 +303,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
             own.copy_(load)
         before = stored(groups)
         replay()
-        device.find_device().settle()
+        device.find_device().synchronize()
         apart = plan_alone(load, num_ranks=4, slots_per_rank=S, residents=slots)
         slots = apart.slot_expert
         assert stored(groups) - before == apart.num_moves
@@ -396,7 +396,7 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     first = [_slots_on_device(g, [[-1, -1], [0, -1], [0, 1]]) for g in groups]
     second = [_slots_on_device(g, [[-1, -1], [0, 6], [-1, -1]]) for g in groups]
-    device.find_device().settle()
+    device.find_device().synchronize()
 
     def calls(rank: int) -> None:
         for plan in (first[rank], second[rank]):
@@ -410,7 +410,7 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     for _ in range(3):
         before = stored(groups)
         replay()
-        device.find_device().settle()
+        device.find_device().synchronize()
         moved.append(stored(groups) - before)
     assert moved == ([1, 4, 4] if tells else [1, 0, 0])
     held: Held = {(0, 1, 0): (0, 0), (0, 2, 0): (0, 0), (0, 2, 1): (1, 0), (0, 1, 1): (6, 0)}
@@ -434,7 +434,7 @@ def test_a_stream_waits_for_single_slots(streams: str) -> None:
     works[2].wait(slots=[0])
     with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[0\]"):
         works[2].wait(slots=[1])
-    device.find_device().settle()  # what the stream waits for has come
+    device.find_device().synchronize()  # what the stream waits for has come
     assert works[1].slot_ready(1)
     ready = [group.banks[1].ready.tolist() for group in groups]
     assert ready == [[0, 0], [3, 3], [3, 0], [0, 0]]

@@ -143,7 +143,7 @@ def test_a_graph_adds_fresh_gradients(streams: str) -> None:
         grads.fill(seed)
         held.slot_expert.copy_(plan.slot_expert)
         replay()
-        device.find_device().settle()
+        device.find_device().synchronize()
         grads.check(plan)
     close_all(groups)
 

@@ -42,7 +42,7 @@ class Passes:
         # Load lazily loaded kernels before captures.
         self.each(lambda rank: self.groups[rank].save(self.given).release())
         self.each(lambda rank: self.reduce(rank, self.given))
-        self._device.settle()
+        self._device.synchronize()
 
     def plan(self, seed: int) -> uec.Plan:
         home = self.groups[0].topology.home.tolist()
@@ -75,7 +75,7 @@ class Passes:
         if seed is not None:
             self.given.slot_expert.copy_(self.plan(seed).slot_expert)
         replay()
-        self._device.settle()
+        self._device.synchronize()
         self.given.slot_expert.fill_(-1)
 
     def take_turns(self, forward: Replay, backward: Replay, seeds: Iterable[int]) -> None:
@@ -203,7 +203,7 @@ def test_a_mark_that_is_given_up_is_free_for_another_graph(passes: Passes) -> No
     for handle in handles:  # the graph is gone, its last plan was never reduced
         handle.release()
     passes.each(lambda rank: passes.reduce(rank, passes.plan(0)))
-    passes._device.settle()
+    passes._device.synchronize()
     again, forward, backward = passes.capture_passes()
     assert [handle.saved.in_use for handle in again] == marks
     passes.take_turns(forward, backward, (2, 3))
@@ -222,7 +222,7 @@ def test_an_eager_reduction_ends_the_use(
     passes.run(forward, 1)
     passes.grads.fill(1)
     passes.each(lambda rank: passes.reduce(rank, handles[rank]))
-    passes._device.settle()
+    passes._device.synchronize()
     passes.grads.check(passes.plan(1))
     passes.run(forward, 2)
     passes.assert_no_fault()

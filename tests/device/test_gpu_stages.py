@@ -35,7 +35,7 @@ def put(case: Case, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle() -> None:
-    device.find_device().settle()
+    device.find_device().synchronize()
 
 
 def check(case: Case, most: int) -> None:

@@ -202,7 +202,7 @@ class _Replicas:
         group = self.calls.group
         local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
         by_expert = zip(*(mains[name] for name in self._names), strict=True)
-        by_slot = zip(*(unbind_slots(slots[n], plan, group.rank) for n in self._names), strict=True)
+        by_slot = zip(*(unbind_slots(slots[n], plan, group) for n in self._names), strict=True)
         weights = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
         return [functools.partial(_run, *own) for own in zip(local, weights, strict=True)]
 

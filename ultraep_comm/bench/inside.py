@@ -23,12 +23,14 @@ def device_stages(group: Group) -> CudaStages:
 
 def plans_at_once(group: Group) -> bool:
     """Return whether `gather_and_plan` is one launch."""
-    return bool(session_of(group).engine.plans_at_once)
+    engine = session_of(group).engine
+    return isinstance(engine, CudaEngine) and engine.plans_at_once
 
 
 def put(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the group's device."""
-    return session_of(group).engine.to_device(tensor)
+    engine = session_of(group).engine
+    return engine.to_device(tensor) if isinstance(engine, CudaStages) else tensor
 
 
 def launch_counts(group: Group) -> tuple[int, int]:
@@ -79,8 +81,9 @@ def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> lis
     loads, works = [], []
     for group, own in zip(groups, ids, strict=True):
         session = session_of(group)
-        counted, load = session.engine.count(own, "topk_ids"), session.engine.empty_load()
-        epoch = session.engine.gather(counted, load)
+        counted = session.engine.count(own, "topk_ids", for_gather=True)
+        load = session.engine.empty((group.num_ranks, group.topology.num_experts))
+        epoch, _ = session.engine.gather(counted, load)
         works.append(session.submit(epoch, (own, load), "gather_load"))
         loads.append(load)
     for work in works:
@@ -96,9 +99,11 @@ def gather_and_plan_together(
     for group, own in zip(groups, ids, strict=True):
         session = session_of(group)
         objective = plan_objective(target, None, group)
-        counted, load = session.engine.count(own, "topk_ids"), session.engine.empty_load()
-        epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
-        works.append(session.submit(epoch, keep, "gather_and_plan"))
+        counted = session.engine.count(own, "topk_ids", for_gather=True)
+        load = session.engine.empty((group.num_ranks, group.topology.num_experts))
+        epoch, plan = session.engine.gather(counted, load, objective)
+        assert plan is not None
+        works.append(session.submit(epoch, (counted, load, plan), "gather_and_plan"))
         plans.append(plan)
     for work in works:
         work.wait()

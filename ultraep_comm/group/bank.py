@@ -104,7 +104,7 @@ class Bank(Shared):
                 " stands for it; call it outside, or give replicate_experts a larger version="
             )
         session.require_open("invalidate")
-        reader = session.engine.reader(self.index)
+        reader = session.engine.invalidate(self.index)
         if reader:
             raise GroupBusyError(
                 f"rank {session.rank}: invalidate() of bank {self.index} while call {reader}, which"
@@ -112,7 +112,6 @@ class Bank(Shared):
                 rank=session.rank,
                 live=[],
             )
-        session.engine.invalidate(self.index)
 
     # ---- one tensor for all instances -----------------------------------------------------
 

@@ -352,8 +352,7 @@ class Session(Shared):
                 epoch=engine.epoch,
             )
         if not self.aborted:
-            engine.synchronize_captured()
-            engine.raise_fault()
+            engine.raise_fault(wait=True)
             if busy is not None and failed == 0:
                 raise busy
 

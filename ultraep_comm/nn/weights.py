@@ -9,6 +9,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.group.group import session_of
 from ultraep_comm.weights.binding import GRAD_TYPES
 from ultraep_comm.weights.segments import Segment, local_part, plain_mapping
 
@@ -73,14 +74,14 @@ def check_trained(weights: Mapping[str, Mains], rank: int) -> None:
                 )
 
 
-def unbind_slots(slots: Tensor, plan: uec.Plan, rank: int) -> Sequence[Tensor]:
+def unbind_slots(slots: Tensor, plan: uec.Plan, group: uec.Group) -> Sequence[Tensor]:
     """Return the tensors of a rank's slots ``[S, *shape]``, without a graph where one is empty.
 
     Nobody needs an empty slot's gradient, which would be computed, as zeros. On a device the host
     does not know which slots are empty.
     """
     parts = slots.unbind()
-    if plan.slot_expert.device.type != "cpu":
+    if session_of(group).engine.is_on_device(plan):
         return parts
-    held = plan.slot_expert[rank].tolist()
+    held = plan.slot_expert[group.rank].tolist()
     return [part if e >= 0 else part.detach() for e, part in zip(held, parts, strict=True)]

@@ -13,6 +13,7 @@ import torch
 from ranks import (
     MIXED,
     RankPool,
+    bytes_stored,
     clear_slots,
     expert_bytes,
     fan_out_plan,
@@ -93,7 +94,7 @@ def test_every_mode_moves_every_byte(
 
 
 def _stored(rank: int, process_group: Any, domains: list[int] | None) -> Any:
-    bytes_stored = {}
+    stored = {}
     options = {"domains": domains, "allow_cross_domain": domains is not None}
     expert = {"w": Segment((1 << 20,), torch.uint8)}
     with _group(process_group, 16, 2, expert=expert, **options) as group:
@@ -102,8 +103,8 @@ def _stored(rank: int, process_group: Any, domains: list[int] | None) -> Any:
             for i, plan in enumerate(_plans(group.num_ranks, 16, 2)):
                 before = bytes_stored(group)
                 uec.replicate_experts(weights, plan, group=group, mode=mode)
-                bytes_stored[mode, i] = bytes_stored(group) - before
-    return bytes_stored
+                stored[mode, i] = bytes_stored(group) - before
+    return stored
 
 
 @pytest.mark.parametrize("domains", [None, [0, 0, 0, 4, 4, 4, 4, 1]], ids=["one", "three"])

@@ -21,7 +21,7 @@ EXPERT = {"w": ((8,), torch.float32)}
 def group(emulated: EmulatedDevice) -> Iterator[uec.Group]:
     made = make_group()
     yield made
-    emulated.settle()
+    emulated.synchronize()
     made.abort()
     made.close()
 
@@ -215,7 +215,7 @@ def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: ue
     routing = emulated.put(torch.zeros(3, 4, dtype=torch.bool))
     plan = uec.plan_replicas(load, group=group)
     uec.reroute(ids, plan, group=group)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     spoil(emulated)
     calls: list[Callable[[], object]] = [
@@ -275,7 +275,7 @@ def test_closing_behind_a_replay_of_stages_alone(emulated: EmulatedDevice) -> No
     group = make_group()
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
     uec.plan_replicas(load, group=group)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     uec.plan_replicas(load, group=group)
     graph = emulated.end_capture()

@@ -235,7 +235,7 @@ def test_nothing_waits_for_the_whole_device(device: FakeDevice) -> None:
     for group in groups:
         group.bind(make_weights(group))
     close_all(groups)
-    assert device.settled == 0
+    assert device.synchronized == 0
 
 
 @pytest.mark.parametrize(

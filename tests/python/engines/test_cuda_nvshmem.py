@@ -60,7 +60,7 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     load = device.empty((2, E), torch.int32).zero_()
     planned = uec.plan_replicas(load, group=group)
     assert device.launches()[-1] == "ultraep_plan"
-    assert device.holds(planned.slot_expert)
+    assert device.is_on_device(planned.slot_expert)
     group.close()
     kept = len(runtime.freed)
     other.close()
@@ -68,7 +68,7 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     freed = len(runtime.freed)
     third.close()
     assert not runtime.registered  # no kernel of these groups calls NVSHMEM
-    assert device.settled == 0  # other groups' kernels may be waiting for peers
+    assert device.synchronized == 0  # other groups' kernels may be waiting for peers
     return {
         "uids": [uid == bytes(range(128)) for uid in uids],
         "launches": launches[-1],
@@ -116,7 +116,7 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     for given in (ids, here):
         load = uec.gather_load(given, group=apart)
         assert load.tolist() == [[int(e == r) + int(e == 3) for e in range(E)] for r in range(4)]
-        assert device.holds(load) == (given is here)
+        assert device.is_on_device(load) == (given is here)
     assert uec.gather_and_plan(ids, group=apart).load is not None
     apart.close()
     with pytest.raises(errors.UnsupportedError, match="the gradients of replicas are loaded by"):

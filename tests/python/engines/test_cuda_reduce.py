@@ -89,7 +89,7 @@ def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any)
         moved = emulated.put_plan(plan)
         for group in groups:
             uec.replicate_experts(weights[group.rank], plan, group=group, async_op=True)
-        emulated.settle()
+        emulated.synchronize()
         grads.fill(seed)
         works = []
         for group in groups:
@@ -108,7 +108,7 @@ def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) 
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     plan = fan_out_plan(3, 7, 2)
     held = emulated.put_plan(plan)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     for work in grads.start(held, bound):
         work.wait()
@@ -125,7 +125,7 @@ def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) 
             synchronize_all(grads.start(plan, bound))
         else:
             emulated.replay(graph)
-            emulated.settle()
+            emulated.synchronize()
         grads.check(plan)
 
 
@@ -135,7 +135,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
     grads = RankGrads(groups, MAINS)
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     held = emulated.put_plan(plan)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     with pytest.raises(errors.UnsupportedError, match=r"^rank 0: .*the plan is on the CPU"):
         start(groups[:1], bound, plan)

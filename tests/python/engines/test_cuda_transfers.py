@@ -122,7 +122,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
             device.stream = 100 + group.rank
             own = expert_bytes(epoch, group.rank, 0, expert["w"])
             fresh.append(own)
-            device.delay(20_000)  # the weights come late,
+            device.delay(200_000)  # the weights come late,
             device.copy(raw(weights[group.rank]["w"][0], expert["w"]), own)
             works += start_all([group], weights, plan)
         for group, work in zip(groups, works, strict=True):
@@ -132,7 +132,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
             seen.append(torch.empty(40_000, dtype=torch.uint8))
             device.copy(seen[-1], raw(group.slots["w"][0], expert["w"]))
             device.copy(weights[group.rank]["w"], torch.zeros_like(weights[group.rank]["w"]))
-        device.settle()
+        device.synchronize()
         assert torch.equal(seen[0], fresh[1])
         assert torch.equal(seen[1], fresh[0])
     close_all(groups)
@@ -162,7 +162,7 @@ def test_another_plan_on_one_rank_fails_everywhere_and_poisons(device: EmulatedD
     works = []
     for group in groups:
         works += start_all([group], weights, other if group.rank == 2 else plan)
-    device.settle()
+    device.synchronize()
     assert_mismatch(works)
     assert all(isinstance(work.exception(), errors.TransferError) for work in works)
     for group in groups:
@@ -179,7 +179,7 @@ def test_a_group_that_is_aborted_ends_what_its_peers_wait_for(device: EmulatedDe
     with pytest.raises(errors.GroupClosedError):
         uec.replicate_experts(weights[0], plan, group=groups[0])
     (work,) = start_all(groups[1:], weights, plan)
-    device.settle()
+    device.synchronize()
     with pytest.raises(errors.TransferAbortedError) as caught:
         work.synchronize()
     assert caught.value.root == 0

@@ -93,7 +93,7 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
             async_op = (rank + epoch) % 2 == 0
             work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=async_op)
             assert (work is not None) == async_op
-            device.settle()
+            device.synchronize()
             assert wrong_bytes(group, plan, epoch) == 0, (rank, mode)
     load = uec.gather_load(torch.tensor([[rank, 0]]), group=group)
     assert load.sum(dim=1).tolist() == [2] * num_ranks
@@ -136,7 +136,7 @@ def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -
             found = path()
         else:
             device.replay(graph)
-        device.settle()
+        device.synchronize()
         load, plan, physical = found
         rows = [torch.bincount(own.flatten() + 1, minlength=E + 1)[1:].int() for own in ids]
         assert torch.equal(load, torch.stack(rows))
@@ -164,10 +164,10 @@ def test_kernels_run_between_processes(
 
 def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     memory, device = FakeMemory(folder, offset=128 * rank), FakeDevice()
-    device.settle_stream = lambda: memory.log.append("settle")  # type: ignore[method-assign]
+    device.synchronize_stream = lambda: memory.log.append("synchronize")  # type: ignore[method-assign]
     group = _new_group(process_group, memory, device)
     region = session_of(group).engine.memory[0]
-    assert memory.log == ["allocate", "settle", "handle_types", "rendezvous"]
+    assert memory.log == ["allocate", "synchronize", "handle_types", "rendezvous"]
     assert int(region.local.count_nonzero()) == 0
     # The other rank reads what a rank writes, at its own address of that memory.
     assert region.bases[rank] == region.local.data_ptr()

@@ -340,7 +340,7 @@ def test_a_rank_that_does_not_call_is_named(ranks: RankPool) -> None:
             assert name == "TransferAbortedError"
             continue
         assert name in ("TransferTimeoutError", "TransferAbortedError")
-        assert seconds < limit + 1
+        assert seconds < 10  # no default limit of 30 s, nor that of the process group
         if name == "TransferTimeoutError":
             assert isinstance(peer, int)
             assert root == late, text

@@ -219,7 +219,7 @@ def _dies_with_child(rank: int, hooks: bool) -> Any:
 def test_the_end_of_a_rank_is_seen_although_its_child_lives(tmp_path: Path, hooks: bool) -> None:
     (name, peer, seconds), _ = run_ranks(tmp_path, 2, _dies_with_child, hooks, silent=(1,))
     assert (name, peer) == ("PeerGoneError", 1)
-    assert seconds < 2  # the limit of the call is 20 s
+    assert seconds < 10  # the limit of the call is 20 s
 
 
 _SCRIPT = """
