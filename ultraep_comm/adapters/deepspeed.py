@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ultraep_comm as uec
 from ultraep_comm.adapters import seams
+from ultraep_comm.adapters.options import open_layer
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
-from ultraep_comm.group.layers import group_for
-from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
 
@@ -42,16 +40,7 @@ _VIEWED = ("router", "experts", "num_experts", "num_local_experts", "tokens_per_
 _KNOWN = {"comm_backend": "comm", "async_split_plan": False, "folding_group_handles": None}
 
 
-def replicate(
-    engine: Any,
-    /,
-    slots_per_rank: int = 2,
-    *,
-    target: float = 1.01,
-    cost: uec.PlanCost | None = None,
-    min_tokens: int = 0,
-    **options: Any,
-) -> list[Any]:
+def replicate(engine: Any, /, slots_per_rank: int = 2, **options: Any) -> list[Any]:
     """Give every AutoEP layer of an engine replicas for each of its microbatches. Collective.
 
     Parameters, ``state_dict``, the optimizer and checkpoints stay as they are. From then on every
@@ -61,11 +50,9 @@ def replicate(
     Args:
         engine: as of ``deepspeed.initialize`` with ``expert_parallel``.
         slots_per_rank: S.
-        target: as for ``Replication``.
-        cost: likewise.
-        min_tokens: likewise.
-        options: as for ``new_group``, its ``engine`` among them. ``grads`` is float32 unless the
-            experts are frozen.
+        options: of layers, as for ``Replication`` (``target``, ``cost``, ``min_tokens``), and of
+            their group, as for ``new_group``, its ``engine`` among them. ``grads`` is float32
+            unless the experts are frozen.
 
     Returns:
         The layers that have replicas now: none if expert parallelism has one rank. In each
@@ -87,14 +74,13 @@ def replicate(
     for layer in layers:
         weights = dict(layer.experts.named_parameters())
         is_trained = any(weight.requires_grad for weight in weights.values())
-        group, index = group_for(
+        calls = open_layer(
             layer.ep_group,
-            like={name: weight.detach() for name, weight in weights.items()},
+            {name: weight.detach() for name, weight in weights.items()},
             slots_per_rank=slots_per_rank,
             num_experts=layer.num_experts,
-            **({"grads": torch.float32} if is_trained else {}) | options,
+            **{"grads": torch.float32 if is_trained else None} | options,
         )
-        calls = Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
         layer.replicas, layer.replica_plan = calls, None
         seams.check_unchanged(calls, layer.experts)
         layer.__class__ = _layer_class(layer.__class__)

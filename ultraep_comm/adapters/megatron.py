@@ -20,8 +20,8 @@ from torch.func import functional_call
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
+from ultraep_comm.adapters.options import open_layer
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
@@ -62,9 +62,6 @@ def replicate(
     slots_per_rank: int = 2,
     *,
     live: int = 1,
-    target: float = 1.01,
-    cost: uec.PlanCost | None = None,
-    min_tokens: int = 0,
     **options: Any,
 ) -> list[Any]:
     """Give every ``MoELayer`` of a built model replicas for each of its microbatches. Collective.
@@ -78,10 +75,8 @@ def replicate(
         slots_per_rank: S.
         live: 1: Megatron's dispatchers keep the state of one microbatch. Its schedules alternate
             whole forward and backward passes, and need no more.
-        target: as for ``Replication``.
-        cost: likewise.
-        min_tokens: likewise.
-        options: as for ``new_group``. ``grads`` is float32 unless the experts are frozen.
+        options: of layers, as for ``Replication`` (``target``, ``cost``, ``min_tokens``), and of
+            their group, as for ``new_group``. ``grads`` is float32 unless the experts are frozen.
 
     Returns:
         The layers that have replicas now: none if expert parallelism has one rank. In each
@@ -103,18 +98,15 @@ def replicate(
         seams.agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
     for layer in layers:
         each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
-        if any(p.requires_grad for p in each[0].values()):
-            options.setdefault("grads", torch.float32)
-        group, index = group_for(
+        is_trained = any(p.requires_grad for p in each[0].values())
+        calls = open_layer(
             layer.ep_group,
-            like={name: [own[name].detach() for own in each] for name in each[0]},
+            {name: [own[name].detach() for own in each] for name in each[0]},
             slots_per_rank=slots_per_rank,
             num_experts=layer.config.num_moe_experts,
-            **options,
+            **{"grads": torch.float32 if is_trained else None} | options,
         )
-        _change(
-            layer, Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
-        )
+        _change(layer, calls)
     return layers
 
 

@@ -23,7 +23,7 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.options import Options
+from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.adapters.seams import (
     check_experts,
     check_seam,
@@ -78,7 +78,11 @@ class ReplicatedRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._options = Options("replicate", config.slots_per_rank, config.live, config.options)
+        self._options = {
+            "slots_per_rank": config.slots_per_rank,
+            "live": config.live,
+            **config.options,
+        }
         self._num_local_experts = 0
         self._is_alone: bool | None = None
         self._calls: Replication | None = None
@@ -99,7 +103,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         if mesh is not None:
             # Before the dispatcher creates its buffers: it sees a model of this many experts.
             self._num_local_experts = self.token_dispatcher.num_experts // mesh.size()
-            self.token_dispatcher.num_experts += mesh.size() * self._options.slots_per_rank
+            self.token_dispatcher.num_experts += mesh.size() * self._options["slots_per_rank"]
         super().parallelize(parallel_dims)
         if mesh is not None:
             self._check()
@@ -127,8 +131,8 @@ class ReplicatedRoutedExperts(RoutedExperts):
             return output
         weights = dict(self.inner_experts.named_parameters(recurse=False))
         ranks = dispatcher.ep_mesh.get_group()
-        self._calls = self._options.calls_of(
-            self._calls, ranks, weights, self._check_again, self.inner_experts
+        self._calls = calls_of(
+            self._calls, ranks, weights, self._check_again, self.inner_experts, self._options
         )
         run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
@@ -165,15 +169,16 @@ def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options:
 
     Args:
         config: of ``RoutedExperts``.
-        slots_per_rank: as for :class:`ultraep_comm.adapters.options.Options`.
-        live: likewise.
-        options: likewise.
+        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
+            for their gradients in fp32, once for all layers of one shape.
+        live: microbatches whose passes overlap; each takes slots of its own.
+        options: as for :func:`ultraep_comm.adapters.options.check_options`.
 
     Raises:
         InvalidArgumentError: another option.
         UnsupportedError: the configuration is of another class, whose forward pass is not known.
     """
-    Options("replicate", slots_per_rank, live, options)
+    check_options("replicate", options, "slots_per_rank", "live")
     if type(config) is not RoutedExperts.Config:
         raise UnsupportedError(
             f"experts of {type(config).__qualname__} cannot be replicated; expected"

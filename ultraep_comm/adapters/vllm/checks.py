@@ -8,8 +8,7 @@ from typing import Any
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.adapters.holders import HolderCheck, walk
-from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.adapters.options import check_options
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
 _OF_ROUTER = ("e_score_correction_bias", "hash_indices_table")  # vLLM: of no expert
@@ -36,11 +35,7 @@ def read_options(layer: Any) -> dict[str, Any]:
     """
     given = layer.vllm_config.additional_config
     options = dict(given.get("ultraep", {})) if isinstance(given, dict) else {}
-    if unknown := options.keys() - {*OF_LAYER, *OF_GROUP}:
-        raise InvalidArgumentError(
-            f"additional_config of vLLM has the ultraep options {sorted(unknown)}; expected some of"
-            f" {', '.join((*OF_LAYER, *OF_GROUP))}"
-        )
+    check_options("ultraep in additional_config of vLLM", options)
     if "cost" in options:
         options["cost"] = uec.PlanCost(**options["cost"])
     return options
