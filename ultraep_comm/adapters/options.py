@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import agree, check_unchanged, name_code
+from ultraep_comm.adapters.checks import agree, check_unchanged, name_code
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication

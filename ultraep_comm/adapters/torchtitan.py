@@ -10,9 +10,7 @@ checkpoints and optimizers do not see replicas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import spmd_types
@@ -23,13 +21,13 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.options import calls_of, check_options
-from ultraep_comm.adapters.seams import (
+from ultraep_comm.adapters.checks import (
     check_experts,
-    check_seam,
+    check_signatures,
     is_alone,
     run_grouped,
 )
+from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
@@ -42,21 +40,19 @@ _MOE = "torchtitan.models.common.moe"
 _DISPATCHER = "torchtitan.models.common.token_dispatcher:AllToAllTokenDispatcher"
 _INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
 # What is called or overridden here, and the parameters with which it was tried.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        "torchtitan.config.override:override": "target fqns description exact",
-        "torchtitan.config.override:derive": "source target_cls deltas",
-        "torchtitan.distributed.spmd_types:maybe_set_sparse_mesh": "",
-        "torchtitan.distributed.parallel_dims:ParallelDims.get_optional_mesh": "self dims",
-        f"{_MOE}:RoutedExperts.__init__": "self config",
-        f"{_MOE}:RoutedExperts.forward": f"self {_INPUTS}",
-        f"{_MOE}:RoutedExperts.parallelize": "self parallel_dims",
-        f"{_MOE}:GroupedExperts.forward": "self x_RD num_tokens_per_expert_E",
-        f"{_DISPATCHER}.wire_meshes": "self ep_mesh",
-        f"{_DISPATCHER}.dispatch": f"self {_INPUTS.replace('BL', 'T')}",
-        f"{_DISPATCHER}.combine": "self routed_output_RD metadata x_TD",
-    }
-)
+PATCH_POINTS = {
+    "torchtitan.config.override:override": "target fqns description exact",
+    "torchtitan.config.override:derive": "source target_cls deltas",
+    "torchtitan.distributed.spmd_types:maybe_set_sparse_mesh": "",
+    "torchtitan.distributed.parallel_dims:ParallelDims.get_optional_mesh": "self dims",
+    f"{_MOE}:RoutedExperts.__init__": "self config",
+    f"{_MOE}:RoutedExperts.forward": f"self {_INPUTS}",
+    f"{_MOE}:RoutedExperts.parallelize": "self parallel_dims",
+    f"{_MOE}:GroupedExperts.forward": "self x_RD num_tokens_per_expert_E",
+    f"{_DISPATCHER}.wire_meshes": "self ep_mesh",
+    f"{_DISPATCHER}.dispatch": f"self {_INPUTS.replace('BL', 'T')}",
+    f"{_DISPATCHER}.combine": "self routed_output_RD metadata x_TD",
+}
 
 
 class ReplicatedRoutedExperts(RoutedExperts):
@@ -197,4 +193,4 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
 
 
-check_seam("torchtitan", "0.3", "0.3", SEAM)
+check_signatures("torchtitan", "0.3", "0.3", PATCH_POINTS)

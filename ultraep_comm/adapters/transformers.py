@@ -16,8 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +25,8 @@ from torch import nn
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 import ultraep_comm as uec
+from ultraep_comm.adapters.checks import check_experts, check_signatures, find, is_alone, warn_idle
 from ultraep_comm.adapters.options import calls_of, check_options
-from ultraep_comm.adapters.seams import check_experts, check_seam, find, is_alone, warn_idle
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
@@ -42,17 +41,15 @@ _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _SETTING = "ep_size above 1 in DistributedConfig"
 _CALL = "self hidden_states top_k_index top_k_weights"
 # What is called or overridden here, and the parameters with which it was tried.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_CONFIG}.__post_init__": "self",
-        f"{_EP}:EPImplementation.__init__": "self experts ep_mesh tp_mesh",
-        f"{_EP}:EPImplementation.__call__": _CALL,
-        f"{_EP}:AllToAllEP.__call__": _CALL,
-        f"{_EP}:AllToAllEP._dispatch_tokens": _CALL,
-        f"{_EP}:AllToAllEP._combine_tokens": "self expert_output state",
-        f"{_EP}:EPImplementationInterface.register": "key value",
-    }
-)
+PATCH_POINTS = {
+    f"{_CONFIG}.__post_init__": "self",
+    f"{_EP}:EPImplementation.__init__": "self experts ep_mesh tp_mesh",
+    f"{_EP}:EPImplementation.__call__": _CALL,
+    f"{_EP}:AllToAllEP.__call__": _CALL,
+    f"{_EP}:AllToAllEP._dispatch_tokens": _CALL,
+    f"{_EP}:AllToAllEP._combine_tokens": "self expert_output state",
+    f"{_EP}:EPImplementationInterface.register": "key value",
+}
 _options: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
 _replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
 atexit.register(_replications.clear)  # caches may keep models until after Python's own end
@@ -234,6 +231,6 @@ def _watch_config() -> None:
     config.__post_init__ = __post_init__
 
 
-check_seam("transformers", "5.23", "5.23", SEAM)
+check_signatures("transformers", "5.23", "5.23", PATCH_POINTS)
 _watch_config()
 EPImplementationInterface.register(NAME, UltraEP)

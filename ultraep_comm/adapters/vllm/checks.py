@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.holders import HolderCheck, walk
 from ultraep_comm.adapters.options import check_options
 
@@ -42,7 +42,7 @@ def read_options(layer: Any) -> dict[str, Any]:
 
 
 def describe(layer: Any, checked: Sequence[Any] = ()) -> tuple[str, Any]:
-    """Return whether a layer can have replicas, for :func:`seams.agree`.
+    """Return whether a layer can have replicas, for :func:`checks.agree`.
 
     Args:
         layer: its RoutedExperts.
@@ -121,7 +121,7 @@ def _find_setting(layer: Any) -> str:
             f" of {parallel.ep_size}",
         ),
         (
-            not isinstance(find_router(layer), seams.find(ROUTER)),
+            not isinstance(find_router(layer), checks.find(ROUTER)),
             f"its router is a {type(find_router(layer)).__name__}; expected one of vLLM's",
         ),
     ):
