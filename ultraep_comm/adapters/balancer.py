@@ -9,6 +9,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters.checks import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.weights.binding import Binding
@@ -85,8 +86,8 @@ class Balancer:
                 " batch, whose replicas would be overwritten; give each batch that is under way a"
                 " Balancer of its own, with slots of its own (bank=)"
             )
-            self.group.session.reject(error)
-            raise error
+            with rejecting(self.group):
+                raise error
         with torch.no_grad():
             run = self._calls.begin(self.weights, topk_ids, num_tokens=num_tokens, source=source)
         assert run.topk_ids is not None

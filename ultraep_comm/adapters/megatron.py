@@ -22,6 +22,7 @@ import ultraep_comm as uec
 from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.options import open_layer
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
@@ -172,8 +173,8 @@ class _Replicas:
                 f"rank {group.rank}: MoE layer {self.calls.layer} was changed after replicate():"
                 f" {problem}. Change all experts alike, before replicate()"
             )
-            group.session.reject(error)
-            raise error
+            with rejecting(group):
+                raise error
         self._seen = seen
 
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:

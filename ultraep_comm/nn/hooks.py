@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -31,6 +32,7 @@ import ultraep_comm as uec
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.bank import Bank
+from ultraep_comm.group.group import is_on_device, rejecting
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import Binding
@@ -38,6 +40,9 @@ from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
+# Forward passes made in a backward pass, until that reduces: the number of the backward pass, the
+# layer, and the plan's slot_expert.
+_recomputed: WeakKeyDictionary[uec.Group, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -84,26 +89,24 @@ class ExpertPass:
     def __post_init__(self) -> None:
         handle = self.handle
         slots = handle.saved.plan.slot_expert
-        self.slot_expert = (
-            None if handle.group.session.engine.is_on_device(slots) else slots.tolist()
-        )
+        self.slot_expert = None if is_on_device(slots, handle.group) else slots.tolist()
         self.is_empty = self.slot_expert is not None and not any(
             expert >= 0 for row in self.slot_expert for expert in row
         )
         weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
         task = _graph_task()
         if task >= 0:  # a forward pass in a backward pass: recomputed
-            session = handle.group.session
+            known = _recomputed.get(handle.group, [])
             # A copy: the handle ends with the recomputed graph, long before it is compared.
-            session.recomputed = [
-                *(known for known in session.recomputed if known[0] == task),
+            _recomputed[handle.group] = [
+                *(one for one in known if one[0] == task),
                 (task, handle.layer, slots.clone()),
             ]
 
     @property
     def bank(self) -> Bank:
         """Return the bank of the handle's plan."""
-        return self.handle.group.bank(self.handle.saved.plan.bank)
+        return self.handle.group.banks[self.handle.saved.plan.bank]
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------
@@ -156,12 +159,11 @@ def start_transfer(
     What their bank holds is not reused if the last transfer was that of another ``owner``, such as
     a copy of a layer; None: not known.
     """
-    held_for, version = group.session.held_for, None
-    given = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan
-    holder = held_for.setdefault(given.bank, owner)
-    if given.reuse and owner is not None and holder is not owner:
-        version = group.bank(given.bank).version + 1
-    held_for[given.bank] = owner
+    given, version = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan, None
+    bank = group.banks[given.bank]
+    if given.reuse and owner is not None and bank.holder and bank.holder[0] is not owner:
+        version = bank.version + 1
+    bank.holder = (owner,)
     work = uec.replicate_experts(
         weights,
         plan,
@@ -197,14 +199,14 @@ def _keeps_graph() -> bool:
 
 def _fail(run: ExpertPass, text: str) -> NoReturn:
     error = InvalidArgumentError(f"rank {run.handle.group.rank}: {text}")
-    run.handle.group.session.reject(error)
-    raise error
+    with rejecting(run.handle.group):
+        raise error
 
 
 def _check_slots(run: ExpertPass, direction: str) -> None:
     """Raise InvalidArgumentError if another pass has filled the slots since this one's transfer."""
     mine = run.handle
-    last = mine.group.session.filled_by.get(run.bank.index)
+    last = run.bank.filled_by
     if last is None or _brings_the_same(last, mine):
         return
     found = "another plan"
@@ -224,9 +226,9 @@ def _check_recomputed(run: ExpertPass) -> None:
 
     The graph has the hooks of the first pass, but the saved tensors of the recomputed one.
     """
-    mine, session = run.handle, run.handle.group.session
-    key = (_graph_task(), mine.layer)
-    found = [known for known in session.recomputed if known[:2] == key]
+    mine = run.handle
+    known, key = _recomputed.get(mine.group, []), (_graph_task(), mine.layer)
+    found = [one for one in known if one[:2] == key]
     if not found:
         return
     same = _find_same(mine, [slots for _, _, slots in found])
@@ -238,7 +240,7 @@ def _check_recomputed(run: ExpertPass) -> None:
             " belong to other replicas. Save the router's ids, or keep the router and the plan out"
             " of what is recomputed",
         )
-    session.recomputed = [known for known in session.recomputed if known is not found[same]]
+    _recomputed[mine.group] = [one for one in known if one is not found[same]]
 
 
 def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
@@ -248,7 +250,7 @@ def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
     the handle's plan there. The next call with the handle then fails and reports the cause.
     """
     mine = handle.saved.plan.slot_expert
-    if handle.group.session.engine.is_on_device(mine):
+    if is_on_device(mine, handle.group):
         alike = [other for other in others if other.device == mine.device]
         if alike:
             differs = torch.stack([(mine != other).any() for other in alike]).all()
@@ -267,7 +269,7 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
     tensors = _spread(weights)
     if run.is_empty or (run.main_grads is None and not weights):  # nothing to reduce
         if run.is_empty:  # as the reduction does: a second backward pass is refused
-            plans = run.handle.group.session.plans
+            plans = run.handle.saved.store
             plans.plan_of(run.handle, "reduce_expert_grads")
             plans.spend(run.handle.saved, on_device=False)
         run.handle.release()
@@ -311,7 +313,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     if last is handle:
         return True
     mine = handle.saved.plan.slot_expert
-    on_device = handle.group.session.engine.is_on_device(mine)
+    on_device = is_on_device(mine, handle.group)
     if not on_device and not (mine >= 0).any():
         return True  # no replicas: frameworks may skip the transfer
     if isinstance(last, uec.PlanHandle):

@@ -24,7 +24,7 @@ def join_instances(
     """Return the weights of all of a rank's instances as one tensor of each segment, not copied.
 
     Args:
-        mains: in memory of ``group.empty_instances(bank)``, ``{name: tensor [M, *shape]}``, as
+        mains: in memory of the bank's ``empty_instances()``, ``{name: tensor [M, *shape]}``, as
             :meth:`LayerPass.before_experts` returns them.
         slots: likewise, ``{name: [S, *shape]}``.
         group: whose memory it is.
@@ -36,14 +36,14 @@ def join_instances(
     Raises:
         InvalidWeightsError: mains are elsewhere; :func:`grouped_mm` takes both all the same.
     """
-    count = group.num_local_experts
+    found, count = group.banks.find(bank), group.num_local_experts
 
     def divide(grads: Grads) -> Grads:
         (grad,) = grads
         return (None, None, None) if grad is None else (None, grad[:count], grad[count:])
 
     return {
-        name: hook(divide, 1, group.instances_of(name, main, bank), main, slots[name])[0]
+        name: hook(divide, 1, found.instances_of(name, main), main, slots[name])[0]
         for name, main in mains.items()
     }
 

@@ -11,7 +11,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.group.bank import Bank
-from ultraep_comm.group.group import session_of
+from ultraep_comm.group.group import is_on_device, rejecting, session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
     find_trained,
@@ -77,7 +77,7 @@ class Replication:
                 of the group; they use these in turn.
             bank: the first of the banks that this layer uses.
             reuse: they are its own, and keep what they hold from call to call: call
-                ``group.bank(bank).invalidate()`` whenever main weights have changed. False: layers
+                ``group.banks[bank].invalidate()`` whenever main weights have changed. False: layers
                 may share them, and every pass fills them.
             target: of the plans; see ``plan_replicas``.
             cost: replaces the target, and cannot be combined with ``reuse``.
@@ -155,7 +155,7 @@ class Replication:
                 gradients and are neither float32 nor bfloat16.
         """
         group = self.group
-        with group.session.rejecting():
+        with rejecting(group):
             given = weights.tensors if isinstance(weights, Binding) else weights
             local = local_weights(given, group)
             sources = weights if isinstance(weights, Binding) else local
@@ -221,7 +221,7 @@ class Replication:
             )
         load = uec.gather_load(topk_ids, **given, group=group, source=source)
         if self._min_tokens:
-            if group.session.engine.is_on_device(load):
+            if is_on_device(load, group):
                 raise UnsupportedError(
                     f"rank {group.rank}: min_tokens={self._min_tokens} with a load on the device,"
                     " which the host does not read; use cost=PlanCost(...), by which small batches"

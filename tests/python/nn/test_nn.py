@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nn_model import H, Model, Order, T, experts
-from ranks import loopback, raised
+from ranks import bytes_stored, loopback, raised
 from torch.utils.checkpoint import checkpoint
 
 import ultraep_comm as uec
@@ -45,7 +45,7 @@ def test_a_bank_for_each_layer_keeps_what_the_backward_pass_needs(
         for banks in (1, 2):
             model = models(5, banks=banks)
             assert model.error(model.train(order), [0, 1, 2]) < 1e-5
-            stored[name, banks] = sum(group.bytes_stored for group in model.groups)
+            stored[name, banks] = sum(bytes_stored(group) for group in model.groups)
             if banks > 1:
                 for group in model.groups:
                     assert all(not g.any() for b in group.banks for g in b.slot_grads.values())
@@ -140,12 +140,12 @@ def test_frozen_experts_have_no_reduction(models: Callable[..., Model]) -> None:
     for modules in model.modules:
         for module in modules:
             module.weights.requires_grad_(False)
-    calls = [group.session.engine.epoch for group in model.groups]
+    calls = [group.health().epoch for group in model.groups]
     found = model.train([("F", 0), ("B", 0)])
     _, expected = model.expected([0])
     for key, grad in found.items():
         assert torch.allclose(grad, expected[key], atol=1e-5)
-    after = [group.session.engine.epoch for group in model.groups]
+    after = [group.health().epoch for group in model.groups]
     assert [b - a for a, b in zip(calls, after, strict=True)] == [4] * 3  # two there, two back
 
 
@@ -178,9 +178,9 @@ def test_a_plan_without_replicas_makes_no_calls_in_the_backward_pass(
     for rank, group in enumerate(model.groups):
         mains = group.num_local_experts
         model.instances[rank, 0, 0] = torch.arange(T) % mains
-    calls = [group.session.engine.epoch for group in model.groups]
+    calls = [group.health().epoch for group in model.groups]
     assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
-    after = [group.session.engine.epoch for group in model.groups]
+    after = [group.health().epoch for group in model.groups]
     assert [b - a for a, b in zip(calls, after, strict=True)] == [1] * 3  # the forward pass's
     for group in model.groups:
         group.assert_idle()

@@ -322,10 +322,10 @@ def test_gradients_of_float16_weights_are_refused_before_the_first_pass() -> Non
         run = replication.begin(weights, ids, main_grads=main_grads)
         run.before_experts(run.before_dispatch(torch.zeros(3, 2, requires_grad=True)))
         del run
-        epoch = group.session.engine.epoch
+        epoch = group.health().epoch
         with pytest.raises(errors.UnsupportedError, match=said):
             replication.begin(weights, ids)
-        assert group.session.engine.epoch == epoch + 1  # which tells the peers
+        assert group.health().epoch == epoch + 1  # which tells the peers
 
 
 def test_weights_are_never_copied(group: uec.Group) -> None:
