@@ -13,6 +13,7 @@ from ranks import group_here, loopback, raw, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.bench.inside import put
 from ultraep_comm.bench.payload import SENTINEL, Payload
 from ultraep_comm.engines.cuda import device
 from ultraep_comm.group.group import session_of
@@ -25,11 +26,7 @@ EMULATED_SMS = 16  # of emulated_device
 
 def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     """Return a copy on the group's device, without a load."""
-    stages = session_of(group).engine
-    assert stages is not None
-    return uec.Plan(
-        slot_expert=stages.to_device(plan.slot_expert), home=stages.to_device(plan.home)
-    )
+    return uec.Plan(slot_expert=put(group, plan.slot_expert), home=put(group, plan.home))
 
 
 def hold(engine: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from graphs import MAKERS, on_each
 from loopback_ranks import EMULATED_SMS, put_plan, random_slots
 from rank_grads import RankGrads
-from ranks import close_all, loopback, raised, start_all, synchronize_all
+from ranks import bytes_stored, close_all, loopback, raised, start_all, synchronize_all
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -174,7 +174,7 @@ def test_calls_of_all_kinds_take_turns(streams: str) -> None:
             works += reduce([group], given, own, zero=seed % 4 != 0)
         synchronize_all(works)
         grads.check(plan, zero=seed % 4 != 0)
-    assert all(group.bytes_stored for group in groups)
+    assert all(bytes_stored(group) for group in groups)
     close_all(groups)
 
 
