@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
@@ -263,7 +264,7 @@ def test_check_mode_names_the_engine_that_has_none() -> None:
         (["a", "b"], ["cpu", "cpu"], [True, True], ("c10d", "the ranks are on 2 machines")),
         (["a", "a"], ["cuda", "cuda"], [True, True], ("c10d", "")),
         (["a", "a"], ["cuda", "cpu"], [True, True], ("host", "")),
-        (["a", "a"], ["cpu", "cpu"], [True, False], ("c10d", "rank 1 cannot reach")),
+        (["a", "a"], ["cpu", "cpu"], [True, False], ("c10d", "rank 1 cannot open")),
         (["a", UNKNOWN], ["cpu", "cpu"], [True, True], ("c10d", "rank 1: /proc has no boot id")),
         ([UNKNOWN], ["cpu"], [True], ("host", "")),
     ],
@@ -275,10 +276,10 @@ def test_auto_takes_the_host_engine_on_one_machine_without_devices(
     reached: list[bool],
     expected: tuple[str, str],
 ) -> None:
-    address = ["", "", 0, 0]
-    records = [[*found, address] for found in zip(devices, machines, strict=True)]
-    answers = iter([records, reached])
-    rendezvous: Any = SimpleNamespace(group=None, rank=0, exchange=lambda _: next(answers))
+    answers = iter([list(zip(devices, machines, strict=True)), ["rank 0's memory"], reached])
+    rendezvous: Any = SimpleNamespace(
+        group=None, rank=0, exchange=lambda _: next(answers), failure_scope=nullcontext
+    )
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
     engine, reason = make.choose_engine(rendezvous, None)
     assert engine == expected[0]
