@@ -62,6 +62,20 @@ def _as_device(device: torch.device | str | None, engine: str) -> torch.device |
     return found
 
 
+def as_seconds(timeout: timedelta | float, name: str = "timeout") -> float:
+    """Return a limit in seconds; 0: none.
+
+    Raises:
+        InvalidArgumentError: it is neither a timedelta nor a number, or out of range.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not (isinstance(seconds, int | float) and 0 <= seconds < 1e9):
+        raise InvalidArgumentError(
+            f"{name} is {seconds!r}; expected a timedelta, or seconds below 1e9; 0: no limit"
+        )
+    return seconds
+
+
 class Options:
     """The arguments common to all ways of creating a group, checked."""
 
@@ -112,16 +126,8 @@ class Options:
             self.refuse_check({"cuda": "CUDA"}.get(engine, engine))
         self.segments = make_segments(expert)
         self.grads = make_grads(grads, self.segments)
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
-        self.timeout = env.timeout() if timeout is None else timeout
-        if self.timeout is not None and not (
-            isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
-        ):
-            raise InvalidArgumentError(
-                f"timeout is {self.timeout!r}; expected a timedelta, or seconds below 1e9;"
-                " 0: no limit"
-            )
+        timeout = env.timeout() if timeout is None else timeout
+        self.timeout = None if timeout is None else as_seconds(timeout)
         self.num_sms = env.num_sms() if num_sms is None else as_int(num_sms, "num_sms")
         if self.num_sms is not None and not 1 <= self.num_sms <= 256:
             raise InvalidArgumentError(f"num_sms is {self.num_sms}; expected 1 to 256")

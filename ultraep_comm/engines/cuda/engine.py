@@ -89,6 +89,8 @@ _OF_CORE = ("failed_epoch", "report", "health", "version")  # as they are
 class CudaEngine(CudaStages):
     """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
 
+    wait_blocks = False
+
     def __init__(
         self,
         device: Device,
