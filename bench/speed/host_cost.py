@@ -32,7 +32,7 @@ from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.engines.base import Engine, Setup
 from ultraep_comm.engines.cuda.device import Kernels
-from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
+from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.make import cost_constants
 from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
@@ -148,7 +148,7 @@ class IdleEngine(CudaEngine):
     ) -> None:
         Engine.__init__(self, topology, 0, setup)
         self._device = device
-        self.start(shared, Peers())
+        self.start(shared)
 
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing as mp
@@ -27,6 +28,12 @@ from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology, contiguous_home
 
 MAX_RANKS = 8
+
+
+class NotARankError(Exception):
+    """This process is none of a group's ranks."""
+
+
 SUBGROUPS: dict[int, dist.ProcessGroup] = {}
 _own_groups: list[dist.ProcessGroup] = []
 
@@ -173,11 +180,15 @@ def start_all(
     call: Callable[..., uec.Work | None] = uec.replicate_experts,
     **options: Any,
 ) -> list[uec.Work]:
-    """Start ``call`` on every group; ``given``, and ``plan`` where it is a list, are by rank."""
+    """Start ``call`` on every group; ``given``, and ``plan`` where it is a list, are by rank.
+
+    They are by place in ``groups`` if those are fewer.
+    """
     works = []
-    for group in groups:
-        own = plan[group.rank] if isinstance(plan, list) else plan
-        work = call(given[group.rank], own, group=group, async_op=True, **options)
+    for place, group in enumerate(groups):
+        at = place if len(given) == len(groups) else group.rank
+        own = plan[at] if isinstance(plan, list) else plan
+        work = call(given[at], own, group=group, async_op=True, **options)
         assert work is not None
         works.append(work)
     return works
@@ -220,6 +231,19 @@ def raised(fn: Callable[[], Any]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def group_here(num_ranks: int) -> dist.ProcessGroup:
+    """Return the process group of the first ranks of a :class:`RankPool`, in one of them."""
+    if dist.get_rank() >= num_ranks:
+        raise NotARankError
+    return SUBGROUPS[num_ranks]
+
+
+def run_here(rank: int, process_group: Any, fn: Callable[..., None], options: Any) -> None:
+    """Call ``fn`` in a process that may be none of the ranks that it creates a group of."""
+    with contextlib.suppress(NotARankError):
+        fn(**options)
 
 
 def own_group(rank: int, num_ranks: int, path: str) -> dist.ProcessGroup:

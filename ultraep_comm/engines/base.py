@@ -20,7 +20,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
-from ultraep_comm.fabrics.loopback import show_again
+from ultraep_comm.fabrics.loopback import map_alias
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -119,7 +119,7 @@ class Engine:
             UnsupportedError: the slots' memory can be mapped only once.
             OutOfSharedMemoryError: there is not enough memory.
         """
-        return show_again(allocate(num_bytes), places)
+        return map_alias(allocate(num_bytes), places)
 
     def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).

@@ -15,7 +15,6 @@ from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
-from ultraep_comm.fabrics.sockets import Address, Listener
 from ultraep_comm.plan.topology import Topology
 
 # The core's methods as they are: one more call in between would take longer than some of them.
@@ -88,17 +87,13 @@ def make_shm_engine(
     num_cores = len(os.sched_getaffinity(0))
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
     cost = options.calibration.constants("host", num_ranks, cost_constants(num_cores))
-    with contextlib.closing(Listener(rank)) as listener:
-        records = rendezvous.exchange(
-            {"machine": machine_id(), "address": listener.address, "cost": cost}
-        )
-        topology = place(topology, [record["machine"] for record in records], given_domains)
-        addresses = [Address(*record["address"]) for record in records]
-        fabric = ShmFabric(rendezvous, listener, addresses)
+    records = rendezvous.exchange({"machine": machine_id(), "cost": cost})
+    topology = place(topology, [record["machine"] for record in records], given_domains)
+    fabric = ShmFabric(rendezvous)
     with contextlib.ExitStack() as undo:
         undo.callback(fabric.close)
         config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
-        config.set_peers(fabric.peer_sockets, fabric.peer_processes)
+        config.set_peers(fabric.peer_pipes, fabric.peer_processes)
         config.num_workers = options.num_sms or max(1, min(8, num_cores // num_ranks))
         engine = HostEngine(topology, rank, (options, config, fabric))
         undo.callback(engine.close)

@@ -31,7 +31,7 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.fabrics import torch_memory
-from ultraep_comm.fabrics.torch_memory import TorchMemory
+from ultraep_comm.fabrics.torch_memory import SymmetricMemory
 from ultraep_comm.group.group import session_of
 
 E, S = 6, 2
@@ -484,7 +484,7 @@ def test_memory_is_not_bound_to_a_multicast_object(
     if given is None:
         monkeypatch.delenv(NO_MULTICAST)
     module, group = FakeModule(None), types.SimpleNamespace(group_name="5")
-    TorchMemory(module).rendezvous(torch.empty(1), group)  # type: ignore[arg-type]
+    SymmetricMemory(module).rendezvous(torch.empty(1), group)  # type: ignore[arg-type]
     assert module.multicast == found
     assert os.environ.get(NO_MULTICAST) == given
 
@@ -492,7 +492,7 @@ def test_memory_is_not_bound_to_a_multicast_object(
 def test_torch_is_asked_for_memory_of_its_own() -> None:
     device, group = torch.device("cuda", 3), types.SimpleNamespace(group_name="5")
     module = FakeModule(None)
-    memory = TorchMemory(module)
+    memory = SymmetricMemory(module)
     memory.prepare(device)
     assert module.backend == "CUDA"
     memory.prepare(device)
@@ -510,10 +510,10 @@ def test_torch_is_asked_for_memory_of_its_own() -> None:
 def test_a_backend_that_somebody_chose_is_left_alone() -> None:
     module = FakeModule("NVSHMEM")
     with pytest.raises(errors.UnsupportedError, match=r"chosen 'NVSHMEM'.*TORCH_SYMMMEM"):
-        TorchMemory(module).prepare(torch.device("cuda", 0))
+        SymmetricMemory(module).prepare(torch.device("cuda", 0))
     assert module.backend == "NVSHMEM"
     old = types.SimpleNamespace(_SymmetricMemory=None)  # before get_backend there was one backend
-    TorchMemory(old).prepare(torch.device("cuda", 0))
+    SymmetricMemory(old).prepare(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA")

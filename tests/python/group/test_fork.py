@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -99,13 +98,21 @@ def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
     return texts
 
 
-def _child(kept: list[Any], what: str) -> None:
+def _link(fd: int) -> str:
+    """Return what a descriptor is of; empty if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _child(kept: list[Any], what: str, pipes: set[str]) -> None:
     texts = _refusals(*kept)
     assert all(f"a group inherited from process {os.getppid()}" in text for text in texts), texts
     assert all("create a new group" in text for text in texts), texts
-    sockets = [f for f in os.listdir("/proc/self/fd") if _is_ours(f)]
-    assert not sockets, sockets
     group: uec.Group = kept[0]
+    held = [f for f in os.listdir("/proc/self/fd") if _link(int(f)) in pipes]
+    assert not held, held
     health = group.health()
     assert health.state == "inherited"
     assert health.waits is None  # behind a lock, which another thread may have held at the fork
@@ -127,20 +134,6 @@ def _child(kept: list[Any], what: str) -> None:
         assert fabric() is None  # and the engine went too
 
 
-def _is_ours(fd: str) -> bool:
-    """Return whether a descriptor is the library's: an AF_UNIX socket not made by the test."""
-    try:
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-            return False
-        with socket.socket(fileno=os.dup(int(fd))) as copy:
-            if copy.family != socket.AF_UNIX:
-                return False
-            name = copy.getsockname() or copy.getpeername()
-            return b"ultraep" in (name if isinstance(name, bytes) else name.encode())
-    except OSError:
-        return False
-
-
 def _forks(rank: int, what: str) -> Any:
     kept: list[Any] = [_group()]
     wrong = _transfer(kept[0], 1, True)
@@ -148,7 +141,9 @@ def _forks(rank: int, what: str) -> Any:
     if rank == 1:
         time.sleep(0.5)
     kept.append(uec.replicate_experts(make_weights(kept[0]), PLAN, group=kept[0], async_op=True))
-    child = _fork(lambda: _child(kept, what)) if rank == 0 else 0
+    pipes = {_link(fd) for fd in session_of(kept[0]).engine.fabric._opened} - {"anon_inode:[pidfd]"}
+    assert len(pipes) == 2
+    child = _fork(lambda: _child(kept, what, pipes)) if rank == 0 else 0
     kept[1].wait()
     for epoch in range(2, 8):
         wrong += _transfer(kept[0], epoch, epoch % 2 == 0)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.nn import ReplicatedExperts, Replication, local_weights
-from ultraep_comm.nn.weights import unbind_slots
+from ultraep_comm.nn import ReplicatedExperts, Replication
+from ultraep_comm.nn.weights import local_weights, unbind_slots
 from ultraep_comm.testing import new_loopback_groups
 
 G, E, H, F, K, S = 4, 8, 6, 10, 2, 2

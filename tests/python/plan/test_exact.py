@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import close_all, plan_alone
+from reference import planner
 from reference.planner_oracle import Problem, optimum
 from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
 from ultraep_comm.bench.loads import apportion, make_loads
-from ultraep_comm.plan import planner
 
 EXACT = 1_000_000  # parts per million
 

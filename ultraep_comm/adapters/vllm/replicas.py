@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ultraep_comm.adapters.balancer import Balancer
+from ultraep_comm.adapters.checks import agree, find
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.seams import agree, find
 from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
 from ultraep_comm.group.group import rejecting
@@ -75,7 +75,6 @@ class Replicas:
         ]
         self._layer, self._mains = layer, mains
         self._places = {name: weight.data_ptr() for name, weight in weights.items()}
-        self._is_under_way = False
         self.balancer = Balancer(
             group,
             group.bind({name: weight.data[:mains] for name, weight in weights.items()}),
@@ -87,7 +86,7 @@ class Replicas:
         self._known, self.is_checked = self._find_known(), True
         self._contexts = find(HAS_CONTEXT), find(CONTEXT)
         self._router = find_router(layer)
-        self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - the seam
+        self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - its patch point
 
     @property
     def has_all(self) -> bool:
@@ -146,7 +145,6 @@ class Replicas:
         self._check_again()
         number = self._count_tokens(len(topk_ids))
         source = 0 if self.has_all else None
-        self._is_under_way = True
         rows = self.balancer.begin(topk_ids, num_tokens=number, source=source)
         if number is None:
             return rows
@@ -171,8 +169,7 @@ class Replicas:
 
     def wait(self) -> None:
         """Order what follows after the replicas' arrival, once for each batch."""
-        if self._is_under_way:
-            self._is_under_way = False
+        if self.balancer.is_under_way:
             self.balancer.wait()
             for tail, slots in self._tails:
                 tail.copy_(slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -34,14 +34,7 @@ from ultraep_comm.fabrics.rendezvous import (
     Rendezvous,
     check_same_arguments,
 )
-from ultraep_comm.fabrics.shm import (
-    UNKNOWN,
-    find_apart,
-    machine_id,
-    say_apart,
-    say_unknown,
-)
-from ultraep_comm.fabrics.sockets import Address, Listener
+from ultraep_comm.fabrics.shm import UNKNOWN, find_apart, machine_id, say_apart, say_unknown
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
@@ -143,17 +136,16 @@ def choose_engine(rendezvous: Rendezvous, wanted: torch.device | None) -> tuple[
         device = find_device(rendezvous.group, wanted).type
     except UnsupportedError:
         device = "cpu"
-    with closing(Listener(rendezvous.rank)) as listener:
-        records = rendezvous.exchange([device, machine_id(), listener.address])
-        devices, machines, addresses = map(list, zip(*records, strict=True))
-        if "cpu" not in devices:
-            return "c10d", ""
-        if unknown := say_unknown(machines):
-            return "c10d", unknown
-        if (count := len(set(machines))) > 1:
-            return "c10d", f"the ranks are on {count} machines"
-        apart = find_apart(rendezvous, [Address(*address) for address in addresses])
-        return ("c10d", say_apart(apart)) if apart else ("host", "")
+    records = rendezvous.exchange([device, machine_id()])
+    devices, machines = map(list, zip(*records, strict=True))
+    if "cpu" not in devices:
+        return "c10d", ""
+    if unknown := say_unknown(machines):
+        return "c10d", unknown
+    if (count := len(set(machines))) > 1:
+        return "c10d", f"the ranks are on {count} machines"
+    apart = find_apart(rendezvous)
+    return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
 def make_group_engine(
@@ -167,7 +159,7 @@ def make_group_engine(
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
     """
-    options.refuse_check("the c10d engine")
+    options.refuse_check("c10d")
     device = find_device(rendezvous.group, options.device)
     if not dist.is_gloo_available():
         raise UnsupportedError("engine='c10d' compares calls over gloo, which torch lacks here")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,21 +17,6 @@ from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import Binding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peers:
-    """How a rank reaches peers without load/store access.
-
-    Attributes:
-        pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
-        far: 1 for each rank reached by puts and signals; empty: none is.
-        staging: symmetric memory for puts; None: no rank is far.
-    """
-
-    pes: Sequence[int] = ()
-    far: Sequence[int] = ()
-    staging: torch.Tensor | None = None
 
 
 class SharedLauncher:
@@ -87,7 +72,12 @@ _OF_CORE = ("failed_epoch", "report", "health", "version")  # as they are
 
 
 class CudaEngine(CudaStages):
-    """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
+    """One rank. Calls run on the current stream, or on the group's stream ordered after it.
+
+    Args:
+        device, kernels, topology, rank, setup: as for `CudaStages`.
+        shared, peers: as for :meth:`start`.
+    """
 
     wait_blocks = False
 
@@ -99,25 +89,38 @@ class CudaEngine(CudaStages):
         rank: int,
         setup: Setup,
         shared: SharedLauncher,
-        peers: Peers | None = None,
+        **peers: Any,
     ) -> None:
         super().__init__(device, kernels, topology, rank, setup)
-        self.start(shared, peers or Peers())
+        self.start(shared, **peers)
 
-    def start(self, shared: SharedLauncher, peers: Peers) -> None:
-        """Create the core's engine."""
+    def start(
+        self,
+        shared: SharedLauncher,
+        pes: Sequence[int] = (),
+        far: Sequence[int] = (),
+        staging: torch.Tensor | None = None,
+    ) -> None:
+        """Create the core's engine.
+
+        Args:
+            shared: launches calls.
+            pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
+            far: 1 for each rank reached by puts and signals; empty: none is.
+            staging: symmetric memory for puts; None: no rank is far.
+        """
         self._shared = shared
         self.plans_at_once = shared.plans
         self._current_stream = shared.device.current_stream
-        self._peers = peers
+        self._staging = staging
         self._tables: list[torch.Tensor] = []  # of regions
         self._engine = translated(
             _core.CudaEngine,
             self.config,
             shared.launcher,
-            far=list(peers.far),
-            pes=list(peers.pes),
-            staging=0 if peers.staging is None else peers.staging.data_ptr(),
+            far=far,
+            pes=pes,
+            staging=0 if staging is None else staging.data_ptr(),
         )
         for name in _OF_CORE:
             setattr(self, name, getattr(self._engine, name))

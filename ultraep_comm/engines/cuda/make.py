@@ -14,7 +14,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
-from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
+from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
     choose_background_sms,
     choose_num_sms,
@@ -24,7 +24,7 @@ from ultraep_comm.engines.cuda.kernels import (
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
 from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
-from ultraep_comm.engines.options import Options, allowed_ways
+from ultraep_comm.engines.options import Options, allowed_backends
 from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
@@ -75,7 +75,7 @@ def find_torch_device() -> tuple[Device, SymmetricMemory, Kernels]:
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """An engine over a fabric, as this process has it.
 
     Attributes:
@@ -96,13 +96,15 @@ class Way:
         return "" if self.missing is None else str(self.missing) or "nothing was found"
 
 
-def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> Iterator[Way]:
+def probe_backends(
+    engine: str, fabric: str, device: torch.device | None = None
+) -> Iterator[Candidate]:
     """Look for what a group with these arguments may use, the preferred first.
 
-    `new_group` takes the first way that no rank is missing. Each is looked for when its turn has
-    come: NVSHMEM is not loaded for nothing.
+    `new_group` takes the first that every rank has. Each is looked for when its turn comes: NVSHMEM
+    is not loaded for nothing.
     """
-    for engine_name, fabric_name in allowed_ways(engine, fabric, device):
+    for engine_name, fabric_name in allowed_backends(engine, fabric, device):
         found: Any = None
         missing: Exception | None = None
         try:
@@ -110,7 +112,7 @@ def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> I
                 found = find_nvshmem_device() if fabric_name == "nvshmem" else find_torch_device()
         except Exception as nothing:  # of any type: the peers must not wait for this rank
             missing = nothing
-        yield Way(engine_name, fabric_name, found, missing)
+        yield Candidate(engine_name, fabric_name, found, missing)
 
 
 def make_group_engine(
@@ -131,22 +133,22 @@ def make_group_engine(
     own: list[Exception] = []
     foreign: OtherPesError | None = None  # why NVSHMEM was skipped
     reasons: dict[str, list[str]] = {}  # reason -> fabrics that it rules out
-    for way in find_ways(options.engine, options.fabric, options.device):
-        if way.engine != "cuda":
+    for candidate in probe_backends(options.engine, options.fabric, options.device):
+        if candidate.engine != "cuda":
             # If NVSHMEM is in use the ranks have GPUs, and taking another engine would surprise.
             if foreign is None:
                 return None, _reasons(reasons)
             break
-        name, text = way.fabric, way.reason
-        if way.missing is not None:
-            own.append(way.missing)
+        name, text = candidate.fabric, candidate.reason
+        if candidate.missing is not None:
+            own.append(candidate.missing)
         answers = rendezvous.exchange(text)
         lacking = [rank for rank, answer in enumerate(answers) if answer]
         if not lacking:
-            options.refuse_check("CUDA")  # on all ranks alike
+            options.refuse_check("cuda")  # on all ranks alike
             make = make_nvshmem_engine if name == "nvshmem" else make_torch_engine
             try:
-                return make(rendezvous, options, topology, given_domains, way.found), ""
+                return make(rendezvous, options, topology, given_domains, candidate.found), ""
             except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
@@ -235,8 +237,8 @@ def make_nvshmem_engine(
             # Symmetric memory has one size on all ranks, though num_sms may differ.
             most = max(row[0] for row in rows)
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
-        peers = Peers(pes=pes, far=far, staging=staging)
-        engine = _make_one(rendezvous, options, topology, config, fabric, found, num_sms, peers)
+        peers = {"pes": pes, "far": far, "staging": staging}
+        engine = _make_one(rendezvous, options, topology, config, fabric, found, num_sms, **peers)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
         if not topology.allow_cross_domain and not all(map(all, reaches)):
             engine.exchange_counts = partial(_exchange_counts, rendezvous)
@@ -267,7 +269,7 @@ def make_torch_engine(
     if not given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(rendezvous.num_ranks, np.int32))
     config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
-    return _make_one(rendezvous, options, topology, config, fabric, found, num_sms, Peers())
+    return _make_one(rendezvous, options, topology, config, fabric, found, num_sms)
 
 
 def _agree_on_arguments(
@@ -328,11 +330,11 @@ def _make_one(
     fabric: Fabric,
     found: tuple[Device, object, Kernels],
     num_sms: int,
-    peers: Peers,
+    **peers: Any,
 ) -> CudaEngine:
-    """Create this rank's engine, or raise on every rank."""
+    """Create this rank's engine, or raise on every rank; ``peers``: as for `CudaEngine`."""
     device, _, kernels = found
-    far, adds = bool(peers.far), bool(options.grads)
+    far, adds = bool(peers.get("far")), bool(options.grads)
     shared = SharedLauncher(
         device,
         find_kernels(device, kernels, config, far=far, adds=adds),
@@ -345,7 +347,7 @@ def _make_one(
     rendezvous.raise_if_any_failed()
 
     setup = options, config, fabric
-    engine = CudaEngine(device, kernels, topology, rendezvous.rank, setup, shared, peers)
+    engine = CudaEngine(device, kernels, topology, rendezvous.rank, setup, shared, **peers)
     with ExitStack() as undo:
         undo.callback(fabric.close)
         undo.callback(engine.close)

@@ -182,24 +182,12 @@ class CudaStages(Engine):
                 f"rank {self.rank}: a plan of bank {plan.bank} is on the CPU, and the current"
                 " stream is being captured into a CUDA graph; pass a plan on the device"
             )
-        return self._put_plan(plan), True
-
-    def _put_plan(self, plan: Plan) -> Plan:
-        """Return a plan on the device, without its load and moves."""
-
-        def put(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else self.to_device(tensor)
-
-        return replace(
-            plan,
-            slot_expert=self.to_device(plan.slot_expert),
-            home=self.home,
-            slot_quota=put(plan.slot_quota),
-            home_quota=put(plan.home_quota),
-            load=None,
-            domains=self.domains,
-            moves=None,
-        )
+        read = ("slot_expert", "slot_quota", "home_quota")
+        put: dict[str, Any] = {
+            name: self.to_device(tensor) for name, tensor in plan.tensors().items() if name in read
+        }
+        put |= {"home": self.home, "domains": self.domains}
+        return replace(plan, load=None, moves=None, **put), True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device, in stream order, without waiting.
