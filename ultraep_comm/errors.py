@@ -155,7 +155,7 @@ class TransferAbortedError(TransferError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A wait for a peer timed out."""
+    """A wait for a peer timed out; or ``work.wait(timeout)`` did, and the call continues."""
 
 
 class CorruptSlotError(TransferError):

@@ -276,7 +276,7 @@ def _start_replicate(*arguments: Any) -> Tensor:
 
 @_operator(
     f"wait_replicate_experts(Tensor token, Tensor[] held, Tensor slot_expert, {_SLOTS}, int bank,"
-    " str group, bool synchronize) -> ()",
+    " str group, bool synchronize, float timeout=0.0) -> ()",
     lambda *_: None,
 )
 def _wait_replicate(
@@ -289,13 +289,14 @@ def _wait_replicate(
     bank: int,
     group_name: str,
     synchronize: bool,
+    timeout: float = 0.0,
 ) -> None:
     epoch = int(token)
     if epoch == _FINISHED:
         return
     group = find_group(group_name)
     work = work_of(epoch, group)
-    work.synchronize() if synchronize else work.wait()
+    work.synchronize() if synchronize else work.wait(timeout)
     copies = _copies_among(slots, names, group, bank)
     _take(copies, _filled(slot_expert, group) if copies else [])
 

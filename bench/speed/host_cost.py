@@ -34,7 +34,7 @@ from ultraep_comm.engines.base import Engine, Setup
 from ultraep_comm.engines.cuda.device import Kernels
 from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.make import cost_constants
-from ultraep_comm.engines.options import Options
+from ultraep_comm.engines.options import GroupConfig, Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
@@ -168,15 +168,16 @@ class IdleEngine(CudaEngine):
 def make_group(num_ranks: int, device: IdleDevice) -> Group:
     """Create rank 0's group with a launcher of one rank, as over NVSHMEM."""
     rank, num_sms = 0, 32
-    options = Options(
+    given = GroupConfig(
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
         expert=EXPERT,
         engine="cuda",
-        fabric="auto",
         timeout=30,
         num_sms=num_sms,
         tile_bytes=TILE_BYTES,
     )
-    topology = Topology.make(num_ranks=num_ranks, num_experts=EXPERTS, slots_per_rank=SLOTS)
+    options, topology = Options(given), given.topology(num_ranks)
     config = options.config(topology, rank, 30, cost_constants(num_ranks, 710.0))
     shared = SharedLauncher(
         device,

@@ -96,4 +96,4 @@ def reduce_expert_grads(
         call.reject(error)
         raise
     _, expert_bytes = session.grads.select(None)
-    return call.submit(reduction, bound, expert_bytes, async_op, spends=True)
+    return call.submit(reduction, bound, expert_bytes, async_op, consumes=True)

@@ -7,11 +7,13 @@ compiler keeps each of them, once, in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ultraep_comm.engines.base import Form, count_in_torch
+from ultraep_comm.engines.options import as_seconds
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.group import session_of
 from ultraep_comm.group.names import find_group
@@ -121,7 +123,9 @@ class FinishedWork(Work):
         self.mode = ""
         self.epoch = 0
 
-    def wait(self, slots: Sequence[int] | None = None) -> None:
+    def wait(
+        self, timeout: timedelta | float | None = None, *, slots: Sequence[int] | None = None
+    ) -> None:
         """Return at once."""
 
     def slot_ready(self, slot: int) -> bool:
@@ -161,9 +165,12 @@ class TracedWork(Work):
         # The wait takes the transfer's inputs too, or a compiler might reuse their memory earlier.
         self._arguments = (token, held, slot_expert, slots, names, ORDER, bank, group_name)
 
-    def wait(self, slots: Sequence[int] | None = None) -> None:
+    def wait(
+        self, timeout: timedelta | float | None = None, *, slots: Sequence[int] | None = None
+    ) -> None:
         """See :meth:`Work.wait`: for the whole call."""
-        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False)
+        limit = 0.0 if timeout is None else as_seconds(timeout)
+        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False, limit)
 
     def synchronize(self) -> None:
         """See :meth:`Work.synchronize`."""

@@ -114,7 +114,7 @@ class Call:
         expert_bytes: int,
         async_op: bool,
         *,
-        spends: bool = False,
+        consumes: bool = False,
     ) -> Work | None:
         """Submit the call to the engine.
 
@@ -123,7 +123,7 @@ class Call:
             bound: the tensors that it moves, kept alive until it has finished.
             expert_bytes: the bytes that it moves for each replica.
             async_op: return the Work at once; else wait.
-            spends: the call is a handle's last use.
+            consumes: the call is a handle's last use.
         """
         session, given, plan = self._session, self._given, self.plan
         try:
@@ -137,10 +137,10 @@ class Call:
                 on_host,
                 self.tag,
                 expert_bytes,
-                None if spends else self.filled,
+                None if consumes else self.filled,
             )
-            if spends and isinstance(given, PlanHandle):
-                session.plans.spend(given.saved, on_device=self.on_device)
+            if consumes and isinstance(given, PlanHandle):
+                session.plans.consume(given.saved, on_device=self.on_device)
             if not async_op:
                 work.wait()
         except BaseException as error:

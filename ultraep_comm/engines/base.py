@@ -54,6 +54,7 @@ class Engine:
         exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         marks: int64, zeroed: one for each plan that graphs save.
         put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
+        wait_blocks: :meth:`wait` blocks the host until the call has finished.
     """
 
     config: _core.EngineConfig
@@ -63,6 +64,7 @@ class Engine:
     exchange_counts: Callable[[Tensor], Tensor] | None = None
     marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
     put_addresses: PutAddresses | None = None
+    wait_blocks = True
 
     def __init__(self, topology: Topology, rank: int, setup: Setup | None = None) -> None:
         """Allocate the memory of ``setup``; None: for stages alone, which need none."""

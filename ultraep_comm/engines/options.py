@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from ultraep_comm import _core, env
 from ultraep_comm.calibration import Calibration
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
-from ultraep_comm.plan.topology import Topology, as_int
+from ultraep_comm.plan.topology import IntsLike, Topology, as_int
 from ultraep_comm.recording.recorder import CAPACITY, MAX_CAPACITY
 from ultraep_comm.weights.binding import GRAD_TYPES, GradSpec, make_grads
 from ultraep_comm.weights.segments import Segment, make_segments
@@ -62,70 +63,97 @@ def _as_device(device: torch.device | str | None, engine: str) -> torch.device |
     return found
 
 
-class Options:
-    """The arguments common to all ways of creating a group, checked."""
+def as_seconds(timeout: timedelta | float, name: str = "timeout") -> float:
+    """Return a limit in seconds; 0: none.
 
-    def __init__(
-        self,
-        *,
-        expert: ExpertSpec,
-        engine: str,
-        fabric: str,
-        timeout: timedelta | float | None,
-        num_sms: int | None,
-        tile_bytes: int | None,
-        grads: GradSpec = None,
-        banks: int = 1,
-        grad_banks: int = 1,
-        instances: bool = False,
-        calibration: Calibration | None = None,
-        check: bool | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    Raises:
+        InvalidArgumentError: it is neither a timedelta nor a number, or out of range.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not (isinstance(seconds, int | float) and 0 <= seconds < 1e9):
+        raise InvalidArgumentError(
+            f"{name} is {seconds!r}; expected a timedelta, or seconds below 1e9; 0: no limit"
+        )
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """The arguments of a group, as given; see :func:`new_group`."""
+
+    num_experts: int
+    slots_per_rank: int
+    expert: ExpertSpec
+    home: IntsLike | None = None
+    domains: IntsLike | None = None
+    allow_cross_domain: bool = False
+    grads: GradSpec = None
+    banks: int = 1
+    grad_banks: int = 1
+    instances: bool = False
+    engine: str = "auto"
+    fabric: str = "auto"
+    timeout: timedelta | float | None = None
+    num_sms: int | None = None
+    tile_bytes: int | None = None
+    check: bool | None = None
+    device: torch.device | str | None = None
+
+    def topology(self, num_ranks: int) -> Topology:
+        """Return the constants of the group's planner."""
+        return Topology.make(
+            num_ranks=num_ranks,
+            num_experts=self.num_experts,
+            slots_per_rank=self.slots_per_rank,
+            home=self.home,
+            domains=self.domains,
+            allow_cross_domain=self.allow_cross_domain,
+        )
+
+
+class Options:
+    """What the engines of a group are given besides its topology, checked."""
+
+    def __init__(self, given: GroupConfig, calibration: Calibration | None = None) -> None:
+        engine, fabric = given.engine, given.fabric
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
                 raise InvalidArgumentError(f"{name} is {value!r}; expected one of {list(known)}")
         self.calibration = calibration or Calibration()
         self.engine = engine
         self.fabric = fabric
-        self.device = _as_device(device, engine)
+        self.device = _as_device(given.device, engine)
         if fabric != "loopback" and not allowed_backends(engine, fabric, self.device):
             raise UnsupportedError(
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
                 " with fabric='shm', engine='cuda' with fabric='nvshmem' or fabric='torch', or"
                 " engine='c10d' with fabric='none'"
             )
-        self.banks = as_int(banks, "banks")
-        self.grad_banks = as_int(grad_banks, "grad_banks")
+        self.banks = as_int(given.banks, "banks")
+        self.grad_banks = as_int(given.grad_banks, "grad_banks")
         if not 1 <= self.banks <= MAX_BANKS:
-            raise InvalidArgumentError(f"banks is {banks}; expected 1 to {MAX_BANKS}")
+            raise InvalidArgumentError(f"banks is {self.banks}; expected 1 to {MAX_BANKS}")
         if not 1 <= self.grad_banks <= self.banks:
             raise InvalidArgumentError(
-                f"grad_banks is {grad_banks}; expected 1 to {self.banks}, the number of banks"
+                f"grad_banks is {self.grad_banks}; expected 1 to {self.banks}, the number of banks"
             )
-        self.instances = bool(instances)
+        self.instances = bool(given.instances)
         self.page_bytes = max(4096, mmap.PAGESIZE)  # that are mapped together; of the host's memory
+        check = given.check
         if check not in (None, False, True):
             raise InvalidArgumentError(f"check is {check!r}; expected True, False or None")
         self.check = bool(env.check() if check is None else check)
         if engine in ("cuda", "c10d"):
             self.refuse_check(engine)
-        self.segments = make_segments(expert)
-        self.grads = make_grads(grads, self.segments)
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
-        self.timeout = env.timeout() if timeout is None else timeout
-        if self.timeout is not None and not (
-            isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
-        ):
-            raise InvalidArgumentError(
-                f"timeout is {self.timeout!r}; expected a timedelta, or seconds below 1e9;"
-                " 0: no limit"
-            )
-        self.num_sms = env.num_sms() if num_sms is None else as_int(num_sms, "num_sms")
+        self.segments = make_segments(given.expert)
+        self.grads = make_grads(given.grads, self.segments)
+        timeout = env.timeout() if given.timeout is None else given.timeout
+        self.timeout = None if timeout is None else as_seconds(timeout)
+        self.num_sms = env.num_sms() if given.num_sms is None else as_int(given.num_sms, "num_sms")
         if self.num_sms is not None and not 1 <= self.num_sms <= 256:
             raise InvalidArgumentError(f"num_sms is {self.num_sms}; expected 1 to 256")
-        tile = env.tile_bytes() if tile_bytes is None else as_int(tile_bytes, "tile_bytes")
+        tile = given.tile_bytes
+        tile = env.tile_bytes() if tile is None else as_int(tile, "tile_bytes")
         self.given_tile_bytes = tile
         self.tile_bytes = HOST_TILE_BYTES if tile is None else tile
         if self.tile_bytes & (self.tile_bytes - 1) or not 1024 <= self.tile_bytes <= 1 << 24:

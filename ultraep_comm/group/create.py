@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ultraep_comm.calibration import from_environment
 from ultraep_comm.engines import host
 from ultraep_comm.engines.base import Engine
-from ultraep_comm.engines.options import ExpertSpec, Options, allowed_backends
+from ultraep_comm.engines.options import ExpertSpec, GroupConfig, Options, allowed_backends
 from ultraep_comm.errors import UnsupportedError, name_ranks
 from ultraep_comm.fabrics.rendezvous import Rendezvous, check_same_arguments
 from ultraep_comm.group.group import Group
@@ -97,31 +98,29 @@ def new_group(
     rendezvous = Rendezvous(process_group)
     # The group's tensors outlive this call: they must not be inference tensors.
     with torch.inference_mode(False), rendezvous.failure_scope():
-        options = Options(
+        config = GroupConfig(
+            num_experts=num_experts,
+            slots_per_rank=slots_per_rank,
             expert=expert,
+            home=home,
+            domains=domains,
+            allow_cross_domain=allow_cross_domain,
+            grads=grads,
+            banks=banks,
+            grad_banks=grad_banks,
+            instances=instances,
             engine=engine,
             fabric=fabric,
             timeout=timeout,
             num_sms=num_sms,
             tile_bytes=tile_bytes,
-            grads=grads,
-            banks=banks,
-            grad_banks=grad_banks,
-            instances=instances,
             check=check,
-            calibration=from_environment(engine) if rendezvous.rank == 0 else None,
             device=device,
         )
+        options = Options(config, from_environment(engine) if rendezvous.rank == 0 else None)
         if fabric == "loopback":
             raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
-        topology = Topology.make(
-            num_ranks=rendezvous.num_ranks,
-            num_experts=num_experts,
-            slots_per_rank=slots_per_rank,
-            home=home,
-            domains=domains,
-            allow_cross_domain=allow_cross_domain,
-        )
+        topology = config.topology(rendezvous.num_ranks)
         _prepare_recording(options, topology)
         given_domains = domains is not None
         # Compare arguments first: ranks that disagree on the engine would exchange different data.
@@ -187,60 +186,24 @@ def _say_domains(domain: tuple[int, ...]) -> None:
     _LOGGER.info("%d ranks in %s; %s", len(domain), count, "; ".join(members))
 
 
-def new_loopback_groups(
-    num_ranks: int,
-    *,
-    num_experts: int,
-    slots_per_rank: int,
-    expert: ExpertSpec,
-    home: IntsLike | None = None,
-    domains: IntsLike | None = None,
-    allow_cross_domain: bool = False,
-    grads: GradSpec = None,
-    banks: int = 1,
-    grad_banks: int = 1,
-    instances: bool = False,
-    engine: str = "host",
-    timeout: timedelta | float | None = None,
-    num_sms: int | None = None,
-    tile_bytes: int | None = None,
-    check: bool | None = None,
-) -> list[Group]:
+def new_loopback_groups(num_ranks: int, *, engine: str = "host", **arguments: Any) -> list[Group]:
     """Create a group whose ranks all live in this process; the engines are the same.
 
     With ``engine="host"`` (the default) ranks are threads, as with ``engine="c10d"``, whose threads
     send messages over gloo. With ``engine="cuda"`` they share torch's current device, and the last
     rank to call launches one kernel for all of them.
     A collective waits for its peers: call it from one thread per rank, or with ``async_op=True``
-    on every rank before the first wait. Other arguments are those of :func:`new_group`;
-    ``num_sms`` is per rank, and the blocks of all ranks have to fit on the device together.
+    on every rank before the first wait. Other arguments are those of :func:`new_group`, except
+    ``fabric`` and ``device``; ``num_sms`` is per rank, and the blocks of all ranks have to fit on
+    the device together.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
         UnsupportedError: the engine cannot be used here; the text says what is missing.
     """
-    options = Options(
-        expert=expert,
-        engine=engine,
-        fabric="loopback",
-        timeout=timeout,
-        num_sms=num_sms,
-        tile_bytes=tile_bytes,
-        grads=grads,
-        banks=banks,
-        grad_banks=grad_banks,
-        instances=instances,
-        check=check,
-        calibration=from_environment(engine),
-    )
-    topology = Topology.make(
-        num_ranks=num_ranks,
-        num_experts=num_experts,
-        slots_per_rank=slots_per_rank,
-        home=home,
-        domains=domains,
-        allow_cross_domain=allow_cross_domain,
-    )
+    config = GroupConfig(engine=engine, fabric="loopback", device=None, **arguments)
+    options = Options(config, from_environment(engine))
+    topology = config.topology(num_ranks)
     _prepare_recording(options, topology)
     run = new_run()
     with torch.inference_mode(False):  # as in new_group

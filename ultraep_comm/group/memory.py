@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ultraep_comm import _core
-from ultraep_comm.engines.options import ExpertSpec, Options
-from ultraep_comm.plan.topology import IntsLike, Topology
-from ultraep_comm.weights.binding import GradSpec
+from ultraep_comm.engines.options import GroupConfig, Options
 from ultraep_comm.weights.segments import Segment
 
 
@@ -55,45 +54,19 @@ def memory_of(
     return GroupMemory(slots=slots, slot_grads=slot_grads, mains=mains, other=other)
 
 
-def group_memory(
-    num_ranks: int,
-    *,
-    num_experts: int,
-    slots_per_rank: int,
-    expert: ExpertSpec,
-    home: IntsLike | None = None,
-    grads: GradSpec = None,
-    banks: int = 1,
-    grad_banks: int = 1,
-    instances: bool = False,
-    tile_bytes: int | None = None,
-    check: bool | None = None,
-) -> GroupMemory:
+def group_memory(num_ranks: int, **arguments: Any) -> GroupMemory:
     """Return what a group of these arguments would take on each rank. Allocates nothing.
 
     Args:
-        num_ranks: G; the other arguments are those of :func:`new_group`. With ``instances=True``
-            the CUDA engine takes up to 4 MiB more for each segment and bank: its pages are larger.
+        num_ranks: G.
+        arguments: those of :func:`new_group`. With ``instances=True`` the CUDA engine takes up to
+            4 MiB more for each segment and bank: its pages are larger.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
     """
-    options = Options(
-        expert=expert,
-        engine="auto",
-        fabric="auto",
-        timeout=None,
-        num_sms=None,
-        tile_bytes=tile_bytes,
-        grads=grads,
-        banks=banks,
-        grad_banks=grad_banks,
-        instances=instances,
-        check=check,
-    )
-    topology = Topology.make(
-        num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=slots_per_rank, home=home
-    )
+    config = GroupConfig(**arguments)
+    options, topology = Options(config), config.topology(num_ranks)
     layout = _core.EngineLayout(options.config(topology, 0, 0.0, (0, 0, 0, 0, 100)))
     return memory_of(
         layout,

@@ -39,7 +39,7 @@ class _End:
     todo: str
 
 
-_SPENT = _End(
+_CONSUMED = _End(
     what="was reduced already: backward twice on one handle",
     todo="save the plan once for each backward pass",
 )
@@ -124,7 +124,7 @@ class PlanHandle:
         saved = self.saved
         state = "closed" if saved.store.closed else "live"
         if saved.end is not None:
-            state = "reduced" if saved.end is _SPENT else "released"
+            state = "reduced" if saved.end is _CONSUMED else "released"
         return (
             f"PlanHandle(layer={self.layer}, microbatch={self.microbatch},"
             f" generation={self.generation}, group={saved.store.name!r}, {state})"
@@ -375,9 +375,9 @@ class PlanStore:
         """End a plan without a reduction; see ``PlanHandle.release``."""
         self._end(saved, _RELEASED)
 
-    def spend(self, saved: Saved, *, on_device: bool) -> None:
+    def consume(self, saved: Saved, *, on_device: bool) -> None:
         """End a plan whose reduction was submitted; on the device, that clears the mark."""
-        self._end(saved, _SPENT)
+        self._end(saved, _CONSUMED)
         if not on_device:
             self._clear(saved)
 
@@ -395,7 +395,7 @@ class PlanStore:
             saved.entry = None
         elif saved not in self._in_graphs:
             return
-        elif end is _SPENT or self._engine.is_capturing():
+        elif end is _CONSUMED or self._engine.is_capturing():
             if was_live and end is _RELEASED:
                 self._clear(saved)  # a reduction clears it by itself
         else:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Engine
-from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm.engines.options import as_seconds
+from ultraep_comm.errors import (
+    InvalidArgumentError,
+    TransferTimeoutError,
+    UltraEPError,
+    UnsupportedError,
+)
 from ultraep_comm.plan.topology import as_int
 
 
@@ -54,28 +62,56 @@ class Work:
         self.epoch = epoch
         self._operation = operation
 
-    def wait(self, slots: Sequence[int] | None = None) -> None:
+    def wait(
+        self, timeout: timedelta | float | None = None, *, slots: Sequence[int] | None = None
+    ) -> None:
         """Order everything that follows after the call, or after its filling of some slots.
 
-        On the host engine this blocks until the call has finished. On the CUDA engine the current
-        stream waits, not the host; a failure that is not known yet surfaces in
+        On the host and c10d engines this blocks until the call has finished. On the CUDA engine the
+        current stream waits, not the host; a failure that is not known yet surfaces in
         :meth:`synchronize`, :meth:`exception` or the next call on the group. Only ranks that share
         a launch (``new_loopback_groups``) block until all of them have called.
 
         Args:
+            timeout: where this blocks: at most so long, a timedelta or seconds; then the call
+                continues, and can be waited for again. None or 0: as long as the call takes, which
+                the group's ``timeout`` limits.
             slots: of this rank, of the plan's bank: wait until these may be read, while the call
                 goes on. What they held before the call is there at once. None: the call has
                 finished.
 
         Raises:
-            TransferError: the call failed; the subclass and the text say how.
-            InvalidArgumentError: the call does not fill such a slot.
+            TransferTimeoutError: the call has not finished within ``timeout``; or, as every other
+                TransferError, it failed: the subclass and the text say how.
+            InvalidArgumentError: the call does not fill such a slot; or a timeout out of range.
         """
-        if slots is None:
-            self._finish(self._session.engine.wait)
-            return
-        wanted = [self._filled_slot(slot) for slot in slots]
-        self._finish(lambda epoch: self._session.engine.wait(epoch, wanted))
+        engine = self._session.engine
+        wanted = None if slots is None else [self._filled_slot(slot) for slot in slots]
+        limit = 0.0 if timeout is None else as_seconds(timeout)
+        if limit and engine.wait_blocks:
+            self._poll(limit, wanted)
+        if wanted is None:
+            self._finish(engine.wait)
+        else:
+            self._finish(lambda epoch: engine.wait(epoch, wanted))
+
+    def _poll(self, limit: float, slots: list[int] | None) -> None:
+        """Return once the call has finished, or filled the slots; raise after ``limit`` seconds."""
+        session, engine, epoch = self._session, self._session.engine, self.epoch
+        session.require_own_process(f"waiting for a {self._operation}")
+        end, pause = time.monotonic() + limit, 1e-5
+        waits_for: Sequence[int | None] = [None] if slots is None else slots
+        while not all(engine.is_completed(epoch, slot) for slot in waits_for):
+            if time.monotonic() >= end:
+                raise TransferTimeoutError(
+                    f"rank {session.rank}: {self._operation} (call {epoch} on this group) has not"
+                    f" finished within {limit:g} s, the timeout of this wait. The call continues:"
+                    " wait again, or see group.health() for what it waits for",
+                    rank=session.rank,
+                    epoch=epoch,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
 
     def slot_ready(self, slot: int) -> bool:
         """Return whether a slot of this rank may be read, without blocking; as for :meth:`wait`.

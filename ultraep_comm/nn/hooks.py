@@ -271,7 +271,7 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
         if run.is_empty:  # as the reduction does: a second backward pass is refused
             plans = run.handle.saved.store
             plans.plan_of(run.handle, "reduce_expert_grads")
-            plans.spend(run.handle.saved, on_device=False)
+            plans.consume(run.handle.saved, on_device=False)
         run.handle.release()
         own = [_or_zeros(main, grad) for main, grad in zip(tensors, rest, strict=False)]
         return grad_x, *own, *(None for _ in slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,8 @@ def test_every_kind_of_work_keeps_what_a_work_promises() -> None:
                     member(0)
             elif callable(member) and not (kind is traced and name in ("wait", "synchronize")):
                 member()  # those two are operators of a compiled function
+    for done in (work, FinishedWork()):
+        done.wait(timedelta(seconds=5), slots=())
     group.close()
 
 

@@ -34,7 +34,7 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.c10d import make
 from ultraep_comm.engines.c10d.agreement import Agreement
 from ultraep_comm.engines.c10d.order import DeviceOrder
-from ultraep_comm.engines.options import Options
+from ultraep_comm.engines.options import GroupConfig, Options
 from ultraep_comm.fabrics.shm import UNKNOWN
 from ultraep_comm.group import create
 
@@ -243,15 +243,8 @@ def test_the_accelerator_comes_first_and_device_settles_it(monkeypatch: pytest.M
 
 
 def test_check_mode_names_the_engine_that_has_none() -> None:
-    options = Options(
-        expert={"w": Segment((4,), torch.uint8)},
-        engine="auto",
-        fabric="auto",
-        timeout=None,
-        num_sms=None,
-        tile_bytes=None,
-        check=True,
-    )
+    expert = {"w": Segment((4,), torch.uint8)}
+    options = Options(GroupConfig(num_experts=2, slots_per_rank=1, expert=expert, check=True))
     nothing: Any = None
     with pytest.raises(errors.UnsupportedError, match="this group would use engine='c10d'; pass"):
         make.make_group_engine(nothing, options, nothing, False)

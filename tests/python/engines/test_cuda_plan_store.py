@@ -112,7 +112,7 @@ def test_ended_handles_are_refused_and_peers_told(
     plan = emulated.put_plan(plan_of(0))
     handles = [group.save(plan, layer=3) for group in groups]
     (work,) = start_all(groups[1:], weights, handles)
-    handles[0].saved.store.spend(handles[0].saved, on_device=True)
+    handles[0].saved.store.consume(handles[0].saved, on_device=True)
     error = raised(lambda: start_all(groups[:1], weights, handles))
     assert isinstance(error, errors.PlanHandleError)
     assert "rank 0: replicate_experts was given the handle of layer 3, microbatch 0" in str(error)

@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, close_all, forkserver, loopback, make_weights, raised
+from ranks import RankPool, close_all, forkserver, loopback, make_weights, raised, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
@@ -89,6 +90,27 @@ def test_calls_bytes_and_plans_are_counted() -> None:
     assert [p.epoch for p in health.peers] == [5, 5]
     handle.release()
     assert groups[0].health().saved_plans == 0
+    close_all(groups)
+
+
+@pytest.mark.parametrize("engine", ["host", "c10d"])
+def test_a_wait_ends_in_time_and_the_call_continues(engine: str) -> None:
+    groups = _loopback(2, engine=engine)
+    weights = [make_weights(group) for group in groups]
+    plan = _plan([[4, 5], [0, -1]])
+    (work,) = start_all(groups[1:], weights, plan)
+    for limit, slots in ((1e-3, None), (timedelta(milliseconds=1), None), (1e-3, [0])):
+        with pytest.raises(errors.TransferTimeoutError, match=r"within 0\.001 s") as caught:
+            work.wait(limit, slots=slots)
+        assert (caught.value.rank, caught.value.epoch) == (1, 1)
+    for wrong in (-1, "1"):
+        with pytest.raises(errors.InvalidArgumentError, match="timeout is"):
+            work.wait(wrong)  # type: ignore[arg-type]
+    assert work.exception() is None
+    (other,) = start_all(groups[:1], weights, plan)
+    work.wait(60, slots=[0])
+    work.wait(60)
+    other.wait(0)  # no limit
     close_all(groups)
 
 

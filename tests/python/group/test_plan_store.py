@@ -126,7 +126,7 @@ def test_each_microbatch_transfers_its_own_plan(groups: list[uec.Group]) -> None
 
 
 def spend(handle: uec.PlanHandle) -> None:
-    handle.saved.store.spend(handle.saved, on_device=True)
+    handle.saved.store.consume(handle.saved, on_device=True)
 
 
 def release(handle: uec.PlanHandle) -> None:
@@ -317,7 +317,7 @@ def test_assert_idle_names_live_handles_a_few_at_most(groups: list[uec.Group]) -
         errors.GroupBusyError, match="1 saved plan not reduced or released: layer 7"
     ):
         group.assert_idle()
-    handles[-1].saved.store.spend(handles[-1].saved, on_device=True)
+    handles[-1].saved.store.consume(handles[-1].saved, on_device=True)
     group.assert_idle()
 
 

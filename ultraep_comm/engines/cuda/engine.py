@@ -79,6 +79,8 @@ class CudaEngine(CudaStages):
         shared, peers: as for :meth:`start`.
     """
 
+    wait_blocks = False
+
     def __init__(
         self,
         device: Device,
