@@ -19,11 +19,10 @@ class InvalidArgumentError(UltraEPError, ValueError):
 
 
 class InvalidWeightsError(InvalidArgumentError):
-    """Weights do not match the group's expert: name, count, shape, dtype, device or layout."""
+    """Weights do not match the group's expert, or gradients its slot gradients.
 
-
-class InvalidGradientsError(InvalidArgumentError):
-    """Gradients do not match the group's slot gradients, or the slots have no gradients."""
+    Name, count, shape, dtype, device or layout; or the slots have no gradients.
+    """
 
 
 class InvalidPlanError(InvalidArgumentError):
@@ -76,10 +75,6 @@ class RecordingError(UltraEPError, ValueError):
 
 class UnsupportedError(UltraEPError):
     """The request is legal but this machine, fabric or build cannot do it."""
-
-
-class CalibrationError(UltraEPError, ValueError):
-    """The file of measured costs cannot be read, is damaged, or comes from another machine."""
 
 
 class BootstrapError(UltraEPError):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ultraep_comm import _core, env
-from ultraep_comm.calibration import Calibration
+from ultraep_comm.calibration import MeasuredCosts
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.plan.topology import Topology, as_int
 from ultraep_comm.recording.recorder import CAPACITY, MAX_CAPACITY
@@ -78,14 +78,14 @@ class Options:
         banks: int = 1,
         grad_banks: int = 1,
         instances: bool = False,
-        calibration: Calibration | None = None,
+        calibration: Mapping[str, MeasuredCosts] | None = None,
         check: bool | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
                 raise InvalidArgumentError(f"{name} is {value!r}; expected one of {list(known)}")
-        self.calibration = calibration or Calibration()
+        self.calibration = calibration or {}
         self.engine = engine
         self.fabric = fabric
         self.device = _as_device(device, engine)

@@ -285,7 +285,7 @@ def test_bad_gradients_are_refused_and_peers_do_not_wait(fault: str) -> None:
         return raised(lambda: uec.reduce_expert_grads(mains[rank], plan, group=groups[rank]))
 
     peer, own = loopback(2, call)
-    assert isinstance(own, errors.InvalidGradientsError)
+    assert isinstance(own, errors.InvalidWeightsError)
     assert "rank 1" in str(own)
     assert GRAD_FAULTS[fault] in str(own)
     assert isinstance(peer, errors.PeerRejectedError)
@@ -298,7 +298,7 @@ def test_segments_with_one_gradient() -> None:
     segment = ((5, 4), F32)
     (group,) = make_groups(1, num_experts=2, expert={"gate": segment, "up": segment}, grads=F32)
     grads = torch.zeros(2, 5, 4)
-    with pytest.raises(errors.InvalidGradientsError, match=r"rows of grads\['up'\] share memory"):
+    with pytest.raises(errors.InvalidWeightsError, match=r"rows of grads\['up'\] share memory"):
         group.bind_grads({"gate": grads, "up": grads})
     group.close()
 
@@ -308,7 +308,7 @@ def test_slots_without_gradients() -> None:
     assert group.slot_grads == {}
     plan = uec.Plan.from_slots([[-1, -1]], num_experts=7)
     with pytest.raises(
-        errors.InvalidGradientsError, match=r"rank 0: the slots of this group .*grads=torch"
+        errors.InvalidWeightsError, match=r"rank 0: the slots of this group .*grads=torch"
     ):
         uec.reduce_expert_grads({"w13": torch.zeros(7, 33, 130)}, plan, group=group)
 

@@ -159,7 +159,7 @@ def test_bad_input_is_refused_and_peers_hear_of_it(
         groups = groups_of(2, num_experts=4, slots_per_rank=1)
         mains = RankGrads(groups, MAINS).mains
         (work,) = start(groups[1:], mains, plan)
-        with pytest.raises(errors.InvalidGradientsError, match=what):
+        with pytest.raises(errors.InvalidWeightsError, match=what):
             start(groups[:1], [grads(mains[0])], plan, **options)
         with pytest.raises(errors.PeerRejectedError, match="rank 0 rejected its own input"):
             work.synchronize()
@@ -200,5 +200,5 @@ def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups
         transfer.synchronize()
 
     (without,) = groups_of(1, num_experts=2, slots_per_rank=1, grads=None)
-    with pytest.raises(errors.InvalidGradientsError, match="hold no gradients"):
+    with pytest.raises(errors.InvalidWeightsError, match="hold no gradients"):
         uec.reduce_expert_grads({}, uec.Plan.from_slots([[-1]], num_experts=2), group=without)
