@@ -38,6 +38,7 @@ from tiers import sampled
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
 def test_layers_of_one_bank_share_its_slots(engine: str) -> None:
     """On a device the slots are mapped behind each layer's mains."""
     groups = new_groups(2, engine=engine, banks=1, instances=True)
-    layers = [[group.empty_instances() for group in groups] for _ in range(3)]
+    layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers, 1):
         mains = [{name: t[:count] for name, t in own.items()} for own in layer]
@@ -228,7 +229,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
 
 def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) -> uec.Plan:
     plan = put_plan(group, plan_of(slots))
-    return replace(plan, home=group.session.engine.home, bank=bank, reuse=True)
+    return replace(plan, home=session_of(group).engine.home, bank=bank, reuse=True)
 
 
 def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
@@ -245,7 +246,9 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
                 group.banks[1].invalidate()
         hold(streams)
         plans = [
-            uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
+            uec.plan_replicas(
+                session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
+            )
             for group in groups
         ]
         works = start_all(groups, weights, plans)
@@ -253,7 +256,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
         synchronize_all(works)
         apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
         for plan in plans:
-            assert groups[0].session.engine.is_on_device(plan)
+            assert session_of(groups[0]).engine.is_on_device(plan)
             assert plan.bank == 1
             for name, tensor in apart.tensors().items():
                 assert torch.equal(getattr(plan, name).cpu(), tensor), name
@@ -264,8 +267,10 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     assert still == 2
     load[1, 2] = -1
     group = groups[0]
-    plan = uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
-    device.find_device().settle()
+    plan = uec.plan_replicas(
+        session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
+    )
+    device.find_device().synchronize()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
         uec.plan_replicas(load, group=group, bank=1, reuse=True)
@@ -279,7 +284,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
     weights = filled_weights(groups, 0)
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     loads = [
-        group.session.engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
+        session_of(group).engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
     ]
     plans: dict[int, uec.Plan] = {}
 
@@ -287,7 +292,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
         plans[rank] = uec.plan_replicas(loads[rank], group=groups[rank], bank=1, reuse=True)
         uec.replicate_experts(bound[rank], plans[rank], group=groups[rank])
 
-    device.find_device().settle()
+    device.find_device().synchronize()
     replicate(groups, weights, plan_of([[-1, -1]] * 4))  # loads the kernels
     _, replay = graphs.capture(lambda: on_each(graphs, len(groups), calls))
     load, slots = torch.ones(4, E, dtype=torch.int32), torch.full((4, S), -1)
@@ -297,7 +302,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
             own.copy_(load)
         before = stored(groups)
         replay()
-        device.find_device().settle()
+        device.find_device().synchronize()
         apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
         slots = apart.slot_expert
         assert stored(groups) - before == apart.num_moves
@@ -390,7 +395,7 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     first = [_slots_on_device(g, [[-1, -1], [0, -1], [0, 1]]) for g in groups]
     second = [_slots_on_device(g, [[-1, -1], [0, 6], [-1, -1]]) for g in groups]
-    device.find_device().settle()
+    device.find_device().synchronize()
 
     def calls(rank: int) -> None:
         for plan in (first[rank], second[rank]):
@@ -404,7 +409,7 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     for _ in range(3):
         before = stored(groups)
         replay()
-        device.find_device().settle()
+        device.find_device().synchronize()
         moved.append(stored(groups) - before)
     assert moved == ([1, 4, 4] if tells else [1, 0, 0])
     held: Held = {(0, 1, 0): (0, 0), (0, 2, 0): (0, 0), (0, 2, 1): (1, 0), (0, 1, 1): (6, 0)}
@@ -428,7 +433,7 @@ def test_a_stream_waits_for_single_slots(streams: str) -> None:
     works[2].wait(slots=[0])
     with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[0\]"):
         works[2].wait(slots=[1])
-    device.find_device().settle()  # what the stream waits for has come
+    device.find_device().synchronize()  # what the stream waits for has come
     assert works[1].slot_ready(1)
     ready = [group.banks[1].ready.tolist() for group in groups]
     assert ready == [[0, 0], [3, 3], [3, 0], [0, 0]]

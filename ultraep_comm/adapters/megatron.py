@@ -21,8 +21,10 @@ from torch.func import functional_call
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.group.layers import group_for
-from ultraep_comm.nn import LayerPass, Replication
+from ultraep_comm.nn import Replication
+from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented
@@ -179,8 +181,8 @@ class _Replicas:
                 f"rank {group.rank}: MoE layer {self.calls.layer} was changed after replicate():"
                 f" {problem}. Change all experts alike, before replicate()"
             )
-            group.session.reject(error)
-            raise error
+            with rejecting(group):
+                raise error
         self._seen = seen
 
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:

@@ -168,7 +168,7 @@ def _plan(
     *,
     apart: bool = False,
 ) -> Plan:
-    engine = group.session.engine
+    engine = session_of(group).engine
     engine.raise_fault()
     devices = list(dict.fromkeys(["cpu", str(group.device)]))
     _check_load(load, devices, on_device=engine.is_on_device(load))

@@ -28,6 +28,7 @@ from ultraep_comm.weights.binding import Binding, PutAddresses
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+Setup = tuple[Options, _core.EngineConfig, Fabric]  # of one rank of a group
 Objective = tuple[int, Costs | None]  # the target in parts per million; costs instead of it
 Movable = TypeVar("Movable", Tensor, Plan)
 Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
@@ -59,15 +60,35 @@ class Engine:
     layout: _core.EngineLayout
     fabric: Fabric
     memory: list[SharedRegion]
-    exchange_counts: Callable[[Tensor], Tensor] | None
+    exchange_counts: Callable[[Tensor], Tensor] | None = None
     marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
     put_addresses: PutAddresses | None = None
 
-    def __init__(self, topology: Topology, rank: int) -> None:
+    def __init__(self, topology: Topology, rank: int, setup: Setup | None = None) -> None:
+        """Allocate the memory of ``setup``; None: for stages alone, which need none."""
         self.rank = rank
         self.topology = topology
         self.home = torch.tensor(topology.home, device="cpu")
         self.domains = torch.tensor(topology.domain, device="cpu")
+        if setup is not None:
+            self._allocate(*setup)
+
+    def _allocate(self, options: Options, config: _core.EngineConfig, fabric: Fabric) -> None:
+        layout = _core.EngineLayout(config)
+        try:
+            region = fabric.allocate(layout.total_bytes)
+        except OutOfSharedMemoryError as error:
+            if options.banks > 1 and error.args:
+                slots = options.banks * self.topology.slots_per_rank
+                taken = slots * sum(segment.nbytes for segment in options.segments.values())
+                text = f"; {options.banks} banks of {self.topology.slots_per_rank} slots take"
+                text = f"{error.args[0]}{text} {taken} bytes of them: see group_memory()"
+                error.args = (text, *error.args[1:])
+            raise
+        checked = [fabric.allocate(layout.check_bytes)] if options.check else []
+        config.set_memory(region.bases, checked[0].bases if checked else [])
+        self.config, self.layout, self.fabric = config, layout, fabric
+        self.memory = [region, *checked]
 
     # ---- calls ----------------------------------------------------------------------------
 
@@ -330,7 +351,7 @@ class Engine:
         out = np.empty_like(ids)
         status = _core.reroute(ids, *_arrays(plan), self.rank if source is None else source, out)
         raise_fault(status, "topk_ids", self.rank, self.topology.num_experts)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out).to(topk_ids.device)
 
     def reroute_map(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int
@@ -391,39 +412,6 @@ class Engine:
         """
         for to, source in fields:
             to.copy_(source)
-
-
-Started = TypeVar("Started", bound=Engine)
-
-
-def start_engine(
-    rank: int,
-    topology: Topology,
-    options: Options,
-    config: _core.EngineConfig,
-    fabric: Fabric,
-    start: Callable[[_core.EngineConfig], Started],
-    *,
-    exchange_counts: Callable[[Tensor], Tensor] | None = None,
-) -> Started:
-    """Allocate one rank's memory, then start its engine there."""
-    layout = _core.EngineLayout(config)
-    try:
-        region = fabric.allocate(layout.total_bytes)
-    except OutOfSharedMemoryError as error:
-        if options.banks > 1 and error.args:
-            slots = options.banks * topology.slots_per_rank
-            taken = slots * sum(segment.nbytes for segment in options.segments.values())
-            text = f"; {options.banks} banks of {topology.slots_per_rank} slots take {taken} bytes"
-            error.args = (f"{error.args[0]}{text} of them: see group_memory()", *error.args[1:])
-        raise
-    checked = [fabric.allocate(layout.check_bytes)] if options.check else []
-    config.set_memory(region.bases, checked[0].bases if checked else [])
-    engine = start(config)
-    engine.config, engine.layout = config, layout
-    engine.fabric, engine.exchange_counts = fabric, exchange_counts
-    engine.memory = [region, *checked]
-    return engine
 
 
 def plan_on_cpu(

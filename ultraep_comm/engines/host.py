@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 
 import numpy as np
 import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import choose_constants
-from ultraep_comm.engines.base import Engine, Objective, start_engine
+from ultraep_comm.engines.base import Engine, Objective, Setup
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
-from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
@@ -28,15 +26,11 @@ _OF_CORE = (
 
 
 class HostEngine(Engine):
-    """One rank of the host engine: threads that copy in shared memory.
+    """One rank of the host engine: threads that copy in shared memory."""
 
-    Raises:
-        RuntimeError: the threads could not be started.
-    """
-
-    def __init__(self, topology: Topology, rank: int, config: _core.EngineConfig) -> None:
-        super().__init__(topology, rank)
-        self._core = core = _core.Engine(config)
+    def __init__(self, topology: Topology, rank: int, setup: Setup) -> None:
+        super().__init__(topology, rank, setup)
+        self._core = core = _start_threads(rank, self.config)
         for name in _OF_CORE:
             setattr(self, name, getattr(core, name))
 
@@ -102,7 +96,7 @@ def make_shm_engine(
         config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
         config.set_peers(fabric.peer_pipes, fabric.peer_processes)
         config.num_workers = options.num_sms or max(1, min(8, num_cores // num_ranks))
-        engine = _start(rank, topology, options, config, fabric)
+        engine = HostEngine(topology, rank, (options, config, fabric))
         undo.callback(engine.close)
         undo.callback(engine.abort)
         rendezvous.raise_if_any_failed()
@@ -110,20 +104,9 @@ def make_shm_engine(
     return engine
 
 
-def _start(
-    rank: int,
-    topology: Topology,
-    options: Options,
-    config: _core.EngineConfig,
-    fabric: Fabric,
-) -> HostEngine:
-    start = partial(_start_threads, topology, rank)
-    return start_engine(rank, topology, options, config, fabric, start)
-
-
-def _start_threads(topology: Topology, rank: int, config: _core.EngineConfig) -> HostEngine:
+def _start_threads(rank: int, config: _core.EngineConfig) -> _core.Engine:
     try:
-        return HostEngine(topology, rank, config)
+        return _core.Engine(config)
     except RuntimeError as error:
         raise BootstrapError(
             f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
@@ -157,5 +140,6 @@ def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngi
     for rank in range(topology.num_ranks):
         config = options.config(topology, rank, DEFAULT_TIMEOUT, cost)
         config.num_workers = options.num_sms or 1
-        made.append(_start(rank, topology, options, config, LoopbackFabric(memory, rank)))
+        fabric = LoopbackFabric(memory, rank)
+        made.append(HostEngine(topology, rank, (options, config, fabric)))
     return made

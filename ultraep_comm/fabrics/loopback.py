@@ -81,11 +81,6 @@ class LoopbackFabric:
         """True: all ranks share one address space."""
         return True
 
-    def begin(self, error: Exception | None) -> None:
-        """Raise the error: an allocation exchanges nothing."""
-        if error is not None:
-            raise error
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Return this rank's next allocation."""
         tensors = self._memory.region(self._next, num_bytes)

@@ -264,10 +264,6 @@ class NvshmemFabric:
         self._made: list[tuple[int, int]] = []
         self.can_pull = True
 
-    def begin(self, error: Exception | None) -> None:
-        """See :class:`Fabric`."""
-        self._rendezvous.begin(error)
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
 

@@ -285,10 +285,6 @@ class ShmFabric:
         """True: every rank of a machine maps the others' memory."""
         return True
 
-    def begin(self, error: Exception | None) -> None:
-        """See :class:`Fabric`."""
-        self._rendezvous.begin(error)
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Create this rank's memory, and map that of all ranks.
 

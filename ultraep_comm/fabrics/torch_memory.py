@@ -170,10 +170,6 @@ class TorchFabric:
         """True: every rank maps every other's memory."""
         return True
 
-    def begin(self, error: Exception | None) -> None:
-        """See :class:`Fabric`."""
-        self._rendezvous.begin(error)
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
 

@@ -24,9 +24,9 @@ from ultraep_comm.bench.commands.plan.against import (
     transfer_times_us,
 )
 from ultraep_comm.bench.loads import make_loads
+from ultraep_comm.bench.peers.relay import predict_relay
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.model import predict
-from ultraep_comm.model.relay import predict_relay
 
 SMALL = ["plan", "--sizes", "8/32/2", "--tokens", "512", "--topk", "4", "--seeds", "2"]
 PLANNERS = ("ours", "ours exact", *PEER_NAMES)
@@ -191,4 +191,4 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
     )
     assert main([*SMALL, "--against"]) == 2
-    assert "pip install 'ultraep_comm[model]'" in capsys.readouterr().err
+    assert "pip install 'ultraep_comm[bench]'" in capsys.readouterr().err

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.reroute import reroute_dense
 from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.plan.reroute import reroute_dense
 
 HOME = [2, 0, 0, 2, 0]  # rank 1 has no mains
 G, E, S = 3, len(HOME), 2

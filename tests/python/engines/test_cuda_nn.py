@@ -21,7 +21,7 @@ def test_a_pass_does_not_read_a_plan_on_the_device(
     model = models(3, num_ranks=2, num_layers=1, num_microbatches=1, engine="cuda")
     group, plan = model.groups[0], model.plans[0, 0]
     with group.save(emulated.put_plan(plan)) as handle, group.save(plan) as on_host:
-        emulated.settle()
+        emulated.synchronize()
         handle.plan.slot_expert.fill_(-1)
         run = ExpertPass(handle, {})
         assert (run.slot_expert, run.is_empty) == (None, False)

@@ -14,6 +14,7 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, system
 from ultraep_comm.fabrics import shm
 from ultraep_comm.group import create
+from ultraep_comm.group.group import session_of
 from ultraep_comm.recording import recorder
 
 OPTIONS: dict[str, Any] = {
@@ -52,7 +53,7 @@ def _make(
         error = raised(lambda: groups.append(uec.new_group(process_group, **OPTIONS, **options)))
     for group in groups:
         with group:
-            engine = type(group.session.engine).__name__
+            engine = type(session_of(group).engine).__name__
             return engine, group.topology.domain.tolist(), said, ""
     return "", [], said, f"{type(error).__name__}: {error}"
 

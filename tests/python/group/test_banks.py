@@ -42,6 +42,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 
 
 def _walk_in_process(
@@ -326,7 +327,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     assert before == after
     assert after.slots == 5 * S * 2 * 256 * 256
     assert after.slot_grads == 2 * S * 4 * 256 * 256
-    assert after.total == len(groups[1].session.engine.memory[0].local)
+    assert after.total == len(session_of(groups[1]).engine.memory[0].local)
     views = [bank.slots["w"].data_ptr() for bank in groups[0].banks]
     assert [b - a for a, b in itertools.pairwise(views)] == [S * 2 * 256 * 256] * 4
     pointers = groups[0].expert_pointers(make_weights(groups[0]), bank=3)["w"]

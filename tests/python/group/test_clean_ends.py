@@ -100,6 +100,7 @@ KEEPS_GRAPHS = """
 import itertools, sys
 import torch, ultraep_comm as uec
 from torch.utils.checkpoint import checkpoint
+from ultraep_comm.group.group import session_of
 from ultraep_comm.nn import ReplicatedExperts
 
 class Same(torch.autograd.Function):
@@ -126,7 +127,7 @@ def run(ways, closes, fails):
         try:
             uec.replicate_experts(weights, plan, group=group)
         except uec.errors.UltraEPError as error:
-            group.session.first_error = error
+            session_of(group).first_error = error
     if closes:
         group.close()
     return y

@@ -23,6 +23,7 @@ from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors, system
+from ultraep_comm.group.group import session_of
 
 E, S = 4, 1
 EXPERT = {"w": Segment((200, 300), torch.bfloat16)}
@@ -80,8 +81,8 @@ def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
         lambda: uec.gather_load(torch.zeros(1, 1).long(), group=group),
         lambda: group.save(PLAN),
         group.empty_weights,
-        group.empty_instances,
-        group.empty_instance_grads,
+        group.banks[0].empty_instances,
+        group.banks[0].empty_instance_grads,
         group.assert_idle,
         group.start_recording,
         work.wait,
@@ -126,7 +127,7 @@ def _child(kept: list[Any], what: str, pipes: set[str]) -> None:
         with pytest.raises(KeyError), group:
             raise KeyError
     elif what == "collects":
-        fabric = weakref.ref(group.session.engine.fabric)
+        fabric = weakref.ref(session_of(group).engine.fabric)
         del group
         kept.clear()
         gc.collect()
@@ -140,7 +141,7 @@ def _forks(rank: int, what: str) -> Any:
     if rank == 1:
         time.sleep(0.5)
     kept.append(uec.replicate_experts(make_weights(kept[0]), PLAN, group=kept[0], async_op=True))
-    pipes = {_link(fd) for fd in kept[0].session.engine.fabric._opened} - {"anon_inode:[pidfd]"}
+    pipes = {_link(fd) for fd in session_of(kept[0]).engine.fabric._opened} - {"anon_inode:[pidfd]"}
     assert len(pipes) == 2
     child = _fork(lambda: _child(kept, what, pipes)) if rank == 0 else 0
     kept[1].wait()

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.nn import ReplicatedExperts, Replication, local_weights
-from ultraep_comm.nn.weights import unbind_slots
+from ultraep_comm.nn import ReplicatedExperts, Replication
+from ultraep_comm.nn.weights import local_weights, unbind_slots
 from ultraep_comm.testing import new_loopback_groups
 
 G, E, H, F, K, S = 4, 8, 6, 10, 2, 2
@@ -322,10 +322,10 @@ def test_gradients_of_float16_weights_are_refused_before_the_first_pass() -> Non
         run = replication.begin(weights, ids, main_grads=main_grads)
         run.before_experts(run.before_dispatch(torch.zeros(3, 2, requires_grad=True)))
         del run
-        epoch = group.session.engine.epoch
+        epoch = group.health().epoch
         with pytest.raises(errors.UnsupportedError, match=said):
             replication.begin(weights, ids)
-        assert group.session.engine.epoch == epoch + 1  # which tells the peers
+        assert group.health().epoch == epoch + 1  # which tells the peers
 
 
 def test_weights_are_never_copied(group: uec.Group) -> None:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine, Form, Movable, count_in_torch, find_ends
+from ultraep_comm.engines.base import Engine, Form, Movable, Setup, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
-from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
+from ultraep_comm.engines.cuda.kernels import (
+    PLAN_WARPS,
+    choose_plan_warps,
+    most_ranks_planned,
+    stage_shape,
+)
 from ultraep_comm.engines.cuda.overruns import Overruns
-from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.plan.topology import Topology
+from ultraep_comm.weights.binding import Addresses
 
 MAX_CAPTURED_SAVES = 4096  # of a group at a time
 MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
 ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
+CORE_ERRORS = (_core.DriverError, _core.CaptureError)
 Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CudaStages(Engine):
@@ -48,21 +55,22 @@ class CudaStages(Engine):
         kernels: Kernels,
         topology: Topology,
         rank: int,
+        setup: Setup | None = None,
         *,
-        num_segments: int = 1,
         plan_warps: int | None = None,
     ) -> None:
-        super().__init__(topology, rank)
-        self.put_addresses = partial(put_addresses, device)
+        super().__init__(topology, rank, setup)
         self._device = device
-        self._num_segments = num_segments
+        self._num_segments = 1 if setup is None else len(setup[0].segments)
         self._shape = shape = stage_shape(topology, rank, device)
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
             return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
 
-        self.plan_warps = choose_plan_warps(shape.plan_shared_bytes, device, plan_warps)
+        self.plan_warps = choose_plan_warps(
+            shape.plan_shared_bytes, device, plan_warps or PLAN_WARPS
+        )
         self._bank_plan_warps = choose_plan_warps(
             shape.bank_plan_shared_bytes, device, _core.CUDA_MAX_BANK_PLAN_WARPS
         )
@@ -71,26 +79,26 @@ class CudaStages(Engine):
         constants = device.allocate(shape.constants_bytes)
         faults = device.pinned(_core.cuda_stage_faults_bytes())
         self._memory = [constants, faults]  # and all states, since graphs may still use old ones
-        with _typed_errors():
-            self._stages = _core.CudaStages(
-                driver=device.driver,
-                context=device.context,
-                shape=shape,
-                plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
-                plan_in_bank=handle(
-                    "plan_in_bank", shape.bank_plan_shared_bytes(max(self._bank_plan_warps, 1))
-                ),
-                shares=handle("reroute_shares", shape.shares_shared_bytes),
-                reroute_int32=handle("reroute_int32", runs_bytes),
-                reroute_int64=handle("reroute_int64", runs_bytes),
-                reroute_map=handle("reroute_map", runs_bytes),
-                save_plan=handle("save_plan", 0),
-                plan_warps=self.plan_warps,
-                bank_plan_warps=self._bank_plan_warps,
-                constants=constants.data_ptr(),
-                faults=faults.data_ptr(),
-                keep=(device, self._memory),
-            )
+        self._stages = translated(
+            _core.CudaStages,
+            driver=device.driver,
+            context=device.context,
+            shape=shape,
+            plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
+            plan_in_bank=handle(
+                "plan_in_bank", shape.bank_plan_shared_bytes(max(self._bank_plan_warps, 1))
+            ),
+            shares=handle("reroute_shares", shape.shares_shared_bytes),
+            reroute_int32=handle("reroute_int32", runs_bytes),
+            reroute_int64=handle("reroute_int64", runs_bytes),
+            reroute_map=handle("reroute_map", runs_bytes),
+            save_plan=handle("save_plan", 0),
+            plan_warps=self.plan_warps,
+            bank_plan_warps=self._bank_plan_warps,
+            constants=constants.data_ptr(),
+            faults=faults.data_ptr(),
+            keep=(device, self._memory),
+        )
         maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
@@ -109,7 +117,7 @@ class CudaStages(Engine):
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
-        return isinstance(tensor, Tensor) and self._device.holds(tensor)
+        return isinstance(tensor, Tensor) and self._device.is_on_device(tensor)
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""
@@ -174,24 +182,12 @@ class CudaStages(Engine):
                 f"rank {self.rank}: a plan of bank {plan.bank} is on the CPU, and the current"
                 " stream is being captured into a CUDA graph; pass a plan on the device"
             )
-        return self._put_plan(plan), True
-
-    def _put_plan(self, plan: Plan) -> Plan:
-        """Return a plan on the device, without its load and moves."""
-
-        def put(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else self.to_device(tensor)
-
-        return replace(
-            plan,
-            slot_expert=self.to_device(plan.slot_expert),
-            home=self.home,
-            slot_quota=put(plan.slot_quota),
-            home_quota=put(plan.home_quota),
-            load=None,
-            domains=self.domains,
-            moves=None,
-        )
+        read = ("slot_expert", "slot_quota", "home_quota")
+        put: dict[str, Any] = {
+            name: self.to_device(tensor) for name, tensor in plan.tensors().items() if name in read
+        }
+        put |= {"home": self.home, "domains": self.domains}
+        return replace(plan, load=None, moves=None, **put), True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device, in stream order, without waiting.
@@ -203,6 +199,39 @@ class CudaStages(Engine):
             return copy.copy_(tensor)
         self._device.upload(copy, tensor.contiguous())
         return copy
+
+    def put_addresses(
+        self, addresses: Addresses, shape: tuple[int, int], table: Tensor | None
+    ) -> Tensor | None:
+        """Write addresses to a table, int64 ``[num_segments, M]``, in the current stream's order.
+
+        Args:
+            addresses: to write.
+            shape: of the table.
+            table: which is written to; None: a new one, ready for every stream.
+
+        Returns:
+            The table; None if it would be a new one, and the current stream is being captured.
+
+        Raises:
+            UnsupportedError: there is a table, and the current stream is being captured.
+        """
+        is_new = table is None
+        if self._device.is_capturing():
+            if is_new:
+                return None
+            raise UnsupportedError(
+                "the current stream is being captured into a CUDA graph: a replay would write the"
+                " addresses of the capture again; call bound.update() before the replay"
+            )
+        if table is None:
+            with torch.inference_mode(False):  # it is also written to outside inference mode
+                table = self._device.allocate(8 * len(addresses)).view(torch.int64).view(shape)
+        if addresses:  # uint64 bits in int64, since torch has few operations for uint64
+            self._device.upload(table, torch.frombuffer(addresses, dtype=torch.int64).view(shape))
+        if is_new:
+            self._device.synchronize_stream()
+        return table
 
     # ---- stages ---------------------------------------------------------------------------
 
@@ -486,7 +515,7 @@ class CudaStages(Engine):
         if wait:
             self.finish()
             if self._stages.has_captured or self._overruns.has_counted:
-                self._device.settle()
+                self._device.synchronize()
         found = self._stages.take_faults()
         if found is None:
             self._overruns.raise_new()
@@ -521,8 +550,7 @@ class CudaStages(Engine):
 
     def finish(self) -> None:
         """Wait for the launches outside captures."""
-        with _typed_errors():
-            self._stages.await_idle()
+        translated(self._stages.await_idle)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
@@ -562,8 +590,7 @@ class CudaStages(Engine):
         num_runs = 1 << (num_runs - 1).bit_length()
         state = self._device.allocate(self._shape.state_bytes(num_runs))
         self._memory.append(state)
-        with _typed_errors():
-            self._stages.lend_state(state.data_ptr(), num_runs)
+        translated(self._stages.lend_state, state.data_ptr(), num_runs)
 
     def _tensors(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return int32 tensors in one allocation."""
@@ -636,16 +663,18 @@ def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
     return grad.gather(1, columns).masked_fill(instances < 0, 0)
 
 
-@contextmanager
-def _typed_errors() -> Iterator[None]:
+def translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function of the core; raise its errors as this library's."""
     try:
-        yield
-    except _core.DriverError as error:
+        return function(*args, **kwargs)
+    except CORE_ERRORS as error:
         raise_typed(error)
 
 
 def raise_typed(error: Exception) -> NoReturn:
-    """Raise a refusal of the driver as DeviceError."""
+    """Raise one of ``CORE_ERRORS`` as UnsupportedError or DeviceError."""
+    if isinstance(error, _core.CaptureError):
+        raise UnsupportedError(str(error)) from error
     raise DeviceError(
         f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
         " the process"

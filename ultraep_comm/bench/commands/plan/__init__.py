@@ -326,13 +326,14 @@ def _parse_against(options: argparse.Namespace) -> tuple[str, ...]:
             raise InvalidArgumentError(
                 f"--{flag} is {value}, but is not for --against; give one of the two"
             )
-    if importlib.util.find_spec("scipy") is None:
-        raise InvalidArgumentError(
-            "--against needs SciPy, for bounds of other systems' plans and for LPLB; run: pip"
-            " install 'ultraep_comm[model]'"
-        )
     text = ",".join(PEER_NAMES) if options.against == ALL_PEERS else options.against
-    return parse_families(text, PEER_NAMES, "--against")
+    names = parse_families(text, PEER_NAMES, "--against")
+    if "lplb" in names and importlib.util.find_spec("scipy") is None:
+        raise InvalidArgumentError(
+            "--against lplb needs SciPy, for its linear program; run: pip install"
+            " 'ultraep_comm[bench]'"
+        )
+    return names
 
 
 def _parse_families(text: str | None, has_trace: bool, against: bool) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.group.group import Group
+from ultraep_comm.plan.bounds import find_transfer_bound
 from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import transfer_bound
 from ultraep_comm.testing import new_loopback_groups
 from ultraep_comm.weights.segments import Segment
 
@@ -195,7 +195,7 @@ def _bound(plan: Plan) -> float:
     moved = plan.slot_expert
     if plan.moves is not None:
         moved = torch.where(plan.moves, moved, -1)
-    return transfer_bound(moved.numpy(), home=plan.home.numpy())
+    return float(find_transfer_bound(moved.numpy(), plan.home.numpy())[0])
 
 
 def make_loads(settings: SteadySettings) -> Iterator[list[torch.Tensor]]:
