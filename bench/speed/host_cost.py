@@ -204,6 +204,7 @@ def put_plan(plan: Plan, device: IdleDevice) -> Plan:
 def make_plans(num_ranks: int) -> list[Plan]:
     """Return the plans of NUM_PLANS loads of the same imbalance."""
     plans = []
+    topology = Topology.make(num_ranks=num_ranks, num_experts=EXPERTS, slots_per_rank=SLOTS)
     for seed in range(NUM_PLANS):
         load = generate_load(
             num_ranks=num_ranks,
@@ -212,9 +213,7 @@ def make_plans(num_ranks: int) -> list[Plan]:
             num_tokens=num_ranks * TOKENS * TOPK,
             seed=seed,
         )
-        plans.append(
-            plan_replicas(torch.from_numpy(load), num_ranks=num_ranks, slots_per_rank=SLOTS)
-        )
+        plans.append(plan_replicas(torch.from_numpy(load), topology=topology))
     return plans
 
 

@@ -10,7 +10,7 @@ import torch
 from rack import IMBALANCES, E, G, S, make_load
 
 from ultraep_comm import _core, plan_replicas
-from ultraep_comm.plan.topology import contiguous_home
+from ultraep_comm.plan.topology import Topology, contiguous_home
 
 
 @pytest.fixture(scope="module", params=IMBALANCES, ids="imbalance{}".format)
@@ -28,5 +28,6 @@ def test_planner_core(benchmark: Callable, load: torch.Tensor) -> None:
 
 @pytest.mark.benchmark(group="plan: plan_replicas")
 def test_planner_api(benchmark: Callable, load: torch.Tensor) -> None:
-    plan = benchmark(plan_replicas, load, slots_per_rank=S, num_ranks=G)
+    topology = Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S)
+    plan = benchmark(plan_replicas, load, topology=topology)
     assert plan.imbalance < 1.02

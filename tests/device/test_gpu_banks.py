@@ -29,6 +29,7 @@ from ranks import (
     close_all,
     fill_weights,
     loopback,
+    plan_alone,
     raised,
     start_all,
     synchronize_all,
@@ -171,7 +172,7 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
         assert plan.bank == 1
         assert plan.moves is not None
         assert all(torch.equal(plan.slot_expert, other.slot_expert) for other in plans)
-        apart = uec.plan_replicas(
+        apart = plan_alone(
             load, num_ranks=num_ranks, slots_per_rank=S, residents=groups[0].banks[1].residents
         )
         assert torch.equal(apart.slot_expert, plan.slot_expert)
@@ -254,7 +255,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
         works = start_all(groups, weights, plans)
         assert not works[0].is_completed()
         synchronize_all(works)
-        apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
+        apart = plan_alone(load, num_ranks=4, slots_per_rank=S, residents=slots)
         for plan in plans:
             assert session_of(groups[0]).engine.is_on_device(plan)
             assert plan.bank == 1
@@ -303,7 +304,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
         before = stored(groups)
         replay()
         device.find_device().synchronize()
-        apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
+        apart = plan_alone(load, num_ranks=4, slots_per_rank=S, residents=slots)
         slots = apart.slot_expert
         assert stored(groups) - before == apart.num_moves
         for rank, group in enumerate(groups):

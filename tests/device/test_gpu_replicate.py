@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from loopback_ranks import LONG, Ranks, put_plan
-from ranks import MAX_RANKS, MIXED, bytes_stored, loopback
+from ranks import MAX_RANKS, MIXED, bytes_stored, loopback, plan_alone
 from reference.schedule import make_schedule
 from tiers import cases, sampled
 
@@ -300,7 +300,7 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
                 assert torch.equal(load.cpu().long(), expected)
             plan = uec.plan_replicas(loads[0], group=groups[0])
             ranks.finish()
-            alone = uec.plan_replicas(expected, slots_per_rank=2)
+            alone = plan_alone(expected, slots_per_rank=2)
             assert torch.equal(plan.slot_expert.cpu(), alone.slot_expert)
             assert plan.num_replicas > 0
             assert alone.imbalance < 1.05

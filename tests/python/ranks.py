@@ -139,6 +139,28 @@ def random_plan(
     return uec.Plan.from_slots(slot_expert, num_experts=num_experts, home=home)
 
 
+def plan_alone(
+    load: torch.Tensor,
+    *,
+    slots_per_rank: int,
+    num_ranks: int | None = None,
+    home: Any = None,
+    domains: Any = None,
+    allow_cross_domain: bool = False,
+    **options: Any,
+) -> uec.Plan:
+    """Plan without a group: for the experts of a load and, by default, its ranks."""
+    topology = Topology.make(
+        num_ranks=load.shape[0] if num_ranks is None else num_ranks,
+        num_experts=load.shape[-1],
+        slots_per_rank=slots_per_rank,
+        home=home,
+        domains=domains,
+        allow_cross_domain=allow_cross_domain,
+    )
+    return uec.plan_replicas(load, topology=topology, **options)
+
+
 def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:
     """Return a plan with expert 0 on every other rank, and expert 1 too where slots allow."""
     slot_expert = torch.full((num_ranks, slots), -1, dtype=torch.int32)

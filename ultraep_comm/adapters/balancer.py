@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import warn_idle
+from ultraep_comm.adapters.checks import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication

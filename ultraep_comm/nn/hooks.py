@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -44,6 +45,7 @@ Grads = tuple[Tensor | None, ...]
 _recomputed: WeakKeyDictionary[uec.Group, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
 
+@dataclass(eq=False, repr=False)
 class ExpertPass:
     """The state that the hooks of one forward and backward pass of a layer's experts share.
 
@@ -52,7 +54,14 @@ class ExpertPass:
     released when the pass is dropped.
 
     Attributes:
-        handle: of the forward pass's plan.
+        handle: of the forward pass's plan; this pass is its last use.
+        weights: the main weights; their addresses are read in the backward pass.
+        main_grads: where the experts accumulate the gradients of main weights, and the reduction
+            adds those of replicas; None: autograd has them.
+        mode: of the transfers.
+        reduce_mode: of the reduction.
+        segments: segments that the backward pass needs; None: all.
+        owner: for :func:`start_transfer`.
         slot_expert: the expert in each slot, by rank; None: the plan is on a device.
         is_empty: the plan is known to have no replicas: the backward pass makes no calls.
         restored_by: the node of the graph that restores the replicas, weakly: it references this.
@@ -61,45 +70,26 @@ class ExpertPass:
         has_restored: this pass has filled the slots in the backward pass.
     """
 
-    def __init__(
-        self,
-        handle: uec.PlanHandle,
-        weights: Weights | Binding,
-        *,
-        main_grads: Weights | Binding | None = None,
-        mode: str = "auto",
-        reduce_mode: str = "auto",
-        segments: Sequence[str] | None = None,
-        owner: object = None,
-    ) -> None:
-        """Describe a pass.
+    # Not the group: graphs reference passes, and errors of groups reference graphs.
+    handle: uec.PlanHandle
+    weights: Weights | Binding
+    _: KW_ONLY
+    main_grads: Weights | Binding | None = None
+    mode: str = "auto"
+    reduce_mode: str = "auto"
+    segments: Sequence[str] | None = None
+    owner: object = None
+    slot_expert: list[list[int]] | None = field(init=False)
+    is_empty: bool = field(init=False)
+    restored_by: weakref.ref[object] | None = field(init=False, default=None)
+    restoring: uec.Work | None = field(init=False, default=None)
+    reducing: uec.Work | None = field(init=False, default=None)
+    has_restored: bool = field(init=False, default=False)
 
-        Args:
-            handle: of the plan; this pass is its last use.
-            weights: the main weights; their addresses are read in the backward pass.
-            main_grads: where the experts accumulate the gradients of main weights, and the
-                reduction adds those of replicas; None: autograd has them.
-            mode: of the transfers.
-            reduce_mode: of the reduction.
-            segments: segments that the backward pass needs; None: all.
-            owner: for :func:`start_transfer`.
-        """
-        # Not the group: graphs reference passes, and errors of groups reference graphs.
-        self.handle = handle
-        self.weights = weights
-        self.main_grads = main_grads
-        self.mode = mode
-        self.reduce_mode = reduce_mode
-        self.segments = segments
-        self.owner = owner
-        self.restored_by: Callable[[], object] = lambda: None
-        self.restoring: uec.Work | None = None
-        self.reducing: uec.Work | None = None
-        self.has_restored = False
+    def __post_init__(self) -> None:
+        handle = self.handle
         slots = handle.saved.plan.slot_expert
-        self.slot_expert: list[list[int]] | None = (
-            None if is_on_device(slots, handle.group) else slots.tolist()
-        )
+        self.slot_expert = None if is_on_device(slots, handle.group) else slots.tolist()
         self.is_empty = self.slot_expert is not None and not any(
             expert >= 0 for row in self.slot_expert for expert in row
         )
@@ -123,7 +113,7 @@ class ExpertPass:
 
 
 def _prefetch(run: ExpertPass, grads: Grads) -> Grads:
-    node = run.restored_by()
+    node = run.restored_by() if run.restored_by is not None else None
     # Rule: a transfer is started only if the same backward pass waits for it, before the weights
     # that it reads may be freed. The experts may need no gradient, or inputs= may leave them out.
     if node is not None and _will_run(node):
@@ -403,7 +393,8 @@ class Hook(torch.autograd.Function):
         return None, None, *ctx.at_backward(grads)
 
 
-def _hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor) -> Any:
+def hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor) -> Any:
+    """Return the first ``num_outputs`` tensors, whose gradients go through ``at_backward``."""
     return Hook.apply(at_backward, num_outputs, *tensors)  # type: ignore[no-untyped-call]
 
 
@@ -431,7 +422,7 @@ def restore_replicas(y: Tensor, run: ExpertPass, *, anchor: Tensor | None = None
     if torch.is_grad_enabled():
         _check_slots(run, "forward")
     tensors = (y, y if anchor is None else anchor)
-    result: Tensor = _hook(partial(_restore, run), 1, *tensors)[0]
+    result: Tensor = hook(partial(_restore, run), 1, *tensors)[0]
     if result.grad_fn is not None:
         run.restored_by = weakref.ref(result.grad_fn)
     elif torch.is_grad_enabled():  # no backward pass comes here
@@ -446,7 +437,7 @@ def prefetch_replicas(y: Tensor, run: ExpertPass) -> Tensor:
     such as the combine. :func:`restore_replicas` waits for it; if that is not in the backward pass,
     nothing is started.
     """
-    return _hook(partial(_prefetch, run), 1, y)[0]  # type: ignore[no-any-return]
+    return hook(partial(_prefetch, run), 1, y)[0]  # type: ignore[no-any-return]
 
 
 def start_reduction(
@@ -478,7 +469,7 @@ def start_reduction(
     like = _collect(passed, [weight.detach() for weight in own])  # without their graph
     names = list(passed_slots)
     tensors = (x, *own, *passed_slots.values())
-    x, *rest = _hook(lambda grads: _start(run, grads, like, names), len(tensors), *tensors)
+    x, *rest = hook(lambda grads: _start(run, grads, like, names), len(tensors), *tensors)
     after = zip(names, rest[len(own) :], strict=True)
     return x, {**weights, **_collect(passed, rest[: len(own)])}, {**slots, **dict(after)}
 
@@ -530,8 +521,8 @@ def _check_graph(x: Tensor, run: ExpertPass, weights: Weights) -> None:
             " its backward pass would not start the reduction; call x.requires_grad_() first"
         )
     for name, weight in weights.items():
-        hook = undocumented(Hook, "_backward_cls")
-        if not all(isinstance(t.grad_fn, hook) for t in _spread({name: weight})):
+        node = undocumented(Hook, "_backward_cls")
+        if not all(isinstance(t.grad_fn, node) for t in _spread({name: weight})):
             raise InvalidArgumentError(
                 f"rank {rank}: main weights {name!r} of layer {run.handle.layer} have not been"
                 " through before_dispatch, so their gradients would leave before they are complete;"
@@ -550,5 +541,5 @@ def join_reduction(x: Tensor, run: ExpertPass, weights: Weights) -> tuple[Tensor
     """
     trained = {name: weights[name] for name in _names_with_gradient(weights)}
     tensors = (x, *_spread(trained))
-    x, *rest = _hook(partial(_join, run), len(tensors), *tensors)
+    x, *rest = hook(partial(_join, run), len(tensors), *tensors)
     return x, {**weights, **_collect(trained, rest)}

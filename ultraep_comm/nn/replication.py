@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -196,9 +197,9 @@ class Replication:
             return LayerPass(
                 plan=plan,
                 work=work,
-                weights=local,
-                slots=group.banks[plan.bank].slots,
-                run=run,
+                _weights=local,
+                _slots=group.banks[plan.bank].slots,
+                _run=run,
                 topk_ids=topk_ids,
                 routing_map=routing_map,
                 probs=probs,
@@ -234,6 +235,7 @@ class Replication:
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LayerPass:
     """One forward pass of a layer, and its backward pass. Returned by :meth:`Replication.begin`.
 
@@ -245,23 +247,15 @@ class LayerPass:
         work: the transfer, under way.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: uec.Plan,
-        work: uec.Work,
-        weights: dict[str, Any],
-        slots: Mapping[str, Tensor],
-        run: ExpertPass | None,
-        topk_ids: Tensor | None,
-        routing_map: Tensor | None,
-        probs: Tensor | None,
-    ) -> None:
-        self.plan, self.work = plan, work
-        self.topk_ids, self.routing_map, self.probs = topk_ids, routing_map, probs
-        self._weights, self._slots = weights, slots
-        self._run = run
-        self._anchor: Tensor | None = None
+    plan: uec.Plan
+    work: uec.Work
+    topk_ids: Tensor | None
+    routing_map: Tensor | None
+    probs: Tensor | None
+    _weights: dict[str, Any]
+    _slots: Mapping[str, Tensor]
+    _run: ExpertPass | None
+    _anchor: Tensor | None = None
 
     def before_dispatch(self, x: Tensor) -> Tensor:
         """Return the layer's input; backward, its gradient waits for the reduction."""

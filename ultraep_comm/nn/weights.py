@@ -8,7 +8,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
-from ultraep_comm.group.group import session_of
+from ultraep_comm.group.group import is_on_device
 from ultraep_comm.weights.binding import GRAD_TYPES
 from ultraep_comm.weights.segments import Segment, Weights, local_part, plain_mapping
 
@@ -81,7 +81,7 @@ def unbind_slots(slots: Tensor, plan: uec.Plan, group: uec.Group) -> Sequence[Te
     does not know which slots are empty.
     """
     parts = slots.unbind()
-    if session_of(group).engine.is_on_device(plan):
+    if is_on_device(plan, group):
         return parts
     held = plan.slot_expert[group.rank].tolist()
     return [part if e >= 0 else part.detach() for e, part in zip(held, parts, strict=True)]

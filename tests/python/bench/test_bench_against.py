@@ -14,8 +14,9 @@ import pytest
 import torch
 from benched import check_csv
 from benched import table_cells as cells
+from ranks import plan_alone
 
-from ultraep_comm import Plan, plan_replicas
+from ultraep_comm import Plan
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import PEER_NAMES
 from ultraep_comm.bench.commands.plan.against import (
@@ -80,7 +81,7 @@ def test_all_get_the_same_loads(tmp_path: Path) -> None:
         "lognormal", num_ranks=8, num_experts=32, num_tokens=8 * 512, topk=4, seeds=2
     )
     plans = [
-        plan_replicas(torch.from_numpy(x.copy()), num_ranks=8, slots_per_rank=2, target=1.1)
+        plan_alone(torch.from_numpy(x.copy()), num_ranks=8, slots_per_rank=2, target=1.1)
         for x in loads
     ]
     assert records[0]["imbalance"]["mean"] == np.mean([plan.imbalance for plan in plans])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from ranks import MIXED, loopback, make_weights, prepare_all, wrong_bytes
+from ranks import MIXED, loopback, make_weights, plan_alone, prepare_all, wrong_bytes
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -65,7 +65,7 @@ class Layer:
                 for ids in self.ids
             ]
         )
-        expected = uec.plan_replicas(
+        expected = plan_alone(
             load,
             slots_per_rank=topology.slots_per_rank,
             num_ranks=topology.num_ranks,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
+from ranks import plan_alone
 from stage_cases import FIELDS, Case, assert_same
 
 import ultraep_comm as uec
@@ -246,7 +247,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
     ).plan_shared_bytes(1)
     with pytest.raises(errors.UnsupportedError, match=r"16 experts and 8 ranks .* for 5 ranks"):
         stages_module.CudaStages(device, device.kernels, eight, 0).plan(load, 1_010_000, None)
-    plan = uec.plan_replicas(load.clone(), slots_per_rank=1)
+    plan = plan_alone(load.clone(), slots_per_rank=1)
     plan = replace(plan, slot_expert=device.put(plan.slot_expert))  # counts as one on the device
     with pytest.raises(errors.UnsupportedError, match="reroute on the CPU"):
         stages.reroute(device.put(torch.zeros(1, 1, dtype=torch.int32)), plan)

@@ -33,6 +33,7 @@ from ranks import (
     fill_weights,
     loopback,
     make_weights,
+    plan_alone,
     raised,
     random_plan,
     raw,
@@ -96,13 +97,13 @@ def test_residents_have_to_be_legal() -> None:
         ([[E, -1], [-1, -1], [-1, -1], [-1, -1]], r"slot_expert\[0, 0\] is 8"),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=text):
-            uec.plan_replicas(load, residents=torch.tensor(residents), **sizes)
+            plan_alone(load, residents=torch.tensor(residents), **sizes)
     free = torch.full((4, S), -1)
     cost = uec.PlanCost(token=1.0, expert_byte=1.0, expert_bytes=1)
     with pytest.raises(errors.InvalidArgumentError, match="a cost and residents"):
-        uec.plan_replicas(load, residents=free, cost=cost, **sizes)
+        plan_alone(load, residents=free, cost=cost, **sizes)
     with pytest.raises(errors.InvalidArgumentError, match="bank= and reuse= with a group"):
-        uec.plan_replicas(load, reuse=True, **sizes)
+        plan_alone(load, reuse=True, **sizes)
 
 
 def test_a_call_without_reuse_copies_everything() -> None:

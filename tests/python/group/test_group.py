@@ -22,6 +22,7 @@ from ranks import (
     fill_weights,
     loopback,
     make_weights,
+    plan_alone,
     prepare_all,
     run_python,
     start_all,
@@ -582,7 +583,7 @@ def test_a_group_keeps_its_own_constants() -> None:
 def test_reroute_wants_a_plan_of_its_group() -> None:
     (group,) = _groups(1)
     ids = torch.tensor([[0, 1]])
-    other = uec.plan_replicas(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
+    other = plan_alone(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
     with pytest.raises(errors.InvalidPlanError, match="4 experts"):
         uec.reroute(ids, other, group=group)
     with pytest.raises(errors.InvalidLoadError, match="list"):

@@ -19,6 +19,7 @@ from ranks import (
     fill_weights,
     loopback,
     make_weights,
+    plan_alone,
     raised,
     random_plan,
     raw,
@@ -251,7 +252,7 @@ def test_without_check_nothing_is_compared() -> None:
 def _planned(**changes: list[int]) -> uec.Plan:
     """Return a plan with quotas and load, of which some are then replaced."""
     load = torch.tensor([[9, 1, 1, 1, 1, 1, 1, 1]] * 2)
-    plan = uec.plan_replicas(load, slots_per_rank=S, target=1.0)
+    plan = plan_alone(load, slots_per_rank=S, target=1.0)
     assert plan.num_replicas
     tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in changes.items()}
     return dataclasses.replace(plan, **tensors)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_python
+from ranks import plan_alone, run_python
 from reference import schedule
 from reference.schedule_oracle import Problem, exports, imports, optimum
 from tiers import cases
 
-from ultraep_comm import Plan, _core, plan_replicas
+from ultraep_comm import Plan, _core
 from ultraep_comm.bench.commands.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
 from ultraep_comm.bench.peers.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
@@ -38,7 +38,7 @@ def make_plan(slots: list[list[int]], num_experts: int, **more: object) -> Plan:
 
 
 def planned(num_ranks: int, num_experts: int, slots_per_rank: int, load: np.ndarray) -> Plan:
-    return plan_replicas(
+    return plan_alone(
         torch.from_numpy(load.copy()), slots_per_rank=slots_per_rank, num_ranks=num_ranks
     )
 

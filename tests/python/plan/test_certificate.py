@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import plan_alone
 from reference import planner_oracle, schedule_oracle
 from reference.balance_oracle import best_balance, every_load
 from tiers import cases
@@ -199,7 +200,7 @@ def test_which_ranks_are_the_bottleneck() -> None:
 @settings(max_examples=cases(100, 1000), deadline=None)
 def test_plans_of_the_planner(problem: tuple[Any, ...], target: float) -> None:
     load, home, domain, slots = problem
-    plan = uec.plan_replicas(
+    plan = plan_alone(
         torch.tensor(load),
         num_ranks=len(domain),
         slots_per_rank=min(slots, len(load)),
@@ -252,23 +253,21 @@ def test_a_certificate() -> None:
 
 def test_the_text_of_other_certificates() -> None:
     load = [100, 1, 1, 1, 1, 1]
-    plan = uec.plan_replicas(torch.tensor(load), num_ranks=6, slots_per_rank=0)
+    plan = plan_alone(torch.tensor(load), num_ranks=6, slots_per_rank=0)
     assert str(uec.verify_plan(plan, load)) == (
         "at most 100 tokens on rank 0, imbalance 5.7143; bound 100 by slots of rank 0;"
         " 0 replicas, k 0, in 0"
     )
-    even = uec.plan_replicas(torch.ones(6, dtype=torch.int64), num_ranks=6, slots_per_rank=0)
+    even = plan_alone(torch.ones(6, dtype=torch.int64), num_ranks=6, slots_per_rank=0)
     assert "at most 1 tokens, exact, imbalance 1.0000; bound 1 by mean;" in str(
         uec.verify_plan(even, [1] * 6)
     )
-    plan = uec.plan_replicas(
-        torch.tensor(load), num_ranks=6, slots_per_rank=1, domains=[0, 0, 0, 0, 0, 1]
-    )
+    plan = plan_alone(torch.tensor(load), num_ranks=6, slots_per_rank=1, domains=[0, 0, 0, 0, 0, 1])
     assert " by domains of ranks 0, 1, 2, 3 and 1 more; " in str(uec.verify_plan(plan, load))
 
 
 def test_no_tokens_are_balanced() -> None:
-    plan = uec.plan_replicas(torch.zeros((3, 5), dtype=torch.int64), slots_per_rank=1)
+    plan = plan_alone(torch.zeros((3, 5), dtype=torch.int64), slots_per_rank=1)
     found = uec.verify_plan(plan, [0] * 5)
     assert (found.imbalance, found.bound_tokens, found.is_exact) == (1, 0, True)
     assert found.transfer_reason == "none"

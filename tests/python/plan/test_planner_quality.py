@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from ranks import plan_alone
 
 import ultraep_comm as uec
 from ultraep_comm.bench.loads import make_loads
@@ -39,7 +40,7 @@ def loads(
 
 
 def planned(load: np.ndarray, num_ranks: int, slots: int, **more: float) -> uec.Plan:
-    plan = uec.plan_replicas(
+    plan = plan_alone(
         torch.from_numpy(load.copy()), num_ranks=num_ranks, slots_per_rank=slots, **more
     )
     plan.validate()
@@ -97,7 +98,7 @@ def test_one_expert_on_each_rank(slots: int) -> None:
 def test_domains_cost_what_the_bound_says() -> None:
     domains = np.arange(128) // 64
     for load in loads("zipf1.0", 128, 256, seeds=4):
-        plan = uec.plan_replicas(
+        plan = plan_alone(
             torch.from_numpy(load.copy()), num_ranks=128, slots_per_rank=2, domains=domains
         )
         assert plan.imbalance <= max(1.01, plan.imbalance_bound * (1 + 1 / 4096))

@@ -37,6 +37,7 @@ import ultraep_comm as uec
 from ultraep_comm import _core, errors, interop, model, nn
 from ultraep_comm.doctor import facts
 from ultraep_comm.doctor.diagnose import Finding
+from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording import Known
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +55,7 @@ READERS = {
     "ultraep_comm.group.layers": ["LayerGroup", "group_for"],
     "ultraep_comm.group.memory": ["GroupMemory"],
     "ultraep_comm.nn.replication": ["LayerPass"],
+    "ultraep_comm.plan.topology": ["Topology"],
     "ultraep_comm.testing": ["new_loopback_groups"],
 }
 # Made by users; what others are made of is nobody's business.
@@ -444,9 +446,10 @@ def integers() -> Section:
 
 def results(case: Case, index: int) -> str:
     shape: dict[str, Any] = {"slots_per_rank": case.slots, "num_ranks": len(case.load)}
-    plan = uec.plan_replicas(
-        case.load, **shape, home=case.home, domains=case.domains, target=case.target, cost=case.cost
+    topology = Topology.make(
+        **shape, num_experts=case.load.shape[1], home=case.home, domains=case.domains
     )
+    plan = uec.plan_replicas(case.load, topology=topology, target=case.target, cost=case.cost)
     assert plan.slot_quota is not None
     assert plan.home_quota is not None
     home = plan.home.numpy()

@@ -369,6 +369,7 @@ def test_a_ring_that_memory_cannot_hold_is_an_error(
 FORGOTTEN = """
 import os, sys, torch
 import ultraep_comm as uec
+from ultraep_comm.group.group import session_of
 groups = uec.testing.new_loopback_groups(
     2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)})
 if os.fork() == 0:

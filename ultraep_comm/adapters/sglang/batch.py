@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.holders import HolderCheck, walk
 from ultraep_comm.errors import UnsupportedError
@@ -53,9 +53,9 @@ class Batches:
         kind = self._sglang["FusedMoE"]
         layers = [m for m in model.modules() if isinstance(m, kind) and m.uses_expert_location]
         ranks = self._sglang["get_moe_ep_group"]()
-        if not layers or seams.is_alone(ranks.cpu_group, "SGLang", "--ep-size above 1"):
+        if not layers or checks.is_alone(ranks.cpu_group, "SGLang", "--ep-size above 1"):
             return
-        seams.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
+        checks.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
         for layer in layers:
             own = {name: p.data for name, p in layer.named_parameters(recurse=False)}
             experts = self._sglang["get_global_expert_location_metadata"]().num_logical_experts
@@ -157,7 +157,7 @@ class Batches:
             (
                 len(mains) % num_ranks,
                 f"it has {len(mains)} experts on {num_ranks} ranks; expected"
-                f" {seams.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
+                f" {checks.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
             ),
             (
                 not has_slots
@@ -170,7 +170,7 @@ class Batches:
             if is_so:
                 return why, None
         try:
-            seams.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
+            checks.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
         except UnsupportedError as error:
             return str(error), None
         weights = dict(layer.named_parameters())

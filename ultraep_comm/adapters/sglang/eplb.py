@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import rows, seams
+from ultraep_comm.adapters import checks, rows
 from ultraep_comm.errors import PlanMismatchError
 
 _LOGGER = logging.getLogger("ultraep_comm")
@@ -44,7 +44,7 @@ def update(
     """
     world = dist.group.WORLD
     assert world is not None
-    if seams.is_alone(world, "SGLang", "--ep-size above 1"):
+    if checks.is_alone(world, "SGLang", "--ep-size above 1"):
         result: list[str] | None = original(*args, **given)
         return result
     bound = inspect.signature(original).bind(*args, **given)
@@ -53,7 +53,7 @@ def update(
     tensors, count = call.routed_experts_weights, call.num_local_physical_experts
     old, new = call.old_physical_to_logical_map, call.new_physical_to_logical_map
     digest = hashlib.sha256(json.dumps([old, new]).encode()).hexdigest()
-    every = seams.gather_json(world, (digest, _find_problem(call, get_elastic() is not None)))
+    every = checks.gather_json(world, (digest, _find_problem(call, get_elastic() is not None)))
     rank = world.rank()
     problems = [problem for _, problem in every]
     way_out = "unset ULTRAEP_SGLANG, and SGLang moves experts itself"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import rows, seams
+from ultraep_comm.adapters import checks, rows
 from ultraep_comm.adapters.vllm import EPLB, replace_factory
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.group.group import rejecting
@@ -19,16 +18,14 @@ _LOGGER = logging.getLogger("ultraep_comm")
 _BASE = f"{EPLB}.eplb_communicator:EplbCommunicator"
 _STREAM = f"{EPLB}.eplb_utils:device_stream"
 # What is called or overridden, and the parameters that it was written for.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        _STREAM: "stream",
-        f"{_BASE}.add_send": "self tensors dst_rank expert_id",
-        f"{_BASE}.add_recv": "self tensors src_rank expert_id",
-        f"{_BASE}.execute": "self",
-        f"{_BASE}.set_transfer_context": "self old_indices layer_idx",
-        f"{_BASE}.set_stream": "self stream",
-    }
-)
+PATCH_POINTS = {
+    _STREAM: "stream",
+    f"{_BASE}.add_send": "self tensors dst_rank expert_id",
+    f"{_BASE}.add_recv": "self tensors src_rank expert_id",
+    f"{_BASE}.execute": "self",
+    f"{_BASE}.set_transfer_context": "self old_indices layer_idx",
+    f"{_BASE}.set_stream": "self stream",
+}
 
 _WAY_OUT = (
     "set ULTRAEP_VLLM=batch, for layers that differ: vLLM's own EPLB has one receive buffer for all"
@@ -37,12 +34,12 @@ _WAY_OUT = (
 
 def register() -> None:
     """Let vLLM make a :class:`Mover` where it would make a communicator."""
-    replace_factory("eplb", SEAM, _make_mover)
+    replace_factory("eplb", PATCH_POINTS, _make_mover)
 
 
 def _make_mover(*given: Any) -> Any:
-    parts = {"on_stream": staticmethod(seams.find(_STREAM))}
-    return type("UltraEPCommunicator", (Mover, seams.find(_BASE)), parts)(*given)
+    parts = {"on_stream": staticmethod(checks.find(_STREAM))}
+    return type("UltraEPCommunicator", (Mover, checks.find(_BASE)), parts)(*given)
 
 
 class Mover:
@@ -69,7 +66,7 @@ class Mover:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
         cpu_group = coordinator.cpu_group
         problem = _find_problem(expert_weights, expert_buffer)
-        rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _WAY_OUT)
+        rows.raise_problems(checks.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _WAY_OUT)
         first = expert_weights[0]
         on_cpu = first[0].device.type == "cpu"
         self._weights, self._buffer, self._rows = expert_weights, expert_buffer, len(first[0])

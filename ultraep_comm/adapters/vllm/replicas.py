@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ultraep_comm.adapters.balancer import Balancer
+from ultraep_comm.adapters.checks import agree, find
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.seams import agree, find
 from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
 from ultraep_comm.group.group import rejecting
@@ -86,7 +86,7 @@ class Replicas:
         self._known, self.is_checked = self._find_known(), True
         self._contexts = find(HAS_CONTEXT), find(CONTEXT)
         self._router = find_router(layer)
-        self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - the seam
+        self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - its patch point
 
     @property
     def has_all(self) -> bool:

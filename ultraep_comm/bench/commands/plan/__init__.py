@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ultraep_comm.bench.traces import Trace
+    from ultraep_comm.plan.topology import Topology
 
 TRACE = "trace"
 DEFAULT_SIZES = (
@@ -74,6 +75,18 @@ class PlanSize:
             "slots": self.slots_per_rank,
             "domain_size": self.domain_size,
         }
+
+    @property
+    def topology(self) -> Topology:
+        """Return the same as the planner takes it."""
+        from ultraep_comm.plan.topology import Topology
+
+        return Topology.make(
+            num_ranks=self.num_ranks,
+            num_experts=self.num_experts,
+            slots_per_rank=self.slots_per_rank,
+            domains=self.domain,
+        )
 
     @property
     def home(self) -> NDArray[np.int32]:

@@ -83,14 +83,16 @@ def check_signature(function: Callable[..., Any], parameters: Sequence[str]) -> 
         )
 
 
-def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str]) -> dict[str, Any]:
+def check_signatures(
+    package: str, lowest: str, highest: str, points: Mapping[str, str]
+) -> dict[str, Any]:
     """Do :func:`check_version`, and :func:`check_signature` for all that an adapter counts on.
 
     Args:
         package: as for check_version.
         lowest: likewise.
         highest: likewise.
-        seam: parameters, such as "self tokens", by a path for :func:`find`.
+        points: parameters, such as "self tokens", by a path for :func:`find`.
 
     Returns:
         What was found, by path.
@@ -99,9 +101,9 @@ def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str])
         UnsupportedError: the framework is not installed, or its functions take other parameters.
     """
     check_version(package, lowest, highest)
-    found = {path: find(path) for path in seam}
+    found = {path: find(path) for path in points}
     for path, function in found.items():
-        check_signature(function, seam[path].split())
+        check_signature(function, points[path].split())
     return found
 
 
