@@ -240,6 +240,8 @@ class ShmFabric:
         UnsupportedError: a rank cannot open the others' memory.
     """
 
+    can_pull = True  # every rank maps the others' memory
+
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._opened: list[int] = []
@@ -279,11 +281,6 @@ class ShmFabric:
             return -1
         self._opened.append(fd)
         return fd
-
-    @property
-    def can_pull(self) -> bool:
-        """True: every rank of a machine maps the others' memory."""
-        return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Create this rank's memory, and map that of all ranks.
