@@ -9,7 +9,7 @@ import math
 import platform
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from ultraep_comm import env
 from ultraep_comm.driver import Links
-from ultraep_comm.errors import CalibrationError
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.system import read_json
 
 KIND = "ultraep_comm.calibration"
@@ -93,42 +93,38 @@ class MeasuredCosts:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Measured costs by engine; an engine without an entry uses its built-in constants."""
-
-    costs: Mapping[str, MeasuredCosts] = field(default_factory=dict)
-
-    def constants(self, engine: str, num_ranks: int, built_in: Constants) -> Constants:
-        """Return the cost model's constants for one of ``ENGINES``."""
-        found = self.costs.get(engine)
-        if found is None:
-            return built_in
-        # On separate machines each rank has a link of its own.
-        apart = engine == "c10d" and found.parallel > 0.9 * found.ranks
-        return found.constants(num_ranks, scales=engine == "cuda" or apart)
+def choose_constants(
+    costs: Mapping[str, MeasuredCosts], engine: str, num_ranks: int, built_in: Constants
+) -> Constants:
+    """Return the cost model's constants for one of ``ENGINES``: measured, else the built-in."""
+    found = costs.get(engine)
+    if found is None:
+        return built_in
+    # On separate machines each rank has a link of its own.
+    apart = engine == "c10d" and found.parallel > 0.9 * found.ranks
+    return found.constants(num_ranks, scales=engine == "cuda" or apart)
 
 
-def from_environment(engine: str) -> Calibration:
-    """Return the calibration in the file of ULTRAEP_CALIBRATION; empty if the variable is unset.
+def from_environment(engine: str) -> dict[str, MeasuredCosts]:
+    """Return the costs in the file of ULTRAEP_CALIBRATION; empty if the variable is unset.
 
     ``engine`` is `new_group`'s argument: of "host" or "c10d", other entries are not checked.
 
     Raises:
-        CalibrationError: see :func:`read_calibration`.
+        InvalidArgumentError: see :func:`read_calibration`.
     """
     path = env.calibration()
     if path is None:
-        return Calibration()
+        return {}
     return read_calibration(path, used=(engine,) if engine in ("host", "c10d") else ENGINES)
 
 
-def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibration:
-    """Read a calibration and check that the engines ``used`` were measured on this machine.
+def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> dict[str, MeasuredCosts]:
+    """Return the costs in a file, by engine; check that those ``used`` were measured here.
 
     Raises:
-        CalibrationError: the file cannot be read, is truncated or not a calibration, has a figure
-            out of range, or comes from another machine. Names the file.
+        InvalidArgumentError: the file cannot be read, is truncated or not a calibration, has a
+            figure out of range, or comes from another machine. Names the file.
     """
     try:
         document = read_json(path)
@@ -150,7 +146,7 @@ def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibratio
             raise _error(
                 path, f"was measured on {reprlib.repr(found.device)}, but this is {here!r}"
             )
-    return Calibration(costs=costs)
+    return costs
 
 
 def make_calibration(costs: Mapping[str, MeasuredCosts]) -> dict[str, Any]:
@@ -208,8 +204,8 @@ def _is_number(value: object) -> bool:
     return is_number and abs(value) <= MAX_FIGURE and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _error(path: Path, what: str) -> CalibrationError:
-    return CalibrationError(
+def _error(path: Path, what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
         f"calibration {path} {what}; write a new one with python -m ultraep_comm.bench calibrate"
         f" --output {path}, or unset ULTRAEP_CALIBRATION"
     )

@@ -34,12 +34,8 @@ class Links:
     nvlink_to: tuple[str, ...] = ()  # addresses of the GPUs that it reaches by NVLink
 
 
-class CallError(Exception):
-    """A function of the driver answered with an error, whose name is the text."""
-
-
 class _Library:
-    """A library whose functions return 0 or an error."""
+    """A library of the driver, whose functions return 0 or an error."""
 
     def __init__(self, name: str, name_of: Callable[[ctypes.CDLL, int], str]) -> None:
         self._library = ctypes.CDLL(name)
@@ -49,16 +45,16 @@ class _Library:
         """Call a function; return the ``kind`` that it wrote to ``OUT``.
 
         Raises:
-            CallError: it failed, or this driver does not have it.
+            OSError: it failed, and the text is the error's name, or this driver does not have it.
         """
         result = kind()
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise CallError(f"there is no {name}") from None
+            raise OSError(f"there is no {name}") from None
         error = function(*(ctypes.byref(result) if a is OUT else a for a in arguments))
         if error != 0:
-            raise CallError(self._name_of(self._library, error))
+            raise OSError(self._name_of(self._library, error))
         return result
 
     def text(self, name: str, *arguments: Any) -> str:
@@ -103,7 +99,7 @@ def read_cuda() -> Iterator[dict[str, Any]]:
                 for i in indices
             ]
         }
-    except CallError as error:
+    except OSError as error:
         yield {"status": str(error)}
 
 
@@ -120,7 +116,7 @@ def _read_device(cuda: _Library, index: int) -> dict[str, Any]:
         "capability": (attribute(_MAJOR), attribute(_MINOR)),
     }
     for name, number in _ATTRIBUTES.items():
-        with contextlib.suppress(CallError):  # older drivers lack the newer ones
+        with contextlib.suppress(OSError):  # older drivers lack the newer ones
             found[name] = attribute(number)
     return found
 
@@ -181,7 +177,7 @@ def read_nvml() -> Iterator[dict[str, Any]]:
             for pci, handle in handles.items()
         ]
         yield {"devices": found}
-    except (OSError, CallError) as error:
+    except OSError as error:
         yield {"status": str(error)}
 
 
@@ -195,7 +191,7 @@ def read_links(pci: str) -> Links | None:
         address = ctypes.c_char_p(pci.encode())
         name = "nvmlDeviceGetHandleByPciBusId_v2"
         return _read_links(nvml, _short(pci), nvml.read(name, address, OUT, kind=ctypes.c_void_p))
-    except (OSError, CallError):
+    except OSError:
         return None
 
 
@@ -208,18 +204,18 @@ def _open_nvml() -> _Library:
 def _read_links(nvml: _Library, pci: str, handle: ctypes.c_void_p) -> Links:
     found: dict[str, Any] = {}
     # A GPU without this property answers with an error.
-    with contextlib.suppress(CallError):
+    with contextlib.suppress(OSError):
         pending = ctypes.byref(ctypes.c_int())
         found["mig"] = bool(nvml.read("nvmlDeviceGetMigMode", handle, OUT, pending).value)
     active = []
-    with contextlib.suppress(CallError):
+    with contextlib.suppress(OSError):
         for link in range(_MAX_LINKS):
             active.append(bool(nvml.read("nvmlDeviceGetNvLinkState", handle, link, OUT).value))
-    with contextlib.suppress(CallError):
+    with contextlib.suppress(OSError):
         field = _FieldValue(field=_LINK_SPEED)
         nvml.read("nvmlDeviceGetFieldValues", handle, 1, ctypes.byref(field))
         found["link_mbps"] = field.value if field.error == 0 else 0
-    with contextlib.suppress(CallError):
+    with contextlib.suppress(OSError):
         info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
         nvml.read("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info))
         found |= _read_fabric(info)
@@ -242,7 +238,7 @@ def _reached(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -> l
     """Return the addresses of the GPUs that one reaches by NVLink."""
     reached = []
     for other, peer in handles.items():
-        with contextlib.suppress(CallError):
+        with contextlib.suppress(OSError):
             status = nvml.read("nvmlDeviceGetP2PStatus", handles[pci], peer, _BY_NVLINK, OUT)
             if other != pci and status.value == 0:
                 reached.append(other)

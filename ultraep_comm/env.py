@@ -119,7 +119,7 @@ def gloo_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-def of_the_driver() -> dict[str, str]:
+def driver_variables() -> dict[str, str]:
     """Return the variables of CUDA and NVSHMEM that change what a GPU offers, as far as set."""
     names = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NVSHMEM_SYMMETRIC_SIZE")
     return {name: os.environ[name] for name in names if name in os.environ}

@@ -19,11 +19,10 @@ class InvalidArgumentError(UltraEPError, ValueError):
 
 
 class InvalidWeightsError(InvalidArgumentError):
-    """Weights do not match the group's expert: name, count, shape, dtype, device or layout."""
+    """Weights do not match the group's expert, or gradients its slot gradients.
 
-
-class InvalidGradientsError(InvalidArgumentError):
-    """Gradients do not match the group's slot gradients, or the slots have no gradients."""
+    Name, count, shape, dtype, device or layout; or the slots have no gradients.
+    """
 
 
 class InvalidPlanError(InvalidArgumentError):
@@ -76,10 +75,6 @@ class RecordingError(UltraEPError, ValueError):
 
 class UnsupportedError(UltraEPError):
     """The request is legal but this machine, fabric or build cannot do it."""
-
-
-class CalibrationError(UltraEPError, ValueError):
-    """The file of measured costs cannot be read, is damaged, or comes from another machine."""
 
 
 class BootstrapError(UltraEPError):
@@ -151,7 +146,7 @@ class PeerGoneError(TransferError, ConnectionError):
 
 
 class TransferAbortedError(TransferError):
-    """A peer failed first and told this rank, for which it may have waited; or an abort here."""
+    """Another rank failed first, perhaps as it waited for this one; or an abort here."""
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
@@ -238,9 +233,8 @@ def _read(rank: int, peer: _core.PeerState, call: int | None) -> RankState:
     closed = seen > 0 and kind.name == "CLOSED"
     epoch = seen - 1 if closed else seen  # closing takes the epoch after the last call
     state = _place(kind, epoch, call)
-    left = (
-        peer.gone and not closed
-    )  # a rank that closes publishes it first, unless the group failed
+    # A rank that closes publishes it first, unless the group failed.
+    left = peer.gone and not closed
     if left and not failed:
         last = f"last seen in call {epoch}" if seen else "before its first call"
         state = f"process ended ({last})"

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import secrets
-import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 from weakref import WeakSet
 
 INTERRUPTED = 130  # exit status after Ctrl-C
@@ -144,21 +141,18 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-_RECORD = struct.Struct("<16sQiQ")  # boot, pid namespace, pid, start
-
-
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process, distinct from a later one with the same pid.
 
     Attributes:
-        boot: id of the machine's name and current boot; zeros: unknown.
+        boot: id of the machine's current boot, and its name: machines that are cloned while they
+            run share only the id; empty: unknown.
         namespace: id of its pid namespace; 0: unknown.
         pid: process id in that namespace.
         start: start time in clock ticks since boot; 0: unknown.
     """
 
-    boot: bytes
+    boot: str
     namespace: int
     pid: int
     start: int
@@ -169,22 +163,9 @@ class Process:
         start = _state_and_start(os.getpid())
         return cls(_named_boot(), pid_namespace(), os.getpid(), 0 if start is None else start[1])
 
-    def pack(self) -> bytes:
-        """Return the process as a record of bytes."""
-        return _RECORD.pack(self.boot, self.namespace, self.pid, self.start)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Process | None:
-        """Return the process of a record; None if the record is invalid."""
-        if len(data) != _RECORD.size:
-            return None
-        process = cls(*_RECORD.unpack(data))
-        return process if process.pid > 0 else None
-
     def is_here(self) -> bool:
         """Return whether its pid is of this machine and this pid namespace, as far as is known."""
-        here = self.boot == _named_boot() != bytes(16)
-        return here and self.namespace == pid_namespace() != 0
+        return self.boot == _named_boot() != "" and self.namespace == pid_namespace() != 0
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended; False unless it was here."""
@@ -203,27 +184,24 @@ class Process:
         return state in "ZX" or (start != 0 and self.start not in (0, start))
 
 
-def _read_boot_id() -> bytes:
+def _read_boot_id() -> str:
     try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return bytes.fromhex(text.replace("-", ""))
-    except (OSError, ValueError):
-        return b""
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 _BOOT_ID = _read_boot_id()  # at import: later there may be no file descriptor left
 
 
-def boot_id() -> bytes:
-    """Return the 16-byte id of this machine's current boot; empty: unknown, as in a sandbox."""
+def boot_id() -> str:
+    """Return the id of this machine's current boot; empty: unknown, as in a sandbox."""
     return _BOOT_ID
 
 
-def _named_boot() -> bytes:
-    """Return an id of this boot that machines cloned while they ran share only with their name."""
+def _named_boot() -> str:
     boot = boot_id()
-    name = os.uname().nodename.encode()
-    return hashlib.blake2b(boot + name, digest_size=16).digest() if boot else bytes(16)
+    return f"{boot} {os.uname().nodename}" if boot else ""
 
 
 def pid_namespace() -> int:

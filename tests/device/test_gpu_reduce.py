@@ -263,7 +263,7 @@ def test_bad_gradients_are_refused_and_peers_do_not_wait(loopback_engine: str, f
         return raised(lambda: reduce_now(mains[rank], plan, group=groups[rank]))
 
     peer, own = loopback(2, call)
-    assert isinstance(own, errors.InvalidGradientsError)
+    assert isinstance(own, errors.InvalidWeightsError)
     assert "rank 1" in str(own)
     assert GRAD_FAULTS[fault][1] in str(own)
     assert isinstance(peer, errors.PeerRejectedError)
@@ -291,7 +291,7 @@ def test_slots_without_gradients(loopback_engine: str) -> None:
     (group,) = make_groups(loopback_engine, 1, num_experts=2, grads=None, expert=EXPERT)
     assert group.slot_grads == {}
     says = r"rank 0: the slots of this group hold no gradients.*grads=torch"
-    with pytest.raises(errors.InvalidGradientsError, match=says):
+    with pytest.raises(errors.InvalidWeightsError, match=says):
         uec.reduce_expert_grads({}, uec.Plan.from_slots([[-1, -1]], num_experts=2), group=group)
     close_all([group])
 

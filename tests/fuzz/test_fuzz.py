@@ -194,7 +194,7 @@ def test_json_files(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         read_json(path)
     assert len(str(raised.value)) < 200
-    with pytest.raises(errors.CalibrationError, match="not JSON"):
+    with pytest.raises(errors.InvalidArgumentError, match="not JSON"):
         read_calibration(path)
     with pytest.raises(errors.InvalidArgumentError, match="not a JSON"):
         load_results(path)
@@ -212,7 +212,7 @@ def test_figures_of_calibrations(tmp_path: Path, value: object) -> None:
     document["engines"]["host"]["store_gbps"] = value
     path = tmp_path / "c.json"
     path.write_text(json.dumps(document))
-    with pytest.raises(errors.CalibrationError, match="store_gbps") as raised:
+    with pytest.raises(errors.InvalidArgumentError, match="store_gbps") as raised:
         read_calibration(path)
     assert len(str(raised.value)) < 500
 

@@ -26,7 +26,7 @@ from ultraep_comm.bench.commands import (
 from ultraep_comm.bench.launch import launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
-from ultraep_comm.errors import CalibrationError, InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.system import FAILED, INTERRUPTED
 
 COMMANDS = (
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next(one for one in COMMANDS if one.name == options.command)
     try:
         settings = command.make_settings(options)
-    except (InvalidArgumentError, CalibrationError, OSError) as error:
+    except (InvalidArgumentError, OSError) as error:
         if _prints():
             print(f"error: {error}", file=sys.stderr)
         return FAILED

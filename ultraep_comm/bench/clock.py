@@ -235,7 +235,7 @@ class Gpu:
     def find_link(self) -> tuple[float, str] | None:
         """Return the rate that ``auto`` goes by: rank 0's, which alone prints it."""
         first = not dist.is_initialized() or dist.get_rank() == 0
-        measured = from_environment("cuda").costs.get("cuda") if first else None
+        measured = from_environment("cuda").get("cuda") if first else None
         if measured is not None:
             return measured.store_gbps, "measured here, by bench calibrate"
         capability, links = self._device.compute_capability, self._device.links()

@@ -56,7 +56,7 @@ def reduce_expert_grads(
             pass has to overwrite them.
 
     Raises:
-        InvalidGradientsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
+        InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
             peers fail at once, and the group takes no more calls.
         PlanHandleError: the handle has ended (backward twice?), or is another group's; peers fail
             likewise.

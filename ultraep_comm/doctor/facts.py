@@ -207,7 +207,7 @@ def _read_system() -> System:
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         pci_gpus=sum(map(_is_gpu, _PCI.glob("*"))),
         packages=packages,
-        variables=env.of_the_driver(),
+        variables=env.driver_variables(),
     )
 
 

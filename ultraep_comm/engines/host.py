@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.calibration import choose_constants
 from ultraep_comm.engines.base import Engine, Objective, Setup
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
@@ -86,7 +87,7 @@ def make_shm_engine(
     """
     num_cores = len(os.sched_getaffinity(0))
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
-    cost = options.calibration.constants("host", num_ranks, cost_constants(num_cores))
+    cost = choose_constants(options.calibration, "host", num_ranks, cost_constants(num_cores))
     records = rendezvous.exchange({"machine": machine_id(), "cost": cost})
     topology = place(topology, [record["machine"] for record in records], given_domains)
     fabric = ShmFabric(rendezvous)
@@ -134,7 +135,7 @@ def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngi
     """Create the engines of all ranks in this process."""
     memory = LoopbackMemory(topology.num_ranks)
     built_in = cost_constants(len(os.sched_getaffinity(0)))
-    cost = options.calibration.constants("host", topology.num_ranks, built_in)
+    cost = choose_constants(options.calibration, "host", topology.num_ranks, built_in)
     made = []
     for rank in range(topology.num_ranks):
         config = options.config(topology, rank, DEFAULT_TIMEOUT, cost)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ultraep_comm import _core, env
-from ultraep_comm.calibration import Calibration
+from ultraep_comm.calibration import MeasuredCosts
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.plan.topology import IntsLike, Topology, as_int
 from ultraep_comm.recording.recorder import CAPACITY, MAX_CAPACITY
@@ -114,12 +114,14 @@ class GroupConfig:
 class Options:
     """What the engines of a group are given besides its topology, checked."""
 
-    def __init__(self, given: GroupConfig, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self, given: GroupConfig, calibration: Mapping[str, MeasuredCosts] | None = None
+    ) -> None:
         engine, fabric = given.engine, given.fabric
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
                 raise InvalidArgumentError(f"{name} is {value!r}; expected one of {list(known)}")
-        self.calibration = calibration or Calibration()
+        self.calibration = calibration or {}
         self.engine = engine
         self.fabric = fabric
         self.device = _as_device(given.device, engine)

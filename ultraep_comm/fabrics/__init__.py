@@ -25,7 +25,7 @@ class SharedRegion:
 
 
 class Place(NamedTuple):
-    """Where memory appears once more.
+    """Where memory is mapped a second time.
 
     Attributes:
         offset: in a region.
@@ -49,4 +49,4 @@ class Fabric(Protocol):
         """Allocate zeroed memory on every rank. Collective; in the same order on every rank."""
 
     def close(self) -> None:
-        """Close connections; memory stays mapped while tensors refer to it."""
+        """Let peers see that this rank has gone; memory stays mapped while tensors refer to it."""

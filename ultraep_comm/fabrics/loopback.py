@@ -71,15 +71,12 @@ class LoopbackMemory:
 class LoopbackFabric:
     """One rank's view of a :class:`LoopbackMemory`."""
 
+    can_pull = True  # all ranks share one address space
+
     def __init__(self, memory: LoopbackMemory, rank: int) -> None:
         self._memory = memory
         self._rank = rank
         self._next = 0
-
-    @property
-    def can_pull(self) -> bool:
-        """True: all ranks share one address space."""
-        return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Return this rank's next allocation."""

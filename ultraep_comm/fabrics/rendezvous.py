@@ -50,10 +50,10 @@ class _Members:
                 f"rank {rank}: the process group has no store, over which its ranks could exchange"
                 " records; create it by init_process_group with store= or init_method="
             )
-        # Process groups of the same name share keys, so their lives are counted in the store.
-        life = store.add(f"ultraep_comm/lives/{rank}", 1)
-        self.store: Any = PrefixStore(f"ultraep_comm/{life}", store)
-        self.store.set(f"process/{rank}", Process.this().pack().hex())
+        # Process groups of the same name share keys, so the store counts their incarnations.
+        incarnation = store.add(f"ultraep_comm/incarnation/{rank}", 1)
+        self.store: Any = PrefixStore(f"ultraep_comm/{incarnation}", store)
+        self.store.set(f"process/{rank}", json.dumps(Process.this()))
         self.created = 0
         self.processes: dict[int, Process] = {}
         self._unknown = deque(range(group.size()))
@@ -69,13 +69,11 @@ class _Members:
         """Look up as many ranks whose processes are not known yet."""
         for _ in range(min(number, len(self._unknown))):
             rank = self._unknown.popleft()
-            key, process = f"process/{rank}", None
+            key = f"process/{rank}"
             if self.store.check([key]):
-                process = Process.unpack(bytes.fromhex(self.store.get(key).decode()))
-            if process is None:
-                self._unknown.append(rank)
+                self.processes[rank] = Process(*json.loads(self.store.get(key)))
             else:
-                self.processes[rank] = process
+                self._unknown.append(rank)
 
     def find_dead(self) -> tuple[int, str] | None:
         """Return a rank whose process is known to have ended, and a text that says so."""
@@ -226,7 +224,7 @@ class Rendezvous:
         step = self._passed + 1
         self.store.set(f"{step}/{self.rank}", text)
         if self.store.add(f"{step}/joined", 1) == self.num_ranks:
-            self._settle(step, _COMPLETE)
+            self._decide(step, _COMPLETE)
         limit = self.limit or self.timeout
         if not self.wait_for(lambda: self.store.check([f"{step}/outcome"]), limit):
             absent = [
@@ -304,7 +302,7 @@ class Rendezvous:
 
     # ---- outcomes -------------------------------------------------------------------------
 
-    def _settle(self, step: int, outcome: str) -> str:
+    def _decide(self, step: int, outcome: str) -> str:
         """Return the outcome of a step, which is the given one unless it had one before."""
         found: bytes = self.store.compare_set(f"{step}/outcome", "", outcome)
         return found.decode()
@@ -320,7 +318,7 @@ class Rendezvous:
         else:
             self._members.find_processes(_READS)
             if (dead := self._members.find_dead()) is not None:
-                found = self._settle(step, json.dumps(dead))
+                found = self._decide(step, json.dumps(dead))
         self._failure = None if found in ("", _COMPLETE) else _read_failure(found)
         return self._failure
 
@@ -328,9 +326,9 @@ class Rendezvous:
         """End the step under way or the next one, and return by which rank's failure, and why."""
         own, failure = json.dumps([rank, text]), (rank, text)
         with suppress(Exception):  # there is no store any more, which the others see too
-            found = self._settle(self._passed + 1, own)
+            found = self._decide(self._passed + 1, own)
             if found == _COMPLETE:  # though this rank has not seen it
-                found = self._settle(self._passed + 2, own)
+                found = self._decide(self._passed + 2, own)
             failure = _read_failure(found)
         return failure
 

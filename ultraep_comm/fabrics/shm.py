@@ -42,14 +42,14 @@ _FIXED_SIZE = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 
 def machine_id() -> str:
-    """Return a text that names this machine's boot and network namespace; equal ids can connect.
+    """Return a text that names this machine's boot and network namespace; equal ids share memory.
 
     Unless the machines were cloned while they ran; see `find_apart`. Where /proc does not tell, the
     id is one that no other process has, and begins with `UNKNOWN`.
     """
     with contextlib.suppress(OSError):
         if boot := boot_id():
-            return f"{boot.hex()}-{os.stat('/proc/self/ns/net').st_ino}"
+            return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
     return _unknown_machine()
 
 
@@ -240,6 +240,8 @@ class ShmFabric:
         UnsupportedError: a rank cannot open the others' memory.
     """
 
+    can_pull = True  # every rank maps the others' memory
+
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._opened: list[int] = []
@@ -279,11 +281,6 @@ class ShmFabric:
             return -1
         self._opened.append(fd)
         return fd
-
-    @property
-    def can_pull(self) -> bool:
-        """True: every rank of a machine maps the others' memory."""
-        return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Create this rank's memory, and map that of all ranks.

@@ -147,28 +147,25 @@ class TorchFabric:
         rendezvous: exchanges records with the peers.
         memory: torch's symmetric memory in this process.
         device: where to allocate.
-        settle: blocks until all work on the device has finished.
+        synchronize: blocks until all work on the device has finished.
         machines: ``[G]`` ids of the ranks' machines.
     """
+
+    can_pull = True  # every rank maps every other's memory
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         memory: SymmetricMemory,
         device: torch.device,
-        settle: Callable[[], None],
+        synchronize: Callable[[], None],
         machines: Sequence[str],
     ) -> None:
         self._rendezvous = rendezvous
         self._memory = memory
         self._device = device
-        self._settle = settle
+        self._synchronize = synchronize
         self._machines = machines
-
-    @property
-    def can_pull(self) -> bool:
-        """True: every rank maps every other's memory."""
-        return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
@@ -183,7 +180,7 @@ class TorchFabric:
             with self._typed(f"{num_bytes} bytes could not be allocated"):
                 local = self._memory.allocate(num_bytes, self._device)
                 local.zero_()
-                self._settle()
+                self._synchronize()
                 types = self._memory.handle_types(local)
             # After this no rank waits in torch for one without memory, or writes to memory that its
             # owner is still zeroing.

@@ -88,12 +88,12 @@ def new_group(
             accelerator if there is one and a backend for it, else the CPU.
 
     Raises:
-        InvalidArgumentError: an argument is wrong on this rank.
+        InvalidArgumentError: an argument is wrong on this rank, or rank 0's calibration file is
+            unreadable, damaged, or of another machine.
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit into memory.
         UnsupportedError: the engine or fabric cannot be used here, or the process group has no
             store; the text says what is missing.
-        CalibrationError: rank 0's calibration file is unreadable, damaged, or of another machine.
     """
     rendezvous = Rendezvous(process_group)
     # The group's tensors outlive this call: they must not be inference tensors.

@@ -106,7 +106,7 @@ class Group(Shared):
             grads: as for :func:`reduce_expert_grads`.
 
         Raises:
-            InvalidGradientsError: likewise; a segment is missing; rows share memory; or the group
+            InvalidWeightsError: likewise; a segment is missing; rows share memory; or the group
                 was created without ``grads=``.
         """
         return self._session.grads.bind_persistent(grads)

@@ -130,7 +130,7 @@ class Machine:
         A flag takes the measured hop, and a call the measured time of an empty one.
 
         Args:
-            costs: of the host engine, ``read_calibration(path).costs["host"]``.
+            costs: of the host engine, ``read_calibration(path)["host"]``.
             num_sms: workers of a rank, as in the calibration.
         """
         return cls(

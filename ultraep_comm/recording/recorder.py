@@ -270,7 +270,7 @@ def new_run() -> str:
 
 def _machine() -> str:
     """Return a name for this boot of this machine; ranks with the same share a monotonic clock."""
-    return boot_id().hex() or os.uname().nodename[:64]
+    return boot_id() or os.uname().nodename[:64]
 
 
 def prepare_folder(folder: Path, capacity: int, topology: Topology) -> None:

@@ -13,9 +13,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.errors import (
     InvalidArgumentError,
-    InvalidGradientsError,
     InvalidWeightsError,
-    UltraEPError,
 )
 from ultraep_comm.weights.segments import Segment, Weights, plain_mapping
 
@@ -63,9 +61,9 @@ class Binding:
             tensors: as for the call that made this binding.
 
         Raises:
-            InvalidWeightsError, InvalidGradientsError: as for the call that made this binding; or
-                they are of other segments or dtypes, or not in the memory of
-                ``group.empty_weights()`` that the binding was made for.
+            InvalidWeightsError: as for the call that made this binding; or they are of other
+                segments or dtypes, or not in the memory of ``group.empty_weights()`` that the
+                binding was made for.
             InvalidArgumentError: this is a copy.
             UnsupportedError: the current stream is being captured.
         """
@@ -91,7 +89,6 @@ class Binder:
     """
 
     _what = "weights"
-    _error: type[UltraEPError] = InvalidWeightsError
 
     def __init__(
         self,
@@ -122,7 +119,7 @@ class Binder:
 
         Raises:
             InvalidWeightsError: they do not match the group's experts, or are bound to another
-                group. Of gradients InvalidGradientsError, also if they share memory.
+                group; or gradients share memory.
         """
         if isinstance(tensors, Binding):
             if tensors.owner is not self:
@@ -242,15 +239,15 @@ class Binder:
 
     # ---- checks ---------------------------------------------------------------------------
 
-    def _refusal(self, text: str) -> UltraEPError:
-        return self._error(f"rank {self._rank}: {self._what}{text}")
+    def _refusal(self, text: str) -> InvalidWeightsError:
+        return InvalidWeightsError(f"rank {self._rank}: {self._what}{text}")
 
     def _find_addresses(self, tensors: Weights, segments: Mapping[str, Segment]) -> Addresses:
         """Check tensors against segments, and return their addresses.
 
         Raises:
             InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
-                strides. Of gradients InvalidGradientsError.
+                strides.
         """
         unknown = [name for name in tensors if name not in segments]
         if unknown:
@@ -323,7 +320,7 @@ class Binder:
             )
         shape = tensor.shape
         if shape != (*stacked, *segment.shape):
-            raise self._error(
+            raise InvalidWeightsError(
                 f"rank {self._rank}: an expert of {self._what}[{name}] has shape"
                 f" {tuple(shape[len(stacked) :])}; expected {segment.shape}"
             )
@@ -331,7 +328,7 @@ class Binder:
         if strides != layout and any(
             size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
         ):
-            raise self._error(
+            raise InvalidWeightsError(
                 f"rank {self._rank}: an expert of {self._what}[{name}] has strides {strides};"
                 f" expected {layout}. Make each expert one dense range, or declare"
                 " Segment(strides=...)"
@@ -363,11 +360,10 @@ class GradBinder(Binder):
     """Binds main gradients. ``segments``: of the slot gradients; empty: there are none."""
 
     _what = "grads"
-    _error = InvalidGradientsError
 
     def _bind(self, grads: Weights) -> Binding:
         if not self._segments:
-            raise InvalidGradientsError(
+            raise InvalidWeightsError(
                 f"rank {self._rank}: the slots of this group hold no gradients; create the group"
                 " with new_group(grads=torch.float32)"
             )
@@ -387,14 +383,14 @@ class GradBinder(Binder):
             own = addresses[i * count : (i + 1) * count]
             seen.update(own)
             if len(seen) != (i + 1) * count:
-                raise InvalidGradientsError(
+                raise InvalidWeightsError(
                     f"rank {self._rank}: rows of grads[{name!r}] share memory with each other or"
                     " with another segment; expected separate memory for each expert's gradient"
                 )
             size = segment.dtype.itemsize
             odd = [at for at in own if at % size] if self.put_addresses is not None else []
             if odd:
-                raise InvalidGradientsError(
+                raise InvalidWeightsError(
                     f"rank {self._rank}: a row of grads[{name!r}] begins at the address"
                     f" {odd[0]:#x}; expected a multiple of {size} on a device"
                 )

@@ -46,7 +46,7 @@ def _make(
         elif rank in odd and fault == "pid namespace":
             patch.setattr(system, "pid_namespace", lambda: 1)
         elif rank in odd and fault == "unknown":
-            patch.setattr(system, "_BOOT_ID", b"")
+            patch.setattr(system, "_BOOT_ID", "")
         elif rank in odd and fault == "no descriptor":
             patch.setattr(os, "memfd_create", _no_descriptor)
         groups: list[uec.Group] = []
@@ -108,7 +108,7 @@ def test_one_rank_needs_no_id(ranks: RankPool) -> None:
 
 
 def test_an_unknown_machine_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "_BOOT_ID", b"")
+    monkeypatch.setattr(system, "_BOOT_ID", "")
     first = shm.machine_id()
     assert first == shm.machine_id()
     assert first.startswith(shm.UNKNOWN)
@@ -117,6 +117,6 @@ def test_an_unknown_machine_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_recordings_name_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorder._machine() == system.boot_id().hex()
-    monkeypatch.setattr(system, "_BOOT_ID", b"")
+    assert recorder._machine() == system.boot_id()
+    monkeypatch.setattr(system, "_BOOT_ID", "")
     assert recorder._machine() == os.uname().nodename

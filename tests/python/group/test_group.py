@@ -159,9 +159,9 @@ def test_an_update_is_of_the_same_segments_dtypes_and_region() -> None:
     assert bound.region == -1  # captured calls do not know the region
     grads = {name: tensor.float() for name, tensor in plain.items()}
     main = group.bind_grads(grads)
-    with pytest.raises(errors.InvalidGradientsError, match="of other names or dtypes"):
+    with pytest.raises(errors.InvalidWeightsError, match="of other names or dtypes"):
         main.update({**grads, "w": grads["w"].bfloat16()})
-    with pytest.raises(errors.InvalidGradientsError, match="bound to another group"):
+    with pytest.raises(errors.InvalidWeightsError, match="bound to another group"):
         main.update(bound)
     with pytest.raises(errors.InvalidArgumentError, match="a copy of a binding"):
         copy.deepcopy(bound).update(plain)

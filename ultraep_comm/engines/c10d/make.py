@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ultraep_comm.calibration import choose_constants
 from ultraep_comm.engines.c10d.channel import (
     BackendChannel,
     BrokenChannelError,
@@ -191,7 +192,9 @@ def make_group_engine(
                 failed_rank=rank,
             ) from refused
         rendezvous.raise_if_any_failed()
-        cost: Sequence[int] = options.calibration.constants("c10d", num_ranks, (0, 0, 0, 0, 0))
+        cost: Sequence[int] = choose_constants(
+            options.calibration, "c10d", num_ranks, (0, 0, 0, 0, 0)
+        )
         if not any(rendezvous.exchange(cost)[0]):
             cost = _measure(channels[0], rank, num_ranks, device)
         cost = rendezvous.exchange(cost)[0]
@@ -232,7 +235,7 @@ def make_loopback_engines(options: Options, topology: Topology) -> list[C10dEngi
     num_ranks, cpu = topology.num_ranks, torch.device("cpu")
     options.refuse_check("c10d")
     store = undocumented(dist, "HashStore")()
-    cost = options.calibration.constants("c10d", num_ranks, _LOOPBACK_COST)
+    cost = choose_constants(options.calibration, "c10d", num_ranks, _LOOPBACK_COST)
 
     def connect(rank: int) -> list[Channel]:
         return [

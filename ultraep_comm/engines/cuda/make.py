@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.calibration import link_gbps
+from ultraep_comm.calibration import choose_constants, link_gbps
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
@@ -285,7 +285,7 @@ def _agree_on_arguments(
     options.page_bytes = PAGE_BYTES
     links = device.links()
     built_in = cost_constants(num_ranks, link_gbps(device.compute_capability, links))
-    cost = options.calibration.constants("cuda", num_ranks, built_in)
+    cost = choose_constants(options.calibration, "cuda", num_ranks, built_in)
     config = options.config(topology, rank, rendezvous.timeout, cost)
     options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
     num_sms = choose_num_sms(options.num_sms, device, 1)
@@ -372,7 +372,7 @@ def make_loopback_engines(
             f" {_core.CUDA_MAX_LAUNCH_RANKS}, since they share a launch"
         )
     options.page_bytes = PAGE_BYTES
-    cost = options.calibration.constants("loopback", num_ranks, LOOPBACK_COST)
+    cost = choose_constants(options.calibration, "loopback", num_ranks, LOOPBACK_COST)
     configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
     tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)
     for config in configs:

@@ -83,8 +83,7 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
     """Check the arguments of ``calibrate``, and read an existing file.
 
     Raises:
-        InvalidArgumentError: an argument is invalid.
-        CalibrationError: the existing file is invalid, so it cannot be extended.
+        InvalidArgumentError: an argument is invalid, or the existing file, which is extended.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options)
     num_ranks, fabric = found["num_ranks"], found["fabric"]
@@ -102,7 +101,7 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
         if options.output.is_file():
             from ultraep_comm.calibration import read_calibration
 
-            kept = read_calibration(options.output).costs
+            kept = read_calibration(options.output)
     return CalibrateSettings(
         **found,
         copy_bytes=copy_bytes,
