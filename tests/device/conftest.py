@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gpu import give_up, missing
+from ranks import MAX_RANKS, run_here
 
 
 @pytest.fixture
@@ -16,8 +19,8 @@ def gpu() -> torch.device:
 
 
 def _prepare(request: pytest.FixtureRequest) -> str:
-    if request.param != "host":
-        request.getfixturevalue("gpu" if request.param == "cuda" else request.param)
+    if request.param in ("cuda", "emulated"):
+        request.getfixturevalue("gpu" if request.param == "cuda" else "emulated")
     return str(request.param)
 
 
@@ -25,6 +28,40 @@ def _prepare(request: pytest.FixtureRequest) -> str:
 def engine(request: pytest.FixtureRequest) -> str:
     """The kernels on a GPU, the same kernels on the CPU, and the host engine."""
     return _prepare(request)
+
+
+@pytest.fixture(
+    params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated", "host", "processes"]
+)
+def any_engine(request: pytest.FixtureRequest) -> str:
+    """These, and the host engine in processes, of which each runs the test as one of the ranks."""
+    return _prepare(request)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        "emulated",
+        "host",
+        pytest.param("c10d", marks=pytest.mark.exhaustive),
+    ]
+)
+def loopback_engine(request: pytest.FixtureRequest) -> str:
+    """Every engine, its ranks in this process."""
+    return _prepare(request)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Run a test of processes in each of the pool's."""
+    if getattr(pyfuncitem, "callspec", None) is None:
+        return None
+    if pyfuncitem.callspec.params.get("any_engine") != "processes":
+        return None
+    options = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    pool = pyfuncitem._request.getfixturevalue("ranks")
+    pool.run(MAX_RANKS, run_here, pyfuncitem.obj, options, timeout=250)
+    return True
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated"])

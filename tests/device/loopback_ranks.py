@@ -1,4 +1,4 @@
-"""All ranks of a loopback group, on either engine: weights, calls, and a check of every byte."""
+"""The ranks of a group on any engine: weights, calls, and a check of every byte."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import loopback, raw, start_all
+from ranks import group_here, loopback, raw, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
 from ultraep_comm.bench.payload import SENTINEL, Payload
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Slots = list[list[int]]
@@ -24,7 +25,7 @@ EMULATED_SMS = 16  # of emulated_device
 
 def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     """Return a copy on the group's device, without a load."""
-    stages = group.session.engine
+    stages = session_of(group).engine
     assert stages is not None
     return uec.Plan(
         slot_expert=stages.to_device(plan.slot_expert), home=stages.to_device(plan.home)
@@ -63,13 +64,17 @@ class Rank:
         return weights
 
     def at_odd_offsets(self, first: int, gap: int) -> dict[str, list[torch.Tensor]]:
-        """Weights as views into one flat buffer of bytes, from ``first`` on, ``gap`` apart."""
-        sizes = [s.nbytes + gap for s in self.group.segments.values() for _ in self.mains]
+        """Weights as views into one flat buffer of bytes, from ``first`` on, ``gap`` apart.
+
+        Further apart where their type needs it.
+        """
+        sizes = [s.nbytes + gap + 8 for s in self.group.segments.values() for _ in self.mains]
         flat = torch.zeros(first + sum(sizes), dtype=torch.uint8, device=self.group.device)
         weights: dict[str, list[torch.Tensor]] = {}
         for name, segment in self.group.segments.items():
             weights[name] = []
             for _ in self.mains:
+                first += -first % segment.dtype.itemsize
                 weights[name].append(segment.view(flat.narrow(0, first, segment.nbytes), 1)[0])
                 first += segment.nbytes + gap
         return weights
@@ -81,16 +86,18 @@ class Rank:
 
     def slots(self) -> torch.Tensor:
         """Symmetric memory from the first slot on, gaps between segments too."""
-        return self.group.session.engine.memory[0].local[
-            self.group.session.engine.layout.slots_base :
-        ]
+        return (
+            session_of(self.group)
+            .engine.memory[0]
+            .local[session_of(self.group).engine.layout.slots_base :]
+        )
 
     def expected(self, plan: uec.Plan, epoch: int, names: Sequence[str] | None) -> np.ndarray:
         """What the slots must hold, if they were SENTINEL before the call."""
-        group, base = self.group, self.group.session.engine.layout.slots_base
+        group, base = self.group, session_of(self.group).engine.layout.slots_base
         image = np.full(self.slots().numel(), SENTINEL, np.uint8)
         for name, start in zip(
-            group.segments, group.session.engine.layout.slot_offset, strict=True
+            group.segments, session_of(group).engine.layout.slot_offset, strict=True
         ):
             if names is not None and name not in names:
                 continue
@@ -103,7 +110,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks. Calls are made by this thread (async) or by one thread per rank."""
+    """All ranks, or this process's. Calls are made by this thread (async) or by one for each."""
 
     def __init__(
         self,
@@ -125,14 +132,13 @@ class Ranks:
             options["num_sms"] = min(options.get("num_sms") or most, most)
         payload = Payload(len(segments), {name: s.nbytes for name, s in expert.items()})
         self.num_experts, self.num_slots = num_experts, slots
-        self.groups = uec.testing.new_loopback_groups(
-            num_ranks,
-            num_experts=num_experts,
-            slots_per_rank=slots,
-            expert=expert,
-            engine="cuda" if engine == "emulated" else engine,
-            **{"timeout": 30.0, **options},
-        )
+        options = {"timeout": 30.0, **options}
+        options |= {"num_experts": num_experts, "slots_per_rank": slots, "expert": expert}
+        if engine == "processes":
+            self.groups = [uec.new_group(group_here(num_ranks), engine="host", **options)]
+        else:
+            options["engine"] = "cuda" if engine == "emulated" else engine
+            self.groups = uec.testing.new_loopback_groups(num_ranks, **options)
         self.ranks = [Rank(group, payload) for group in self.groups]
         self.epoch = 0
 
@@ -152,11 +158,12 @@ class Ranks:
 
     def plan(self, slots: Slots) -> uec.Plan:
         home = self.groups[0].topology.home.tolist()
-        rows = torch.tensor(slots, dtype=torch.int32).view(len(self.groups), self.num_slots)
+        num_ranks = self.groups[0].num_ranks
+        rows = torch.tensor(slots, dtype=torch.int32).view(num_ranks, self.num_slots)
         return uec.Plan.from_slots(rows, num_experts=self.num_experts, home=home)
 
     def plans(self, seeds: range) -> list[uec.Plan]:
-        shape = len(self.groups), self.num_experts, self.num_slots
+        shape = self.groups[0].num_ranks, self.num_experts, self.num_slots
         home = self.groups[0].topology.home.tolist()
         chosen = [*hard_slots(*shape, home), *(random_slots(s, *shape, home) for s in seeds)]
         return [self.plan(slots) for slots in chosen]
@@ -164,11 +171,12 @@ class Ranks:
     def settle(self) -> None:
         """Wait for the emulated device, whose streams do not order torch's own operations."""
         if self.engine == "emulated":
-            device.find_device().settle()
+            device.find_device().synchronize()
 
     def finish(self) -> None:
-        """Wait for the device."""
-        device.find_device().settle()
+        """Wait for the device, if there is one."""
+        if self.engine in ("cuda", "emulated"):
+            device.find_device().synchronize()
 
     def hold(self) -> None:
         """Do :func:`hold` for this engine."""
@@ -186,15 +194,18 @@ class Ranks:
 
     def call(
         self, weights: Sequence[Any], plan: uec.Plan, *, blocking: bool = False, **options: Any
-    ) -> None:
+    ) -> list[uec.Work]:
+        """Call on every rank, and return what an asynchronous call does."""
         if blocking:
             loopback(
                 len(self.groups),
                 lambda r: uec.replicate_experts(weights[r], plan, group=self.groups[r], **options),
             )
-        else:
-            for work in self.start(weights, plan, **options):
-                work.wait()
+            return []
+        works = self.start(weights, plan, **options)
+        for work in works:
+            work.wait()
+        return works
 
     def fill(self, weights: Sequence[Weights]) -> int:
         """Fill all weights with the bytes of a new epoch, and all slots with SENTINEL."""

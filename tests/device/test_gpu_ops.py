@@ -52,7 +52,7 @@ class Place:
         return self.device.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def settle(self) -> None:
-        self.device.settle()
+        self.device.synchronize()
 
 
 @pytest.fixture

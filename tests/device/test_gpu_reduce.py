@@ -1,13 +1,13 @@
-"""reduce_expert_grads on a GPU, all ranks in one process: every mode, every bit.
+"""reduce_expert_grads on every engine: every bit of main + (r1 + ... + rn), in every mode.
 
-Each test of `engine` runs the kernel on the CPU too, and the host engine: no GPU is needed to know
-that the test itself is right.
+Most tests run the kernel on the CPU too, and the host engine: no GPU is needed to know that the
+test itself is right.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,23 +16,44 @@ import torch
 from graphs import MAKERS, on_each
 from loopback_ranks import EMULATED_SMS, put_plan, random_slots
 from rank_grads import RankGrads
-from ranks import assert_mismatch, close_all, start_all, synchronize_all
+from ranks import close_all, loopback, raised, start_all, synchronize_all
 from tiers import sampled
 
 import ultraep_comm as uec
-from ultraep_comm import Segment
+from ultraep_comm import Segment, errors
 from ultraep_comm.engines.cuda import device
 
 F32, BF16 = torch.float32, torch.bfloat16
 MODES = ["pull", "direct", "auto"]
-# One cut into tiles, one of odd size, and one smaller than a row of a warp.
-EXPERT = {"w": Segment((96, 200), BF16), "odd": Segment((33, 47), BF16), "b": Segment((3,), F32)}
+# One cut into tiles, one without gradients, one of odd size, one smaller than a row of a warp and
+# one with a layout of its own.
+EXPERT = {
+    "w": Segment((96, 200), BF16),
+    "scale": Segment((5,), torch.uint8),
+    "odd": Segment((33, 47), BF16),
+    "b": Segment((3,), F32),
+    "w_t": Segment((40, 24), BF16, (1, 40)),
+}
+
+
+reduce = partial(start_all, call=uec.reduce_expert_grads)
+
+
+def reduce_now(mains: Any, plan: uec.Plan, *, group: uec.Group, **options: Any) -> None:
+    """Reduce on one rank, and wait."""
+    work = uec.reduce_expert_grads(mains, plan, group=group, async_op=True, **options)
+    assert work is not None
+    work.synchronize()
 
 
 def make_groups(engine: str, num_ranks: int, **options: Any) -> list[uec.Group]:
     if engine == "emulated":
         most = max(1, EMULATED_SMS // num_ranks)
         options["num_sms"] = min(options.get("num_sms") or 2, most)
+    if engine in ("cuda", "emulated") and "tile_bytes" in options:
+        options["tile_bytes"] = max(options["tile_bytes"], 16384)
+    if not isinstance(options["grads"], dict) and "expert" not in options:
+        options["grads"] = dict.fromkeys(set(EXPERT) - {"scale"}, options["grads"])
     options = {"expert": EXPERT, "slots_per_rank": 2, "timeout": 30.0, **options}
     return uec.testing.new_loopback_groups(
         num_ranks, engine="cuda" if engine == "emulated" else engine, **options
@@ -51,23 +72,29 @@ def random_plan(groups: list[uec.Group], seed: int) -> uec.Plan:
     sampled(
         [
             (2, 5, 1, {}),
-            (3, 7, 2, {"num_sms": 1, "tile_bytes": 16384}),
+            (3, 7, 2, {"num_sms": 1, "tile_bytes": 1024}),
+            (3, 7, 2, {"num_sms": 3, "tile_bytes": 1024}),
+            (4, 3, 2, {"tile_bytes": 4096}),  # a rank without mains
+            (5, 7, 2, {"num_sms": 2, "home": [4, 4, 0, 1, 1, 1, 2]}),
             (5, 11, 3, {"num_sms": 3}),
             (8, 3, 2, {}),  # ranks without mains
             (16, 20, 1, {"num_sms": 8, "tile_bytes": 32768}),
+            (20, 20, 1, {"num_sms": 1, "tile_bytes": 1024}),
         ],
-        lambda case: case[0] in (3, 8),
+        lambda case: case[0] in (3, 4, 5, 8),
     ),
 )
 def test_random_reductions(
-    engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
+    loopback_engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
 ) -> None:
     """Thousands of reductions on a GPU."""
-    calls = 100 if engine == "cuda" else 2
-    draw = random.Random(num_ranks)
+    if loopback_engine == "emulated" and num_ranks > EMULATED_SMS:
+        pytest.skip("each rank needs a multiprocessor")
+    calls = {"cuda": 100, "emulated": 2}.get(loopback_engine, 6)
+    ways = itertools.cycle(itertools.product(MODES, (True, True, False)))
     for slot_dtype, main_dtype in itertools.product((F32, BF16), (F32, BF16)):
         groups = make_groups(
-            engine,
+            loopback_engine,
             num_ranks,
             num_experts=num_experts,
             slots_per_rank=slots,
@@ -76,10 +103,9 @@ def test_random_reductions(
         )
         grads = RankGrads(groups, dict.fromkeys(EXPERT, main_dtype))
         for seed in range(calls):
-            plan = random_plan(groups, seed)
-            on_host = engine == "host" or draw.random() < 0.5
-            given = plan if on_host else put_plan(groups[0], plan)
-            grads.reduce(given, seed, mode=draw.choice(MODES), zero=draw.random() < 0.8)
+            plan, (mode, zero) = random_plan(groups, seed), next(ways)
+            given = put_plan(groups[0], plan) if seed % 2 else plan
+            grads.reduce(given, seed, mode=mode, zero=zero)
         close_all(groups)
 
 
@@ -105,26 +131,51 @@ def test_large_experts(engine: str) -> None:
     close_all(groups)
 
 
-def test_special_numbers(engine: str) -> None:
-    """Subnormal numbers, zeros of both signs, infinities and NaNs."""
-    special = torch.tensor(
-        [0.0, -0.0, 1e-40, -1e-45, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]
-    )
-    for main_dtype in (F32, BF16):
-        groups = make_groups(engine, 3, num_experts=3, grads=F32)
-        grads = RankGrads(groups, dict.fromkeys(EXPERT, main_dtype))
-        plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, 1]], num_experts=3)
+def test_special_values_are_added_as_torch_adds_them(loopback_engine: str) -> None:
+    """Zeros of both signs, subnormal numbers, halves of the last bit, infinities and NaNs."""
+    numbers = (0.0, 1e-45, 2.0**-133, 1e-38, 1.0, 1.00390625, 1.01171875, 3.4e38, float("inf"))
+    special = torch.tensor([*numbers, *(-x for x in numbers), float("nan")])
+    triples = torch.cartesian_prod(special, special, special)
+    shape = (len(triples),)
+    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, 0]], num_experts=3)
+    for slot_dtype, main_dtype in itertools.product((F32, BF16), (F32, BF16)):
+        groups = make_groups(
+            loopback_engine, 3, expert={"w": (shape, F32)}, grads=slot_dtype, num_experts=3
+        )
+        grads = RankGrads(groups, {"w": main_dtype})
         for mode in MODES:
             grads.fill(1)
-            for i, own in enumerate([*grads.mains, *(group.slot_grads for group in groups)]):
-                for tensor in own.values():
-                    draw = torch.Generator().manual_seed(i)
-                    which = torch.randint(len(special), tensor.shape, generator=draw)
-                    tensor.copy_(special[which])
+            grads.mains[0]["w"][0] = triples[:, 0]
+            groups[1].slot_grads["w"][0] = triples[:, 1]
+            groups[2].slot_grads["w"][1] = triples[:, 2]
             grads.remember()
             synchronize_all(grads.start(plan, mode=mode))
             grads.check(plan)
         close_all(groups)
+
+
+def test_calls_of_all_kinds_take_turns(streams: str) -> None:
+    """Plans on host and device, zeroing or not, between transfers that reuse the slots."""
+    slot_dtypes = {"w": BF16, "odd": BF16, "b": F32, "w_t": F32}
+    groups = make_groups(streams, 3, num_experts=7, grads=slot_dtypes)
+    grads = RankGrads(groups, {"w": F32, "odd": BF16, "b": BF16, "w_t": F32})
+    weights = [group.empty_weights() for group in groups]
+    bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
+    for seed in range(8):
+        plan = random_plan(groups, seed)
+        moved = put_plan(groups[0], plan)
+        start_all(groups, weights, plan)
+        device.find_device().synchronize()
+        grads.fill(seed)
+        works = []
+        for group in groups:
+            given = (grads.mains, bound)[(seed + group.rank) % 2]
+            own = moved if (seed // 2 + group.rank) % 2 else plan
+            works += reduce([group], given, own, zero=seed % 4 != 0)
+        synchronize_all(works)
+        grads.check(plan, zero=seed % 4 != 0)
+    assert all(group.bytes_stored for group in groups)
+    close_all(groups)
 
 
 def test_a_graph_adds_fresh_gradients(streams: str) -> None:
@@ -138,23 +189,150 @@ def test_a_graph_adds_fresh_gradients(streams: str) -> None:
         uec.reduce_expert_grads(bound[rank], held, group=groups[rank])
 
     _, replay = graphs.capture(lambda: on_each(graphs, len(groups), call))
-    for seed in range(20 if streams == "cuda" else 3):
+    for seed in range(20 if streams == "cuda" else 4):
         plan = random_plan(groups, seed)
         grads.fill(seed)
         held.slot_expert.copy_(plan.slot_expert)
-        replay()
-        device.find_device().settle()
+        if seed % 2:  # the gradients have moved, and graphs follow
+            grads.mains[:] = [{n: t.clone() for n, t in own.items()} for own in grads.mains]
+            for own, moved in zip(bound, grads.mains, strict=True):
+                own.update(moved)
+        if seed == 2:  # calls of both kinds take turns
+            synchronize_all(grads.start(plan, bound))
+        else:
+            replay()
+            device.find_device().synchronize()
         grads.check(plan)
     close_all(groups)
 
 
-def test_a_rank_that_calls_differently_is_named(engine: str) -> None:
-    groups = make_groups(engine, 3, num_experts=3, grads=F32)
+def test_what_a_capture_cannot_hold(streams: str) -> None:
+    groups = make_groups(streams, 2, num_experts=4, slots_per_rank=1, grads=F32)
+    plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     grads = RankGrads(groups, dict.fromkeys(EXPERT, F32))
-    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, 1]], num_experts=3)
-    works = []
-    for rank, group in enumerate(groups):
-        call = partial(uec.reduce_expert_grads, zero=rank != 1)
-        works += start_all([group], grads.mains, plan, call=call)
-    assert_mismatch(works)
+    bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
+    held = put_plan(groups[0], plan)
+    synchronize_all(grads.start(held))  # loads the kernels
+    graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
+
+    def calls() -> None:
+        with pytest.raises(errors.UnsupportedError, match=r"^rank 0: .*the plan is on the CPU"):
+            reduce(groups[:1], bound, plan)
+        says = r"^rank 0: .* gradients are not .* group.bind_grads\(\)"
+        with pytest.raises(errors.UnsupportedError, match=says):
+            reduce(groups[:1], grads.mains, held)
+
+    graphs.capture(calls)
+    grads.reduce(held, 1)  # the group still works
+    close_all(groups)
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+GRAD_FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "dtype": (lambda w: {"w": w.half()}, "expected torch.float32 or torch.bfloat16"),
+    "shape": (lambda w: {"w": w.reshape(-1, 4, 5)}, "expected (5, 4)"),
+    "device": (lambda w: {"w": w.to("meta")}, "meta"),
+    "missing": (lambda w: {}, "lack segment 'w'"),
+    "extra": (lambda w: {"w": w, "v": w}, "'v'"),
+    "too few": (lambda w: {"w": w[1:]}, "(1, 5, 4)"),
+    "no mapping": (lambda w: w, "grads is a Tensor"),
+    "strides": (lambda w: {"w": w.new_zeros(2, 5, 5)[:, :, :4]}, "strides"),
+    "shared rows": (lambda w: {"w": w[:1].expand(2, 5, 4)}, "share memory"),
+    "a row twice": (lambda w: {"w": [w[0], w[0]]}, "share memory"),
+    "two dtypes": (lambda w: {"w": [w[0], w[1].bfloat16()]}, "torch.bfloat16"),
+    "of another group": (lambda w: small_groups("host")[0].bind_grads({"w": w}), "another group"),
+}
+
+
+def small_groups(engine: str, num_ranks: int = 2) -> list[uec.Group]:
+    expert = {"w": Segment((5, 4), F32)}
+    return make_groups(engine, num_ranks, num_experts=2 * num_ranks, expert=expert, grads=F32)
+
+
+@pytest.mark.parametrize("fault", GRAD_FAULTS)
+def test_bad_gradients_are_refused_and_peers_do_not_wait(loopback_engine: str, fault: str) -> None:
+    groups = small_groups(loopback_engine)
+    plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
+    mains: list[Any] = RankGrads(groups, {"w": F32}).mains
+    mains[1] = GRAD_FAULTS[fault][0](mains[1]["w"])
+    for group in groups:
+        group.slot_grads["w"].fill_(2)
+
+    def call(rank: int) -> BaseException | None:
+        return raised(lambda: reduce_now(mains[rank], plan, group=groups[rank]))
+
+    peer, own = loopback(2, call)
+    assert isinstance(own, errors.InvalidGradientsError)
+    assert "rank 1" in str(own)
+    assert GRAD_FAULTS[fault][1] in str(own)
+    assert isinstance(peer, errors.PeerRejectedError)
+    assert "rank 1 rejected its own input" in str(peer)
+    assert "main gradients of replicated experts are undefined" in str(peer)
+    assert (groups[1].slot_grads["w"] == 2).all()
+    close_all(groups)
+
+
+def test_a_plan_of_the_device_that_is_illegal(streams: str) -> None:
+    groups = small_groups(streams)
+    mains = RankGrads(groups, {"w": F32}).mains
+    legal = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
+    illegal = put_plan(groups[0], legal)
+    illegal.slot_expert[0, 0] = 1
+    works = reduce(groups[:1], mains, illegal) + reduce(groups[1:], mains, legal)
+    with pytest.raises(errors.InvalidPlanError, match="slot 0 of rank 0 holds expert 1: which is"):
+        works[0].synchronize()
+    with pytest.raises(errors.PeerRejectedError):
+        works[1].synchronize()
+    close_all(groups)
+
+
+def test_slots_without_gradients(loopback_engine: str) -> None:
+    (group,) = make_groups(loopback_engine, 1, num_experts=2, grads=None, expert=EXPERT)
+    assert group.slot_grads == {}
+    says = r"rank 0: the slots of this group hold no gradients.*grads=torch"
+    with pytest.raises(errors.InvalidGradientsError, match=says):
+        uec.reduce_expert_grads({}, uec.Plan.from_slots([[-1, -1]], num_experts=2), group=group)
+    close_all([group])
+
+
+OTHERS: dict[str, Callable[[uec.Group, Any, uec.Plan], object]] = {
+    "another operation": lambda g, m, p: uec.replicate_experts(m, p, group=g),
+    "another mode": lambda g, m, p: reduce_now(m, p, group=g, mode="direct"),
+    "zero": lambda g, m, p: reduce_now(m, p, group=g, mode="pull", zero=False),
+    "another plan": lambda g, m, p: reduce_now(
+        m,
+        uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1]], num_experts=6),
+        group=g,
+        mode="pull",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_ranks_that_make_different_calls_fail(loopback_engine: str, other: str) -> None:
+    groups = small_groups(loopback_engine, 3)
+    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, 1]], num_experts=6)
+    mains = RankGrads(groups, {"w": F32}).mains
+
+    def call(rank: int) -> BaseException | None:
+        group, main = groups[rank], mains[rank]
+        if rank == 1:
+            return raised(lambda: OTHERS[other](group, main, plan))
+        return raised(lambda: reduce_now(main, plan, group=group, mode="pull"))
+
+    found = loopback(3, call)
+    assert any(isinstance(error, errors.PlanMismatchError) for error in found), found
+    for error in found:
+        assert isinstance(error, errors.TransferError), found
+    close_all(groups)
+
+
+def test_a_rank_that_does_not_call_is_named(engine: str) -> None:
+    groups = make_groups(engine, 2, timeout=0.5, num_experts=4, grads=F32)
+    plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
+    mains = RankGrads(groups, dict.fromkeys(EXPERT, F32)).mains
+    with pytest.raises(errors.TransferTimeoutError, match=r"reduce_expert_grads.* rank 1") as error:
+        reduce_now(mains[0], plan, group=groups[0])
+    assert error.value.peer == 1
     close_all(groups)

@@ -18,17 +18,18 @@ class RankGrads:
     def __init__(self, groups: Sequence[uec.Group], dtypes: Mapping[str, torch.dtype]) -> None:
         self.groups = groups
         self.mains = [
-            {
-                name: torch.empty(
-                    (group.num_local_experts, *slots.shape[1:]),
-                    dtype=dtypes[name],
-                    device=group.device,
-                )
-                for name, slots in group.slot_grads.items()
-            }
+            {name: self._main(group, name, dtypes[name]) for name in group.slot_grads}
             for group in groups
         ]
         self._before: list[list[dict[str, torch.Tensor]]] = []
+
+    def _main(self, group: uec.Group, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in the layout of a segment."""
+        like = group.segments[name]
+        segment = uec.Segment(like.shape, dtype, like.layout)
+        count = group.num_local_experts
+        storage = torch.zeros(count * segment.nbytes, dtype=torch.uint8, device=group.device)
+        return segment.view(storage, count)
 
     def fill(self, seed: int) -> None:
         """Fill all with values of very different sizes, so that the order of adding matters."""

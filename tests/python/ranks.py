@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing as mp
@@ -23,9 +24,16 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology, contiguous_home
 
 MAX_RANKS = 8
+
+
+class NotARankError(Exception):
+    """This process is none of a group's ranks."""
+
+
 SUBGROUPS: dict[int, dist.ProcessGroup] = {}
 _own_groups: list[dist.ProcessGroup] = []
 
@@ -73,9 +81,18 @@ def fill_weights(
             raw(weights[name][i], segment).copy_(expert_bytes(epoch, int(expert), index, segment))
 
 
+def bytes_stored(group: uec.Group) -> int:
+    """Return the bytes that a rank has stored; on a CUDA group the device is asked."""
+    known = group.health().bytes_stored
+    if known is not None:
+        return known
+    engine: Any = session_of(group).engine
+    return int(engine.bytes_stored)
+
+
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
     """Set every byte of symmetric memory from the first slot on, including gaps."""
-    group.session.engine.memory[0].local[group.session.engine.layout.slots_base :] = value
+    session_of(group).engine.memory[0].local[session_of(group).engine.layout.slots_base :] = value
 
 
 def wrong_bytes(
@@ -87,17 +104,17 @@ def wrong_bytes(
     sentinel: int = 0xA5,
 ) -> int:
     """Return the number of wrong bytes in symmetric memory from the first slot on."""
-    offset = group.session.engine.layout.slots_base
-    expected = torch.full_like(group.session.engine.memory[0].local[offset:], sentinel)
+    offset = session_of(group).engine.layout.slots_base
+    expected = torch.full_like(session_of(group).engine.memory[0].local[offset:], sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
-        start = group.session.engine.layout.slot_offset[index] - offset
+        start = session_of(group).engine.layout.slot_offset[index] - offset
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             if expert >= 0:
                 at = start + slot * segment.nbytes
                 expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
-    return int((group.session.engine.memory[0].local[offset:] != expected).sum())
+    return int((session_of(group).engine.memory[0].local[offset:] != expected).sum())
 
 
 def random_plan(
@@ -141,11 +158,15 @@ def start_all(
     call: Callable[..., uec.Work | None] = uec.replicate_experts,
     **options: Any,
 ) -> list[uec.Work]:
-    """Start ``call`` on every group; ``given``, and ``plan`` where it is a list, are by rank."""
+    """Start ``call`` on every group; ``given``, and ``plan`` where it is a list, are by rank.
+
+    They are by place in ``groups`` if those are fewer.
+    """
     works = []
-    for group in groups:
-        own = plan[group.rank] if isinstance(plan, list) else plan
-        work = call(given[group.rank], own, group=group, async_op=True, **options)
+    for place, group in enumerate(groups):
+        at = place if len(given) == len(groups) else group.rank
+        own = plan[at] if isinstance(plan, list) else plan
+        work = call(given[at], own, group=group, async_op=True, **options)
         assert work is not None
         works.append(work)
     return works
@@ -188,6 +209,19 @@ def raised(fn: Callable[[], Any]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def group_here(num_ranks: int) -> dist.ProcessGroup:
+    """Return the process group of the first ranks of a :class:`RankPool`, in one of them."""
+    if dist.get_rank() >= num_ranks:
+        raise NotARankError
+    return SUBGROUPS[num_ranks]
+
+
+def run_here(rank: int, process_group: Any, fn: Callable[..., None], options: Any) -> None:
+    """Call ``fn`` in a process that may be none of the ranks that it creates a group of."""
+    with contextlib.suppress(NotARankError):
+        fn(**options)
 
 
 def own_group(rank: int, num_ranks: int, path: str) -> dist.ProcessGroup:

@@ -21,8 +21,10 @@ from torch.func import functional_call
 import ultraep_comm as uec
 from ultraep_comm.adapters import seams
 from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.group.layers import group_for
-from ultraep_comm.nn import LayerPass, Replication
+from ultraep_comm.nn import Replication
+from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented
@@ -179,8 +181,8 @@ class _Replicas:
                 f"rank {group.rank}: MoE layer {self.calls.layer} was changed after replicate():"
                 f" {problem}. Change all experts alike, before replicate()"
             )
-            group.session.reject(error)
-            raise error
+            with rejecting(group):
+                raise error
         self._seen = seen
 
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:
@@ -201,7 +203,7 @@ class _Replicas:
         group = self.calls.group
         local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
         by_expert = zip(*(mains[name] for name in self._names), strict=True)
-        by_slot = zip(*(unbind_slots(slots[n], plan, group.rank) for n in self._names), strict=True)
+        by_slot = zip(*(unbind_slots(slots[n], plan, group) for n in self._names), strict=True)
         weights = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
         return [functools.partial(_run, *own) for own in zip(local, weights, strict=True)]
 

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from ultraep_comm import env
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.rendezvous import Rendezvous
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication
 from ultraep_comm.weights.segments import local_part
 
@@ -300,8 +301,8 @@ def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool
         f" replicas: they have {what}: {code.get(what)}, and had {known.get(what)}; other ranks"
         " compute their replicas as before. Change experts before, alike on all ranks"
     )
-    calls.group.session.reject(error)
-    raise error
+    with rejecting(calls.group):
+        raise error
 
 
 def _named(value: Any) -> Any:

@@ -15,7 +15,7 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
 )
-from ultraep_comm.group.bank import Bank, bank_index
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.plan.plan import Plan, PlanCost, as_int_tensor
 from ultraep_comm.plan.planner import Costs, target_to_ppm
@@ -95,7 +95,7 @@ def plan_replicas(
             "plan_replicas needs bank= and reuse= with a group, and residents= without one"
         )
     if group is not None and torch.compiler.is_dynamo_compiling():
-        index = bank_index(bank, group.session) if isinstance(bank, Bank) else bank
+        index = group.banks.find(bank).index if isinstance(bank, Bank) else bank
         return traced.plan_replicas(load, group, target, cost, index, reuse)
     if group is not None:
         return _plan(load, group, target, cost, bank, reuse)
@@ -168,12 +168,12 @@ def _plan(
     *,
     apart: bool = False,
 ) -> Plan:
-    engine = group.session.engine
+    engine = session_of(group).engine
     engine.raise_fault()
     devices = list(dict.fromkeys(["cpu", str(group.device)]))
     _check_load(load, devices, on_device=engine.is_on_device(load))
     _check_shape(load, group.topology)
-    index = bank_index(bank, group.session)
+    index = group.banks.find(bank).index
     objective = _objective_on(reuse, target, cost, group)
     plan = engine.plan(load, *objective, apart=apart, bank=index if reuse else None)
     return replace(plan, bank=index, reuse=reuse) if index or reuse else plan

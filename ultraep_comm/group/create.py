@@ -65,7 +65,7 @@ def new_group(
             step to the next; see :class:`Bank`. Each takes S experts' bytes (`group_memory`).
         grad_banks: sets of slot gradients; bank i has set i modulo their number.
         instances: leave room for main weights and gradients directly before the slots of each bank,
-            for :meth:`Group.empty_instances`; it takes as many bytes (`group_memory`).
+            for :meth:`Bank.empty_instances`; it takes as many bytes (`group_memory`).
         engine: "host" (threads, on one machine), "cuda" (one GPU per rank: torch's current device,
             so call torch.cuda.set_device first), "c10d" (messages over process groups of its own,
             with the backends of this one: gloo, NCCL or others, on any number of machines); or

@@ -37,8 +37,8 @@ def join_instances(
     """Return the weights of all of a rank's instances as one tensor of each segment, not copied.
 
     Args:
-        mains: in memory of ``group.empty_instances(bank)``, ``{name: tensor [M, *shape]}``, as
-            :meth:`LayerPass.before_experts` or :func:`start_reduction` return them.
+        mains: in memory of the bank's ``empty_instances()``, ``{name: tensor [M, *shape]}``, as
+            :meth:`LayerPass.before_experts` returns them.
         slots: likewise, ``{name: [S, *shape]}``.
         group: whose memory it is.
         bank: whose slots they are.
@@ -49,8 +49,9 @@ def join_instances(
     Raises:
         InvalidWeightsError: mains are elsewhere; :func:`grouped_mm` takes both all the same.
     """
+    found = group.banks.find(bank)
     return {
-        name: _Join.apply(group.instances_of(name, main, bank), main, slots[name])  # type: ignore[no-untyped-call]
+        name: _Join.apply(found.instances_of(name, main), main, slots[name])  # type: ignore[no-untyped-call]
         for name, main in mains.items()
     }
 

@@ -163,7 +163,7 @@ def test_a_wrong_integer_is_found(
 
     def wrong(self: CudaStages, *arguments: Any) -> Any:
         found = call(self, *arguments)
-        emulated.settle()
+        emulated.synchronize()
         tensor: torch.Tensor = found.home_quota if isinstance(found, Plan) else found
         tensor.view(-1)[0] += 1
         return found

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import fan_out_plan, loopback, random_plan
+from ranks import bytes_stored, fan_out_plan, loopback, random_plan
 from reference.schedule import make_schedule
 
 import ultraep_comm as uec
@@ -102,7 +102,7 @@ def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
     def call(rank: int) -> int:
         weights = groups[rank].empty_weights()
         uec.replicate_experts(weights, plan, group=groups[rank], mode=mode)
-        return groups[rank].bytes_stored
+        return bytes_stored(groups[rank])
 
     stored = loopback(num_ranks, call)
     for group in groups:

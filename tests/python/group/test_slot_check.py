@@ -27,6 +27,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 
 E, S = 8, 2
 SOON = 20.0  # seconds, far beyond what a busy machine needs
@@ -355,7 +356,7 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             1, num_experts=2, slots_per_rank=1, expert=MIXED, **options
         )
         with group:
-            return len(group.session.engine.memory) == 2
+            return len(session_of(group).engine.memory) == 2
 
     assert not checked()
     monkeypatch.setenv("ULTRAEP_CHECK", "1")

@@ -287,10 +287,10 @@ def groups_of(num_ranks: int, **options: Any) -> list[uec.Group]:
 def test_the_capacity_holds_for_every_rank() -> None:
     groups = groups_of(3)
     load = torch.tensor([[3, 0, 0, 1, 0, 0], [4, 4, 0, 0, 0, 0], [0, 0, 7, 0, 0, 0]])
-    capacity = groups[0].token_capacity([2, 4, 4], 2)
+    capacity = groups[0].topology.token_capacity([2, 4, 4], 2)
     assert capacity == 7  # 20 over 3
-    assert groups[0].token_capacity(5, 4) == 20
-    assert groups[0].token_capacity(2**62, 2) == 2**63
+    assert groups[0].topology.token_capacity(5, 4) == 20
+    assert groups[0].topology.token_capacity(2**62, 2) == 2**63
     plan = uec.plan_replicas(load, group=groups[0], target=1.0)
     ids = [torch.repeat_interleave(torch.arange(6), row)[:, None] for row in load]
     per_rank = groups[0].topology.instances_per_rank
@@ -330,7 +330,7 @@ def test_a_plan_beyond_the_buffer_is_refused() -> None:
 def test_no_capacity_where_plans_cannot_be_exact(options: dict[str, Any], found: str) -> None:
     groups = groups_of(3, **options)
     with pytest.raises(errors.InvalidArgumentError, match=f"the group has {found}"):
-        groups[0].token_capacity(4, 2)
+        groups[0].topology.token_capacity(4, 2)
     close_all(groups)
 
 
@@ -338,8 +338,8 @@ def test_no_capacity_where_plans_cannot_be_exact(options: dict[str, Any], found:
 def test_capacities_of_nothing(num_tokens: Any, topk: int) -> None:
     groups = groups_of(3)
     with pytest.raises(errors.InvalidArgumentError, match="expected 0 or more"):
-        groups[0].token_capacity(num_tokens, topk)
+        groups[0].topology.token_capacity(num_tokens, topk)
     for bad in ([1, 2], "12", 1.5):
         with pytest.raises(errors.InvalidArgumentError, match="num_tokens"):
-            groups[0].token_capacity(bad, 2)
+            groups[0].topology.token_capacity(bad, 2)
     close_all(groups)

@@ -73,11 +73,13 @@ def register() -> None:
         hooks.register(path.replace(":", "."), hook, kinds.AROUND)
 
     if mode == "eplb":
-        from ultraep_comm.adapters.sglang.eplb import Updater
+        from ultraep_comm.adapters.sglang import eplb
 
-        updater = Updater(found[_UPDATE], found[_ELASTIC])
-        hooks.register(_UPDATE.replace(":", "."), updater.update, kinds.REPLACE)
-        around(_BUFFERS, updater.make_buffers)
+        def update(*args: Any, **given: Any) -> Any:
+            return eplb.update(found[_UPDATE], found[_ELASTIC], *args, **given)
+
+        hooks.register(_UPDATE.replace(":", "."), update, kinds.REPLACE)
+        around(_BUFFERS, eplb.make_buffers)
         return
     from ultraep_comm.adapters.sglang.batch import Batches
 

@@ -12,7 +12,8 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.adapters import rows, seams
 from ultraep_comm.adapters.vllm import EPLB, replace_factory
-from ultraep_comm.errors import InvalidPlanError, UltraEPError
+from ultraep_comm.errors import InvalidPlanError
+from ultraep_comm.group.group import rejecting
 
 _LOGGER = logging.getLogger("ultraep_comm")
 _BASE = f"{EPLB}.eplb_communicator:EplbCommunicator"
@@ -132,7 +133,7 @@ class Mover:
         # As a load: a call of the group, which is bounded and names who does not come.
         noted = torch.zeros(group.num_ranks * count, dtype=torch.int32, device="cpu")
         noted[:count] = torch.tensor(own, dtype=torch.int32, device="cpu") + 1
-        try:
+        with rejecting(group):
             if problem:
                 raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {group.rank} {problem}")
             sources = uec.gather_load(counts=noted, group=group)[:, :count] - 1
@@ -144,9 +145,6 @@ class Mover:
                     f" (row, rank), and its peers need {sorted(needed)}; ranks have different maps"
                 )
             plan = rows.plan_of(sources, group)
-        except UltraEPError as error:
-            group.session.reject(error)
-            raise
         if plan.num_replicas:
             weights = rows.by_name(self._weights[self._layer])
             with self.on_stream(self._stream):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,13 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
-from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
 from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
-    GroupKernels,
     choose_background_sms,
     choose_num_sms,
     choose_tile_bytes,
+    find_kernels,
     load_kernels,
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
@@ -203,7 +202,7 @@ def make_nvshmem_engine(
     def view(address: int, num_bytes: int) -> torch.Tensor:
         memory = device.view(address, num_bytes)
         memory.zero_()
-        device.settle_stream()
+        device.synchronize_stream()
         return memory
 
     fabric = NvshmemFabric(rendezvous, runtime, pes, view)
@@ -237,12 +236,11 @@ def make_nvshmem_engine(
             most = max(row[0] for row in rows)
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
+        engine = _make_one(rendezvous, options, topology, config, fabric, found, num_sms, peers)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
-        apart = not topology.allow_cross_domain and not all(map(all, reaches))
-        exchange = partial(_exchange_counts, rendezvous) if apart else None
-        return _make_one(
-            rendezvous, options, topology, config, fabric, found, num_sms, peers, exchange
-        )
+        if not topology.allow_cross_domain and not all(map(all, reaches)):
+            engine.exchange_counts = partial(_exchange_counts, rendezvous)
+        return engine
     except BaseException:
         fabric.close()
         raise
@@ -263,7 +261,9 @@ def make_torch_engine(
     device, memory, _ = found
     num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
     machines = [record["machine"] for record in records]
-    fabric = TorchFabric(rendezvous, memory, device.torch_device, device.settle_stream, machines)
+    fabric = TorchFabric(
+        rendezvous, memory, device.torch_device, device.synchronize_stream, machines
+    )
     if not given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(rendezvous.num_ranks, np.int32))
     config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
@@ -329,14 +329,13 @@ def _make_one(
     found: tuple[Device, object, Kernels],
     num_sms: int,
     peers: Peers,
-    exchange_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> CudaEngine:
     """Create this rank's engine, or raise on every rank."""
     device, _, kernels = found
     far, adds = bool(peers.far), bool(options.grads)
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, config, far=far, adds=adds),
+        find_kernels(device, kernels, config, far=far, adds=adds),
         config,
         first_rank=rendezvous.rank,
         num_ranks=1,
@@ -345,15 +344,8 @@ def _make_one(
     )
     rendezvous.raise_if_any_failed()
 
-    engine = start_engine(
-        rendezvous.rank,
-        topology,
-        options,
-        config,
-        fabric,
-        partial(_start, device, kernels, topology, rendezvous.rank, options, shared, peers),
-        exchange_counts=exchange_counts,
-    )
+    setup = options, config, fabric
+    engine = CudaEngine(device, kernels, topology, rendezvous.rank, setup, shared, peers)
     with ExitStack() as undo:
         undo.callback(fabric.close)
         undo.callback(engine.close)
@@ -361,20 +353,6 @@ def _make_one(
         rendezvous.raise_if_any_failed()
         undo.pop_all()
     return engine
-
-
-def _start(
-    device: Device,
-    kernels: Kernels,
-    topology: Topology,
-    rank: int,
-    options: Options,
-    shared: SharedLauncher,
-    peers: Peers | None,
-    config: _core.EngineConfig,
-) -> CudaEngine:
-    count = len(options.segments)
-    return CudaEngine(device, kernels, topology, rank, config, shared, peers, num_segments=count)
 
 
 def make_loopback_engines(
@@ -400,7 +378,7 @@ def make_loopback_engines(
     num_sms = choose_num_sms(options.num_sms, device, num_ranks)
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
+        find_kernels(device, kernels, configs[0], far=False, adds=bool(options.grads)),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,
@@ -419,14 +397,8 @@ def make_loopback_engines(
         return allocate(device, num_bytes, offsets, sizes)
 
     memory = LoopbackMemory(num_ranks, allocate_for_rank)
+    setups = [(options, config, LoopbackFabric(memory, r)) for r, config in enumerate(configs)]
     return [
-        start_engine(
-            rank,
-            topology,
-            options,
-            config,
-            LoopbackFabric(memory, rank),
-            partial(_start, device, kernels, topology, rank, options, shared, None),
-        )
-        for rank, config in enumerate(configs)
+        CudaEngine(device, kernels, topology, rank, setup, shared)
+        for rank, setup in enumerate(setups)
     ]

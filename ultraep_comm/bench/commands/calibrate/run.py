@@ -26,7 +26,7 @@ from ultraep_comm.bench.ranks import (
 )
 from ultraep_comm.bench.report import Report, write_output
 from ultraep_comm.bench.traffic import GROUP_BYTES, list_hubs, make_schedule
-from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
+from ultraep_comm.calibration import MAX_FIGURE, MeasuredCosts, device_name, make_calibration
 from ultraep_comm.engines.c10d.make import open_channels
 from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import HOST_TILE_BYTES
@@ -294,7 +294,7 @@ def make_costs(
         ranks=ranks,
         store_gbps=copy_bytes / store_us / 1e3,
         # A read without cost gets the largest rate that a file can hold.
-        load_gbps=min(copy_bytes / load_us / 1e3, MOST) if load_us else MOST,
+        load_gbps=min(copy_bytes / load_us / 1e3, MAX_FIGURE) if load_us else MAX_FIGURE,
         flag_us=max(flag_us, 0.0),
         hop_us=hop_us,
         parallel=min(max(ranks * alone_us / together_us, 1.0), float(ranks)),

@@ -90,7 +90,7 @@ class Way:
         forecast = self._forecasts[layer]
         if self.name == "prefetch":
             for group in groups:  # what the bank holds is another layer's
-                group.bank(0).invalidate()
+                group.banks[0].invalidate()
             before = self._stored()
             works = [
                 prefetch_experts(
@@ -144,13 +144,14 @@ class Way:
         seen.missed.append(missed)
 
     def _stored(self) -> int:
-        return sum(g.bytes_stored for g in self.groups) // self._settings.expert_bytes
+        stored = sum(group.health().bytes_stored or 0 for group in self.groups)
+        return stored // self._settings.expert_bytes
 
     def _count_wrong(self, plan: Plan, layer: int, bank: int) -> int:
         """Return how many bytes of filled slots are not those of their experts."""
         wrong = 0
         for group in self.groups:
-            rows = group.bank(bank).slots[_NAME].numpy()
+            rows = group.banks[bank].slots[_NAME].numpy()
             for row, expert in zip(rows, plan.slot_expert[group.rank].tolist(), strict=True):
                 if expert >= 0:
                     wrong += self._payload.count_wrong(
