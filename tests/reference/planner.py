@@ -16,11 +16,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, PPM, Costs, target_to_ppm
+from ultraep_comm.plan.planner import PPM, target_to_ppm
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Replicas = list[tuple[int, int, int]]  # (expert, rank, quota), in the order of their slots
+
+
+class Costs(NamedTuple):
+    """Integer costs in one unit: per token of the fullest rank, expert of the cap, and replica."""
+
+    per_token: int
+    per_transfer: int
+    per_replica: int
 
 
 class Variant(NamedTuple):
@@ -88,7 +96,7 @@ def plan_slots(
     domain: ArrayLike,
     allow_cross_domain: bool = False,
     target: float = 1.01,
-    costs: Costs | None = None,
+    costs: tuple[int, int, int] | None = None,
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Choose the replicas of one microbatch and the quota of every instance.
 
@@ -107,17 +115,14 @@ def plan_slots(
         domain: `[G]` integers; ranks with equal values are in one domain.
         allow_cross_domain: let replicas leave the domain of their home.
         target: largest rank quota over the mean that is acceptable, from 1 to 1000.
-        costs: used instead of the target.
+        costs: as `Costs`, used instead of the target.
 
     Returns:
         `(slot_expert, slot_quota, home_quota)`: int32 `[G, S]`, `[G, S]`, `[E]`. An empty slot
         is -1 with quota 0; a rank's slots are filled from 0.
-
-    Raises:
-        ValueError: a shape is wrong, or a load, home or target is out of range.
     """
     target_ppm = target_to_ppm(target)
-    load_, home_ = checked(load, home, domain, num_ranks, slots_per_rank)
+    load_, home_ = np.asarray(load, np.int64), np.asarray(home, np.int64)
     pool_of = np.zeros(num_ranks, np.int64) if allow_cross_domain else np.asarray(domain)
     is_exact = target_ppm == PPM and costs is None
     pools = pools_of(load_, home_, pool_of, num_ranks, slots_per_rank, is_exact)
@@ -131,7 +136,7 @@ def plan_slots(
             for pool in pools:
                 replicas += _plan_by_target(pool, wanted, mean, is_exact)
         else:
-            replicas = _plan_by_cost(pools, mean, fullest, costs)
+            replicas = _plan_by_cost(pools, mean, fullest, Costs(*costs))
     return _fill_slots(load_, num_ranks, slots_per_rank, replicas)
 
 
@@ -335,31 +340,6 @@ def _level(pool: _Pool, threshold: int, cap: int) -> Replicas | None:
         if slack[emptiest] > 0:
             return None
     return replicas
-
-
-def checked(
-    load: ArrayLike, home: ArrayLike, domain: ArrayLike, num_ranks: int, slots_per_rank: int
-) -> tuple[Int64Array, Int64Array]:
-    """Return load and home, int64 `[E]` each; raise ValueError as `plan_slots` does."""
-    load_ = np.asarray(load, dtype=np.int64)
-    home_ = np.asarray(home, dtype=np.int64)
-    domain_ = np.asarray(domain, dtype=np.int64)
-    if num_ranks < 1 or slots_per_rank < 0:
-        raise ValueError(
-            f"num_ranks is {num_ranks} and slots_per_rank {slots_per_rank}; "
-            "expected at least 1 and at least 0"
-        )
-    if load_.ndim != 1 or home_.shape != load_.shape or domain_.shape != (num_ranks,):
-        raise ValueError(
-            f"load is {load_.shape}, home {home_.shape} and domain {domain_.shape}; "
-            f"expected [E], [E] and [{num_ranks}]"
-        )
-    for name, values, largest in (("load", load_, MAX_LOAD), ("home", home_, num_ranks - 1)):
-        for index in np.flatnonzero((values < 0) | (values > largest))[:1]:
-            raise ValueError(f"{name}[{index}] is {values[index]}; expected 0 to {largest}")
-    if load_.sum() > MAX_TOTAL_LOAD:
-        raise ValueError(f"the loads sum to {load_.sum()}; expected at most {MAX_TOTAL_LOAD}")
-    return load_, home_
 
 
 def _pad(rank_load: Int64Array) -> None:

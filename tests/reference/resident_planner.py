@@ -112,9 +112,6 @@ def plan_slots_with_residents(
         `(slot_expert, slot_quota, home_quota)`: int32 `[G, S]`, `[G, S]`, `[E]`. A resident that is
         not needed stays, with quota 0, unless its slot is. A slot that moves has a quota. Without
         residents, the plan of `planner.plan_slots`.
-
-    Raises:
-        ValueError: as `planner.plan_slots`.
     """
     residents_ = np.asarray(residents, np.int64)
     num_ranks, slots = residents_.shape
@@ -133,7 +130,7 @@ def plan_slots_with_residents(
     if (residents_ < 0).all():
         return from_empty()
     target_ppm = planner.target_to_ppm(target)
-    load_, home_ = planner.checked(load, home, domain, num_ranks, slots)
+    load_, home_ = np.asarray(load, np.int64), np.asarray(home, np.int64)
     pool_of = np.zeros(num_ranks, np.int64) if allow_cross_domain else np.asarray(domain)
     pools = planner.pools_of(load_, home_, pool_of, num_ranks, slots, target_ppm == PPM)
     mean = max(pool.mean for pool in pools)

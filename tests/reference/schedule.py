@@ -22,8 +22,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ultraep_comm.plan.schedule import MODES
-
 EGRESS_UNIT = 1 << 16  # one expert, in fixed point
 GROUP_BYTES = 32 << 10
 MAIN_SLOT = -1  # the source is the home's main weights, not a slot
@@ -43,7 +41,7 @@ class Schedule:
     b is `first[x] + 2 * x`.
 
     Attributes:
-        mode: one of `MODES`.
+        mode: "push", "pull" or "direct".
         expert: int32 `[X]`; an expert with replicas in several domains is there several times.
         source_rank: int32 `[X]`, the rank that sends each entry.
         source_slot: int32 `[X]`, its slot that holds the expert; `MAIN_SLOT`: it is the home, and
@@ -127,13 +125,7 @@ def make_schedule(
             None: all slots are empty.
         domain: `[G]` integers, the domain of each rank of a group whose plans may cross domains.
             None: all ranks are in one.
-
-    Raises:
-        ValueError: the mode is unknown, `slot_expert` is not two-dimensional, or `residents` or
-            `domain` has another shape.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; expected one of {tuple(MODES)}")
     replicas = _Replicas.of(slot_expert, home, residents, domain)
     source_rank, source_slot = _choose_sources(replicas)
     hubs = [np.append(r, at) for r, at in zip(source_rank, replicas.ranks, strict=True)]
@@ -195,17 +187,11 @@ class _Replicas:
         slot_expert: ArrayLike,
         home: ArrayLike,
         residents: ArrayLike | None,
-        domain: ArrayLike | None = None,
+        domain: ArrayLike | None,
     ) -> _Replicas:
         slots = np.asarray(slot_expert, dtype=np.int64)
-        if slots.ndim != 2:
-            raise ValueError(f"slot_expert has shape {slots.shape}; expected [G, S]")
         held = np.full_like(slots, -1) if residents is None else np.asarray(residents, np.int64)
-        if held.shape != slots.shape:
-            raise ValueError(f"residents has shape {held.shape}; expected {slots.shape}")
         domains = np.zeros(len(slots), np.int64) if domain is None else np.asarray(domain, np.int64)
-        if domains.shape != slots.shape[:1]:
-            raise ValueError(f"domain has shape {domains.shape}; expected {slots.shape[:1]}")
         keeps = (slots >= 0) & (held == slots)
         filled = (slots >= 0) & ~keeps
         rank, slot = np.nonzero(filled)

@@ -14,7 +14,7 @@ from ultraep_comm import _core
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.model.bound import transfer_bound_us
 from ultraep_comm.model.machine import Machine, find_machine
-from ultraep_comm.model.timeline import SPAN, Timeline
+from ultraep_comm.model.timeline import SPAN
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import MODES
 from ultraep_comm.plan.topology import as_int
@@ -42,7 +42,8 @@ class Prediction:
         ingress_us: float64 ``[G]``, how long each rank's ingress was busy.
         sent_bytes: int64 ``[G]`` over links, loads by other ranks included.
         received_bytes: int64 ``[G, S]``, for each slot.
-        timeline: what every rank did when; None unless requested.
+        timeline: what every rank did when: ``[N]`` of ``model.timeline.SPAN``, by rank and begin;
+            None unless requested.
     """
 
     time_us: float
@@ -53,7 +54,7 @@ class Prediction:
     ingress_us: NDArray[np.float64]
     sent_bytes: NDArray[np.int64]
     received_bytes: NDArray[np.int64]
-    timeline: Timeline | None = None
+    timeline: NDArray[np.void] | None = None
 
     @property
     def over_bound(self) -> float:
@@ -255,7 +256,7 @@ def run_transfer(
         ingress_us=found["ingress_ps"] / 1e6,
         sent_bytes=found["sent"],
         received_bytes=found["received"],
-        timeline=_timeline(found, len(slots)) if timeline else None,
+        timeline=_timeline(found) if timeline else None,
     )
 
 
@@ -340,11 +341,11 @@ def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
     return [*(round(time / scale) for time in times), percent]
 
 
-def _timeline(found: dict[str, Any], num_ranks: int) -> Timeline:
+def _timeline(found: dict[str, Any]) -> NDArray[np.void]:
     columns, times = found["spans"], found["span_ps"] / 1e6
     spans = np.empty(len(columns), SPAN)
     for i, name in enumerate(("rank", "kind", "peer", "expert", "piece", "bytes")):
         spans[name] = columns[:, i]
     spans["begin_us"], spans["end_us"] = times[:, 0], times[:, 1]
     order = np.lexsort((spans["kind"], spans["begin_us"], spans["rank"]))
-    return Timeline(num_ranks=num_ranks, spans=spans[order])
+    return spans[order]

@@ -1,12 +1,10 @@
-"""Timeline: what every rank does when in a modelled transfer."""
+"""Timelines: what every rank does when in a modelled transfer, as an array of spans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 
 class Span(IntEnum):
@@ -29,21 +27,8 @@ SPAN = np.dtype(
         ("peer", np.int32),  # -1: none
         ("expert", np.int32),  # -1: none
         ("piece", np.int32),  # index into the rank's worklist; -1: none
-        ("begin_us", np.float64),
+        ("begin_us", np.float64),  # since the start of the call
         ("end_us", np.float64),
         ("bytes", np.int64),
     ]
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Timeline:
-    """Spans of one transfer.
-
-    Attributes:
-        num_ranks: G.
-        spans: ``[N]`` of :data:`SPAN`, by rank and begin; microseconds since the call's start.
-    """
-
-    num_ranks: int
-    spans: NDArray[np.void]

@@ -434,7 +434,7 @@ def _reject_first(bad: np.ndarray, name: str, values: np.ndarray, expected: str)
         raise InvalidPlanError(f"{name}{index} is {values[tuple(index)]}: {expected}")
 
 
-_BITS = Costs(per_token=22, per_transfer=40, per_replica=40)  # as `Objective` in plan/search.hpp
+_BITS = (22, 40, 40)  # of each of the costs, as `Objective` in plan/search.hpp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,4 +485,5 @@ class PlanCost:
             bits - math.frexp(cost)[1] for cost, bits in zip(costs, _BITS, strict=True) if cost
         ]
         # A plan's cost has to stay below 2**63: fewer than 2**40 tokens give 2**62, the rest less.
-        return Costs(*(int(math.ldexp(cost, min(finest))) for cost in costs))
+        token, transfer, replica = (int(math.ldexp(cost, min(finest))) for cost in costs)
+        return token, transfer, replica

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 PPM = 1_000_000
 MAX_LOAD = 2**31 - 1
 MAX_TOTAL_LOAD = 2**40 - 1
 MAX_TARGET = 1000.0
-
-
-class Costs(NamedTuple):
-    """Integer costs in one unit: per token of the fullest rank, expert of the cap, and replica."""
-
-    per_token: int
-    per_transfer: int
-    per_replica: int
+# In one unit: per token of the fullest rank, per expert of the cap, and per replica.
+Costs = tuple[int, int, int]
 
 
 def target_to_ppm(target: float) -> int:

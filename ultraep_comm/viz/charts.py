@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
-from ultraep_comm.model.timeline import Span, Timeline
+from ultraep_comm.model.timeline import Span
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.file import OPERATIONS, Recording
 from ultraep_comm.viz.style import count, load_records, short
@@ -88,7 +88,8 @@ _PIECE = ["kind", "expert", "piece"]  # identifies the spans of one piece
 
 
 def chart_timeline(
-    timeline: Timeline,
+    spans: NDArray[np.void],
+    num_ranks: int,
     *,
     title: str,
     subtitle: str,
@@ -102,7 +103,8 @@ def chart_timeline(
     overlapping tiles, to any peers, form one bar, and all its bars share a lane.
 
     Args:
-        timeline: of the transfer.
+        spans: the timeline of the transfer.
+        num_ranks: G.
         title: what the chart shows.
         subtitle: where the data is from.
         marks: times in microseconds to mark, by label.
@@ -110,8 +112,8 @@ def chart_timeline(
         max_lanes: pieces of a rank that needs more lanes are merged by expert; None: no limit.
     """
     bars = []
-    for rank in range(timeline.num_ranks):
-        own = timeline.spans[timeline.spans["rank"] == rank]
+    for rank in range(num_ranks):
+        own = spans[spans["rank"] == rank]
         row = _bars_of_rank(own, gap_us)
         if max_lanes is not None and max((bar.lane for bar in row), default=0) >= max_lanes:
             own = own.copy()
@@ -119,7 +121,7 @@ def chart_timeline(
             row = _bars_of_rank(own, gap_us)
         bars += row
     marks = {} if marks is None else marks
-    return _sorted_chart(title, subtitle, timeline.num_ranks, bars, marks)
+    return _sorted_chart(title, subtitle, num_ranks, bars, marks)
 
 
 def _bars_of_rank(spans: NDArray[np.void], gap_us: float) -> list[Bar]:
@@ -323,12 +325,14 @@ def predict_charts(
         f" {found.over_bound:.3f} of the bound"
     )
     text: dict[str, Any] = {
+        "spans": found.timeline,
+        "num_ranks": plan.num_ranks,
         "title": "One transfer, rank by rank",
         "subtitle": subtitle,
         "marks": {f"bound, {found.bound_us:,.1f} us": float(found.bound_us)},
     }
-    drawn = chart_timeline(found.timeline, **text, gap_us=found.time_us / _WIDTHS, max_lanes=_LANES)
-    return replace(drawn, width=width), chart_timeline(found.timeline, **text)
+    drawn = chart_timeline(**text, gap_us=found.time_us / _WIDTHS, max_lanes=_LANES)
+    return replace(drawn, width=width), chart_timeline(**text)
 
 
 # ---- critical paths -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import planner
+from reference.planner import Costs
 from reference.planner_oracle import (
     Plan,
     Problem,
@@ -28,7 +29,7 @@ from reference.planner_oracle import (
 from tiers import cases
 
 from ultraep_comm import _core
-from ultraep_comm.plan.planner import MAX_TOTAL_LOAD, Costs, target_to_ppm
+from ultraep_comm.plan.planner import MAX_TOTAL_LOAD, target_to_ppm
 
 MAX_LOAD = 2**31 - 1
 
@@ -381,12 +382,10 @@ def test_the_oracle_notices(rule: str) -> None:
         {"load": [2**31 - 1] * 513, "home": [0] * 513},
     ],
 )
-def test_bad_input_is_rejected_by_both(change: dict[str, object]) -> None:
+def test_bad_input_is_rejected(change: dict[str, object]) -> None:
     problem = replace(problem_of([1, 2, 3, 4], 4), **change)
     with pytest.raises(ValueError):
         plan_in_core(problem)
-    with pytest.raises(ValueError):
-        plan_in_numpy(problem)
 
 
 @pytest.mark.parametrize("target", [0.99, 0.0, -1.0, 1001.0, float("inf"), float("nan")])

@@ -660,21 +660,6 @@ def test_the_oracle_notices_overlap_excess_and_omission(
     assert "every group has exactly one hub" in violations(problem, bad)
 
 
-@pytest.mark.parametrize("found", ["auto", "", "Push"])
-def test_unknown_modes_are_rejected(found: str) -> None:
-    with pytest.raises(ValueError, match="mode"):
-        in_numpy(Problem(slot_expert=[[-1]], home=[0]), found)
-
-
-def test_other_shapes_are_rejected() -> None:
-    with pytest.raises(ValueError, match="slot_expert"):
-        in_numpy(Problem(slot_expert=[-1, -1], home=[0]), "push")
-    with pytest.raises(ValueError, match=r"domain has shape \(2,\); expected \(1,\)"):
-        in_numpy(Problem(slot_expert=[[-1]], home=[0], domain=[0, 0]), "push")
-    with pytest.raises(ValueError, match=r"residents has shape \(2, 1\); expected \(1, 2\)"):
-        in_numpy(Problem(slot_expert=[[-1, -1]], home=[0], residents=[[-1], [-1]]), "push")
-
-
 @pytest.mark.parametrize(
     "change",
     [

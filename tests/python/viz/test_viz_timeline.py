@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from recorded_groups import make_recorder
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.model.timeline import SPAN, Span, Timeline
+from ultraep_comm.model.timeline import SPAN, Span
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Recording, save_recording
 from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_paths, chart_timeline
@@ -31,7 +32,7 @@ G, E, S = 3, 6, 1
 KINDS = {Span.CALL: "call", Span.STORE: "store", Span.LOAD: "load", Span.WAIT: "wait"}
 
 
-def make_timeline(num_ranks: int, seed: int = 0) -> Timeline:
+def make_timeline(num_ranks: int, seed: int = 0) -> NDArray[np.void]:
     """Spans that overlap and touch, of every kind."""
     rng = np.random.default_rng(seed)
     rows: list[tuple[Any, ...]] = []
@@ -47,19 +48,19 @@ def make_timeline(num_ranks: int, seed: int = 0) -> Timeline:
                 rows.append((rank, kind, peer, expert, piece, begin, begin + length, 1 << 20))
             time += wait + length + 1
         rows.append((rank, Span.CALL, -1, -1, -1, 0.0, time + 9, 0))
-    return Timeline(num_ranks=num_ranks, spans=np.array(rows, SPAN))
+    return np.array(rows, SPAN)
 
 
 @pytest.fixture
 def chart() -> Chart:
     return chart_timeline(
-        make_timeline(G), title="A title", subtitle="of tests", marks={"bound, 10.0 us": 10.0}
+        make_timeline(G), G, title="A title", subtitle="of tests", marks={"bound, 10.0 us": 10.0}
     )
 
 
-def busy(timeline: Timeline, rank: int, kind: Span) -> float:
+def busy(timeline: NDArray[np.void], rank: int, kind: Span) -> float:
     """How long a rank was at each of its pieces of a kind, added up."""
-    spans = timeline.spans[(timeline.spans["rank"] == rank) & (timeline.spans["kind"] == kind)]
+    spans = timeline[(timeline["rank"] == rank) & (timeline["kind"] == kind)]
     total = 0.0
     for expert, piece in {(int(s["expert"]), int(s["piece"])) for s in spans}:
         own = spans[(spans["expert"] == expert) & (spans["piece"] == piece)]
@@ -81,10 +82,10 @@ def test_charts_have_every_piece(chart: Chart) -> None:
             total = sum(b.end_us - b.begin_us for b in bars)
             assert total == pytest.approx(busy(timeline, rank, kind))
             assert total > 0
-            spans = timeline.spans[timeline.spans["rank"] == rank]
+            spans = timeline[timeline["rank"] == rank]
             moved = spans["bytes"][spans["kind"] == kind].sum()
             assert sum(int(b.details.get("bytes", 0)) for b in bars) == moved
-    assert chart.end_us == timeline.spans["end_us"].max()
+    assert chart.end_us == timeline["end_us"].max()
     store = next(bar for bar in chart.bars if bar.kind == "store")
     assert store.details["bytes"] == 2 << 20
     assert store.details["peers"] == "0, 1"
@@ -94,7 +95,7 @@ def test_charts_have_every_piece(chart: Chart) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("more", [{}, {"gap_us": 5.0}, {"max_lanes": 1}])
 def test_bars_of_a_lane_do_not_overlap(seed: int, more: Any) -> None:
-    chart = chart_timeline(make_timeline(G, seed), title="", subtitle="", **more)
+    chart = chart_timeline(make_timeline(G, seed), G, title="", subtitle="", **more)
     for rank in range(G):
         for lane in range(CALL_LANE, chart.lanes_of(rank)):
             bars = [bar for bar in chart.bars if (bar.rank, bar.lane) == (rank, lane)]
@@ -104,17 +105,17 @@ def test_bars_of_a_lane_do_not_overlap(seed: int, more: Any) -> None:
                 assert one.end_us <= two.begin_us
 
 
-def tiles(rows: list[tuple[int, int, float, float]]) -> Timeline:
+def tiles(rows: list[tuple[int, int, float, float]]) -> NDArray[np.void]:
     """Stores of rank 0: expert, piece, begin, end."""
     spans = [(0, Span.STORE, 1, e, p, begin, end, 10) for e, p, begin, end in rows]
-    return Timeline(num_ranks=2, spans=np.array(spans, SPAN))
+    return np.array(spans, SPAN)
 
 
 def test_tiles_of_a_piece_are_one_bar_where_they_overlap() -> None:
     timeline = tiles([(7, 0, 0, 2), (7, 1, 0, 9), (7, 0, 1, 3), (7, 0, 3.5, 5), (7, 0, 8, 9)])
 
     def bars(**more: Any) -> list[tuple[int, float, float, int | str]]:
-        chart = chart_timeline(timeline, title="", subtitle="", **more)
+        chart = chart_timeline(timeline, 2, title="", subtitle="", **more)
         return [(b.lane, b.begin_us, b.end_us, b.details["bytes"]) for b in chart.bars]
 
     piece_1 = (1, 0, 9, 10)
@@ -269,7 +270,9 @@ def test_the_picture_has_every_bar(chart: Chart) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 72])
 def test_pictures_of_few_and_many_ranks(num_ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    figure = draw_timeline(chart_timeline(make_timeline(num_ranks), title="a", subtitle="b"))
+    figure = draw_timeline(
+        chart_timeline(make_timeline(num_ranks), num_ranks, title="a", subtitle="b")
+    )
     figure.draw_without_rendering()
     (axis,) = figure.axes
     ticks = [text.get_window_extent() for text in axis.get_yticklabels()]
@@ -288,7 +291,7 @@ def test_calls_without_an_end_are_ticks() -> None:
 # ---- Perfetto -------------------------------------------------------------------------------
 
 
-def assert_as_busy(events: list[dict[str, Any]], timeline: Timeline) -> None:
+def assert_as_busy(events: list[dict[str, Any]], timeline: NDArray[np.void]) -> None:
     """Spans of every rank and kind last as long as the timeline's."""
     for rank in range(G):
         for kind, name in KINDS.items():
