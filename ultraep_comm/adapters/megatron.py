@@ -196,9 +196,7 @@ class _Replicas:
         local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
         by_expert = zip(*(weights[name] for name in self._names), strict=True)
         by_slot = zip(*(unbind_slots(slots[n], plan, group) for n in self._names), strict=True)
-        each = (
-            dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot)
-        )
+        each = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
         return [functools.partial(_run, *own) for own in zip(local, each, strict=True)]
 
 
