@@ -56,8 +56,8 @@ class ReplicatedExperts(torch.nn.Module):
         Args:
             group: created with ``grads=`` for the weights that need gradients.
             experts: ``experts(x, weights, slots, *args) -> y``, differentiable in the three, with
-                ``weights`` as ``{name: [M, *shape]}``, ``slots`` as ``{name: [S, *shape]}``, both in
-                the order of the group's segments.
+                ``weights`` as ``{name: [M, *shape]}``, ``slots`` as ``{name: [S, *shape]}``, both
+                in the order of the group's segments.
             weights: ``{name: [M, *shape]}``, for all segments of the group.
             layer: the layer's number, the same on every rank.
             mode: of the transfers.
