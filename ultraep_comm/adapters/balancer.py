@@ -25,7 +25,7 @@ class Balancer:
         ids = balancer.begin(topk_ids)                # the transfer is under way
         x = dispatch(x, ids, balancer.num_instances)  # as with that many experts
         balancer.wait()
-        y = experts(x, balancer.weights, group.slots) # mains, then slots
+        y = experts(x, balancer.weights, group.slots) # local experts, then slots
 
     A dispatcher sees an expert-parallel model of ``num_instances`` experts, ``instances_per_rank``
     on each rank; nothing else changes. :class:`ultraep_comm.nn.Replication` has the same calls with
@@ -34,7 +34,7 @@ class Balancer:
     Attributes:
         group: the group.
         weights: the main weights, as given.
-        instances_per_rank: P, the most mains of a rank plus its slots; physical ids are
+        instances_per_rank: P, the most local experts of a rank plus its slots; physical ids are
             ``rank * P + index``, as :func:`reroute` says.
         num_instances: G * P.
         plan: of the last batch; None: there was none.

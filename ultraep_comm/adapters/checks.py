@@ -379,33 +379,33 @@ def run_grouped(
     experts: Any,
     rows: torch.Tensor,
     counts: torch.Tensor,
-    mains: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
     slots: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Run a framework's grouped experts on mains, then on slots, which are other tensors.
+    """Run a framework's grouped experts on main weights, then on slots, which are other tensors.
 
     Args:
         experts: a module that takes rows by expert and how many each expert has; its parameters
             have a row for each expert.
         rows: ``[R, H]``, by instance; rows may follow that nobody uses.
-        counts: ``[P]``, of each instance: mains, then slots.
-        mains: ``{name: [M, *shape]}``.
+        counts: ``[P]``, of each instance: local experts, then slots.
+        weights: ``{name: [M, *shape]}``.
         slots: ``{name: [S, *shape]}``.
 
     Returns:
         ``[R, H]``; without the rows that nobody uses if the experts leave them out.
     """
-    num_local_experts = len(next(iter(mains.values())))
+    num_local_experts = len(next(iter(weights.values())))
     parts = counts[:num_local_experts], counts[num_local_experts:]
     # On a GPU this waits for the exchange of rows, with which the transfer overlaps.
     num_home, num_away = torch.stack([part.sum() for part in parts]).tolist()
     if not num_away:
-        output: torch.Tensor = functional_call(experts, mains, (rows, parts[0]))
+        output: torch.Tensor = functional_call(experts, weights, (rows, parts[0]))
         return output
     home, away = rows[:num_home], rows[num_home:]
     return torch.cat(
         [
-            functional_call(experts, mains, (home, parts[0])),
+            functional_call(experts, weights, (home, parts[0])),
             functional_call(experts, slots, (away, parts[1])),
         ]
     )

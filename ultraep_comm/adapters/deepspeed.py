@@ -171,8 +171,8 @@ def _layer_class(base: Any) -> Any:
                 self.tokens_per_expert.add_(counts)
 
             def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
-                rows, mains, slots = run.before_experts(rows)
-                rows = checks.run_grouped(self.experts, rows, counts, mains, slots)
+                rows, weights, slots = run.before_experts(rows)
+                rows = checks.run_grouped(self.experts, rows, counts, weights, slots)
                 output: Tensor = run.after_experts(rows)
                 return output
 

@@ -189,15 +189,15 @@ class _Replicas:
         return self.run
 
     def instances(
-        self, plan: uec.Plan, mains: dict[str, Any], slots: dict[str, Tensor]
+        self, plan: uec.Plan, weights: dict[str, Any], slots: dict[str, Tensor]
     ) -> list[Any]:
         """Return, for each instance, its expert's module with its weights."""
         group = self.calls.group
         local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
-        by_expert = zip(*(mains[name] for name in self._names), strict=True)
+        by_expert = zip(*(weights[name] for name in self._names), strict=True)
         by_slot = zip(*(unbind_slots(slots[n], plan, group) for n in self._names), strict=True)
-        weights = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
-        return [functools.partial(_run, *own) for own in zip(local, weights, strict=True)]
+        each = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
+        return [functools.partial(_run, *own) for own in zip(local, each, strict=True)]
 
 
 def _change(layer: Any, calls: Replication) -> None:
@@ -248,8 +248,8 @@ def _experts_class(base: Any) -> Any:
     class ReplicatedExperts(base):
         def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
             replicas = self.replicas
-            x, mains, slots = replicas.run.before_experts(x)
-            each = replicas.instances(replicas.run.plan, mains, slots)
+            x, weights, slots = replicas.run.before_experts(x)
+            each = replicas.instances(replicas.run.plan, weights, slots)
             s = SimpleNamespace(config=self.config, num_local_experts=len(each), local_experts=each)
             y, bias = base.forward(s, x, tokens_per_expert, probs)
             return replicas.run.after_experts(y), bias

@@ -56,7 +56,7 @@ PATCH_POINTS = {
 
 
 class ReplicatedRoutedExperts(RoutedExperts):
-    """Routed experts: mains, and replicas made for each microbatch. Calls are collective.
+    """Routed experts: local ones, and replicas made for each microbatch. Calls are collective.
 
     Attributes:
         plan: of the last microbatch; None: there was none.
@@ -137,16 +137,16 @@ class ReplicatedRoutedExperts(RoutedExperts):
         counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
         x = run.before_dispatch(x_BLD.flatten(0, 1))
         rows, counts, metadata = dispatcher.dispatch(x, topk_scores_BLK.flatten(0, 1), ids, counts)
-        rows, mains, slots = run.before_experts(rows)
+        rows, weights, slots = run.before_experts(rows)
         with maybe_set_sparse_mesh():
-            rows = self._run_instances(rows, counts, mains, slots)
+            rows = self._run_instances(rows, counts, weights, slots)
         out = dispatcher.combine(run.after_experts(rows), metadata, x)
         return run.after_combine(out).view(len(x_BLD), -1, x_BLD.shape[-1])
 
     def _run_instances(
-        self, rows: Tensor, counts: Tensor, mains: Weights, slots: Weights
+        self, rows: Tensor, counts: Tensor, weights: Weights, slots: Weights
     ) -> Tensor:
-        return run_grouped(self.inner_experts, rows, counts, mains, slots)
+        return run_grouped(self.inner_experts, rows, counts, weights, slots)
 
     def _check(self) -> None:
         instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"

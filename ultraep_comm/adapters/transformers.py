@@ -79,7 +79,7 @@ def layers(model: nn.Module) -> dict[str, UltraEP]:
 
 
 class UltraEP(AllToAllEP):
-    """An all-to-all of tokens among instances: mains, and replicas made for each microbatch.
+    """An all-to-all of tokens among local experts, and replicas made for each microbatch.
 
     transformers makes one for each layer. Every call is collective over the expert-parallel ranks,
     with or without tokens. Without gradients it only fills the slots.
@@ -140,8 +140,8 @@ class UltraEP(AllToAllEP):
             )
         hidden_states = run.before_dispatch(hidden_states)
         rows, ids, scale, state = self._dispatch_tokens(hidden_states, physical_ids, top_k_weights)
-        rows, mains, slots = run.before_experts(rows)
-        rows = run.after_experts(self._run_instances(rows, ids, scale, mains, slots))
+        rows, weights, slots = run.before_experts(rows)
+        rows = run.after_experts(self._run_instances(rows, ids, scale, weights, slots))
         return run.after_combine(self._combine_tokens(rows, state))
 
     def _own_rows(self, num_tokens: int) -> slice:
@@ -167,15 +167,15 @@ class UltraEP(AllToAllEP):
         check_experts(self._experts, self._num_local_experts, _INSTEAD)
 
     def _run_instances(
-        self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights
+        self, rows: Tensor, ids: Tensor, scale: Tensor, weights: Weights, slots: Weights
     ) -> Tensor:
-        """Run the model's own experts on mains, then on slots, which are other tensors.
+        """Run the model's own experts on main weights, then on slots, which are other tensors.
 
         Args:
             rows: ``[R, H]``.
-            ids: ``[R, 1]``, indices of instances: mains, then slots.
+            ids: ``[R, 1]``, indices of instances: local experts, then slots.
             scale: ``[R, 1]``, factors of the outputs.
-            mains: ``{name: [M, *shape]}``.
+            weights: ``{name: [M, *shape]}``.
             slots: ``{name: [S, *shape]}``.
         """
         if not len(rows):
@@ -183,13 +183,13 @@ class UltraEP(AllToAllEP):
         # The exchange has synchronised already.
         num_home = int((ids < self._num_local_experts).sum())
         if num_home == len(rows):
-            return self._run(mains, rows, ids, scale)
+            return self._run(weights, rows, ids, scale)
         order = ids[:, 0].argsort(stable=True)
         rows, ids, scale = (t.index_select(0, order) for t in (rows, ids, scale))
         home, away = slice(num_home), slice(num_home, None)
         outputs = [self._run(slots, rows[away], ids[away] - self._num_local_experts, scale[away])]
         if num_home:
-            outputs.insert(0, self._run(mains, rows[home], ids[home], scale[home]))
+            outputs.insert(0, self._run(weights, rows[home], ids[home], scale[home]))
         return torch.cat(outputs).index_select(0, order.argsort())
 
     def _run(self, weights: Weights, rows: Tensor, ids: Tensor, scale: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.weights.segments import Weights, plain_mapping
 
 Tensor = torch.Tensor
-Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
+Experts = Callable[..., Tensor]  # (x, weights, slots, *args) -> y
 
 
 class ReplicatedExperts(torch.nn.Module):
@@ -55,8 +55,8 @@ class ReplicatedExperts(torch.nn.Module):
 
         Args:
             group: created with ``grads=`` for the weights that need gradients.
-            experts: ``experts(x, mains, slots, *args) -> y``, differentiable in the three, with
-                ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``, both
+            experts: ``experts(x, weights, slots, *args) -> y``, differentiable in the three, with
+                ``weights`` as ``{name: [M, *shape]}``, ``slots`` as ``{name: [S, *shape]}``, both
                 in the order of the group's segments.
             weights: ``{name: [M, *shape]}``, for all segments of the group.
             layer: the layer's number, the same on every rank.
@@ -117,8 +117,8 @@ class ReplicatedExperts(torch.nn.Module):
                 layer=self.layer,
             )
         run = self._calls.begin(weights, plan=plan, microbatch=microbatch)
-        x, mains, slots = run.before_experts(run.before_dispatch(x))
-        return run.after_experts(self.experts(x, mains, slots, *args))
+        x, weights, slots = run.before_experts(run.before_dispatch(x))
+        return run.after_experts(self.experts(x, weights, slots, *args))
 
 
 def _check(weights: Weights, group: uec.Group) -> None:

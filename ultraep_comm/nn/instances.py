@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def join_instances(
-    mains: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     slots: Mapping[str, Tensor],
     *,
     group: uec.Group,
@@ -24,7 +24,7 @@ def join_instances(
     """Return the weights of all of a rank's instances as one tensor of each segment, not copied.
 
     Args:
-        mains: in memory of the bank's ``empty_instances()``, ``{name: tensor [M, *shape]}``, as
+        weights: in memory of the bank's ``empty_instances()``, ``{name: tensor [M, *shape]}``, as
             :meth:`LayerPass.before_experts` returns them.
         slots: likewise, ``{name: [S, *shape]}``.
         group: whose memory it is.
@@ -34,7 +34,7 @@ def join_instances(
         ``{name: tensor [M + S, *shape]}``; gradients flow back to both parts.
 
     Raises:
-        InvalidWeightsError: mains are elsewhere; :func:`grouped_mm` takes both all the same.
+        InvalidWeightsError: weights are elsewhere; :func:`grouped_mm` takes both all the same.
     """
     found, count = group.banks.find(bank), group.num_local_experts
 
@@ -43,20 +43,20 @@ def join_instances(
         return (None, None, None) if grad is None else (None, grad[:count], grad[count:])
 
     return {
-        name: hook(divide, 1, found.instances_of(name, main), main, slots[name])[0]
-        for name, main in mains.items()
+        name: hook(divide, 1, found.instances_of(name, weight), weight, slots[name])[0]
+        for name, weight in weights.items()
     }
 
 
-def grouped_mm(x: Tensor, mains: Tensor, slots: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, weights: Tensor, slots: Tensor, offs: Tensor) -> Tensor:
     """Multiply rows by their instances' weights: two grouped GEMMs, and no copy of weights.
 
-    As ``torch.nn.functional.grouped_mm(x, cat([mains, slots]), offs=offs)``. Ends on a device are
+    As ``torch.nn.functional.grouped_mm(x, cat([weights, slots]), offs=offs)``. Ends on a device are
     read by the host, once.
 
     Args:
-        x: ``[R, K]``, rows by instance: those of mains, then those of slots.
-        mains: ``[M, K, N]``, of any strides that a grouped GEMM takes.
+        x: ``[R, K]``, rows by instance: those of main weights, then those of slots.
+        weights: ``[M, K, N]``, of any strides that a grouped GEMM takes.
         slots: ``[S, K, N]``.
         offs: int32 ``[M + S]``, where each instance's rows end.
 
@@ -67,11 +67,11 @@ def grouped_mm(x: Tensor, mains: Tensor, slots: Tensor, offs: Tensor) -> Tensor:
         UnsupportedError: this torch has no grouped GEMM.
     """
     multiply = _find_grouped_mm()
-    if len(mains) == 0 or len(slots) == 0:
-        return multiply(x, slots if len(mains) == 0 else mains, offs=offs)
-    own = int(offs[len(mains) - 1])
-    first = multiply(x[:own], mains, offs=offs[: len(mains)])
-    second = multiply(x[own:], slots, offs=offs[len(mains) :] - own)
+    if len(weights) == 0 or len(slots) == 0:
+        return multiply(x, slots if len(weights) == 0 else weights, offs=offs)
+    own = int(offs[len(weights) - 1])
+    first = multiply(x[:own], weights, offs=offs[: len(weights)])
+    second = multiply(x[own:], slots, offs=offs[len(weights) :] - own)
     return torch.cat([first, second])
 
 

@@ -34,7 +34,7 @@ class Replication:
 
         run = replication.begin(weights, topk_ids)    # behind the router
         x = run.before_dispatch(x)                    # dispatch by run.topk_ids, physical ids
-        x, mains, slots = run.before_experts(x)       # the instances' weights: mains, then slots
+        x, weights, slots = run.before_experts(x)     # of local experts and of replicas
         y = run.after_experts(y)
         y = run.after_combine(y)
 

@@ -111,16 +111,16 @@ def run_experts(
     if not torch.is_grad_enabled():
         return experts(x, weights, slots, *args)
     names = [name for name in group.slot_grads if name in trained]
-    mains = dict(weights)
+    local = dict(weights)
     if names:
-        tensors = (*(mains[name] for name in names), *(slots[name] for name in names))
+        tensors = (*(local[name] for name in names), *(slots[name] for name in names))
         fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
         x, *rest = _Start.apply((group, where, names), *fields, x, *tensors)  # type: ignore[no-untyped-call]
-        mains.update(zip(names, rest[: len(names)], strict=True))
+        local.update(zip(names, rest[: len(names)], strict=True))
         slots.update(zip(names, rest[len(names) :], strict=True))
     restored = list(weights) if segments is None else list(segments)
     saved = (plan.slot_expert, plan.home, *(weights[name].detach() for name in restored))
-    y = experts(x, mains, slots, *args)
+    y = experts(x, local, slots, *args)
     how = (group, where, mode, segments, layer, restored)
     result: Tensor = _Restore.apply(how, y, x, *saved)  # type: ignore[no-untyped-call]
     return result

@@ -106,10 +106,10 @@ class Binder:
         self._count = num_local_experts
         self._device = device
         self._selected: dict[tuple[str, ...] | None, tuple[array[int], int]] = {}
-        self._region_of: dict[tuple[int, int], int] = {}  # by segment and address of its first main
+        self._region_of: dict[tuple[int, int], int] = {}  # by segment and its first address
 
     def add_region(self, begins: Sequence[int], index: int) -> None:
-        """Register weights that peers can address, by the address of each segment's first main."""
+        """Register weights that peers can address, by the first address of each segment."""
         self._region_of.update(dict.fromkeys(enumerate(begins), index))
 
     # ---- bindings -------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Binder:
         )
 
     def _find_region(self, weights: Weights, addresses: Addresses) -> int:
-        """Return the region that has these addresses as its mains, else -1."""
+        """Return the region that has these addresses as its weights, else -1."""
         if not weights:
             return -1
         count = self._count

@@ -35,9 +35,9 @@ class Batches:
         is_trivial = self._sglang["get_exec"]().moe.init_expert_location == "trivial"
         if found is None or not is_trivial or found.num_logical_experts % found.ep_size:
             return found
-        experts, mains = found.num_logical_experts, found.num_logical_experts // found.ep_size
+        experts, count = found.num_logical_experts, found.num_logical_experts // found.ep_size
         row = [
-            (rank * mains + i) % experts  # a slot starts with an expert of the next rank
+            (rank * count + i) % experts  # a slot starts with an expert of the next rank
             for rank in range(found.ep_size)
             for i in range(found.num_local_physical_experts)
         ]
@@ -59,12 +59,12 @@ class Batches:
         for layer in layers:
             own = {name: p.data for name, p in layer.named_parameters(recurse=False)}
             experts = self._sglang["get_global_expert_location_metadata"]().num_logical_experts
-            mains = experts // ranks.cpu_group.size()
+            count = experts // ranks.cpu_group.size()
             on_cpu = next(iter(own.values())).is_cpu
             group = group_for(
                 ranks.cpu_group if on_cpu else ranks.device_group,
-                like={name: weight[:mains] for name, weight in own.items()},
-                slots_per_rank=layer.num_local_experts - mains,
+                like={name: weight[:count] for name, weight in own.items()},
+                slots_per_rank=layer.num_local_experts - count,
                 num_experts=experts,
             ).group
             layer.ultraep = Balancer(group, {}, layer=layer.layer_id)
@@ -128,9 +128,9 @@ class Batches:
         graphs = config.graph.cuda_graph_config
         if locations is None:
             return "SGLang knows no expert locations of this model", None
-        mains = torch.arange(locations.num_logical_experts, device="cpu")
+        logical = torch.arange(locations.num_logical_experts, device="cpu")
         found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1)
-        has_slots = len(mains) // num_ranks < found.shape[1]
+        has_slots = len(logical) // num_ranks < found.shape[1]
         for is_so, why in (
             (
                 self._sglang["is_moe_input_scattered_across_dp_ranks"](),
@@ -155,14 +155,14 @@ class Batches:
                 "shared experts follow its own; set --disable-shared-experts-fusion",
             ),
             (
-                len(mains) % num_ranks,
-                f"it has {len(mains)} experts on {num_ranks} ranks; expected"
-                f" {checks.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
+                len(logical) % num_ranks,
+                f"it has {len(logical)} experts on {num_ranks} ranks; expected"
+                f" {checks.even_ranks(len(logical))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
             ),
             (
                 not has_slots
-                or not torch.equal(found[:, : len(mains) // num_ranks].flatten().cpu(), mains),
-                f"a rank's rows are not its share of {len(mains)} experts, then slots; set"
+                or not torch.equal(found[:, : len(logical) // num_ranks].flatten().cpu(), logical),
+                f"a rank's rows are not its share of {len(logical)} experts, then slots; set"
                 f" --ep-num-redundant-experts to a multiple of {num_ranks}, and leave"
                 " --init-expert-location as it is",
             ),

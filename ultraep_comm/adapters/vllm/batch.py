@@ -105,11 +105,11 @@ def layout(num_routed_experts: int, num_redundant_experts: int) -> list[int]:
             f"ULTRAEP_VLLM=batch: num_redundant_experts={num_redundant_experts} on {count} ranks;"
             f" expected a multiple of {count}, such as {nearest}"
         )
-    mains, slots = num_routed_experts // count, num_redundant_experts // count
+    own, slots = num_routed_experts // count, num_redundant_experts // count
     return [
-        (rank * mains + row) % num_routed_experts
+        (rank * own + row) % num_routed_experts
         for rank in range(count)
-        for row in range(mains + slots)
+        for row in range(own + slots)
     ]
 
 

@@ -20,11 +20,11 @@ def find_router(layer: Any) -> Any:
     return runners[layer.layer_name].router
 
 
-def count_mains(layer: Any) -> int:
+def count_local_experts(layer: Any) -> int:
     """Return how many of a layer's rows are a rank's own experts; the others are slots."""
     config = layer.moe_config
-    mains: int = config.num_logical_experts // config.moe_parallel_config.ep_size
-    return mains
+    count: int = config.num_logical_experts // config.moe_parallel_config.ep_size
+    return count
 
 
 def read_options(layer: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _find_setting(layer: Any) -> str:
             f"expert_placement_strategy={manager.placement_strategy!r}; expected 'linear'",
         ),
         (
-            layer.local_num_experts <= count_mains(layer),
+            layer.local_num_experts <= count_local_experts(layer),
             "it has no row for a replica; set num_redundant_experts of --eplb-config to a multiple"
             f" of {parallel.ep_size}",
         ),

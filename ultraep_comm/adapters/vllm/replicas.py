@@ -12,7 +12,12 @@ import torch
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.checks import agree, find
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
+from ultraep_comm.adapters.vllm.checks import (
+    count_local_experts,
+    describe,
+    find_router,
+    read_options,
+)
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
 from ultraep_comm.group.group import rejecting
 from ultraep_comm.group.layers import group_for
@@ -46,13 +51,13 @@ class Replicas:
         are_copied = facts["are_copied"]
         weights = {name: getattr(layer, name) for name in facts["segments"]}
         config, options = layer.moe_config, read_options(layer)
-        mains = count_mains(layer)
+        count = count_local_experts(layer)
         device = next(iter(weights.values())).device
         on_cpu = device.type == "cpu"
         group, index = group_for(
             coordinator.cpu_group if on_cpu else coordinator.device_group,
-            like={name: weight.data[:mains] for name, weight in weights.items()},
-            slots_per_rank=config.num_local_experts - mains,
+            like={name: weight.data[:count] for name, weight in weights.items()},
+            slots_per_rank=config.num_local_experts - count,
             num_experts=config.num_logical_experts,
             instances=not are_copied,
             device=device,
@@ -65,19 +70,19 @@ class Replicas:
             except UnsupportedError as error:
                 _LOGGER.info("vLLM: slots are copied for each batch: %s", error)
         for name, rows in whole.items():
-            rows[:mains].copy_(weights[name].data[:mains])
+            rows[:count].copy_(weights[name].data[:count])
             weights[name].data = rows
         self.are_copied = not whole
         self._tails = [
-            (weight.data[mains:], group.slots[name])
+            (weight.data[count:], group.slots[name])
             for name, weight in weights.items()
             if self.are_copied
         ]
-        self._layer, self._mains = layer, mains
+        self._layer, self._num_local_experts = layer, count
         self._places = {name: weight.data_ptr() for name, weight in weights.items()}
         self.balancer = Balancer(
             group,
-            group.bind({name: weight.data[:mains] for name, weight in weights.items()}),
+            group.bind({name: weight.data[:count] for name, weight in weights.items()}),
             layer=index,
             **{name: value for name, value in options.items() if name in OF_LAYER},
         )
@@ -148,7 +153,7 @@ class Replicas:
         rows = self.balancer.begin(topk_ids, num_tokens=number, source=source)
         if number is None:
             return rows
-        own = topk_ids + topk_ids // self._mains * group.topology.slots_per_rank
+        own = topk_ids + topk_ids // self._num_local_experts * group.topology.slots_per_rank
         return torch.where((rows < 0) & (topk_ids >= 0), own, rows)
 
     def _count_tokens(self, rows: int) -> Tensor | None:
