@@ -50,6 +50,7 @@ FOLDERS = {
     "interop": "interop plan",
     "adapters": "adapters",
     "doctor": "doctor",
+    "ops.py": "calls device nn",
 }
 TOP_LEVEL = "doctor group plan engines calls bench model"  # calibration, driver, env, ...
 OPPOSITES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
