@@ -4,10 +4,9 @@
 python tools/python_mutants.py RECORD [--number 200]         # write a record, or continue it
 python tools/python_mutants.py RECORD --only-killed OLD      # mutants that OLD says were killed
 
-A mutant changes one place of the package: a comparison, a condition, an integer, a returned value
-or a call made for its effect. The same sources give the same sample. The tests of the changed
-folder run, then those of folders that import it, until one fails; the record has the name of that
-test, "survived" or "timeout" for each mutant.
+A mutant changes a comparison, a condition, an integer, a returned value or a call made for its
+effect. The same sources give the same sample. The tests of the changed folder run, then those of
+folders that import it, until one fails: the record has its name, "survived" or "timeout".
 
 This checkout's own files are changed and restored, as an editable install imports no others: run it
 in a git worktree that nothing else uses, with the interpreter of that worktree's environment.
@@ -35,8 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ultraep_comm"
 SURVIVED, TIMEOUT = "survived", "timeout"
 
-# The folders that test each folder of the package, the nearest first: tests/device, and those of
-# tests/python.
+# The folders of tests/python, and tests/device, that test a folder of the package; nearest first.
 FOLDERS = {
     "plan": "plan model interop group calls engines nn",
     "weights": "group calls device nn engines fabrics",
@@ -92,9 +90,8 @@ def changes(node: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST, str]
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.JoinedStr | ast.Raise):  # texts
             continue
-        inner = where
-        if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            inner = f"{where}.{child.name}".lstrip(".")
+        is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inner = f"{where}.{child.name}".lstrip(".") if is_scope else where
         if inner and (new := new_source(child)) is not None:
             yield inner, child, new
         if inner and isinstance(child, ast.If | ast.While | ast.IfExp):
@@ -183,8 +180,8 @@ def main() -> int:
     record = json.loads(options.record.read_text()) if options.record.exists() else {}
     old, chosen = {}, choose(options.number)
     if options.only_killed:
-        old = json.loads(options.only_killed.read_text())
-        old = {name: test for name, test in old.items() if test not in (SURVIVED, TIMEOUT)}
+        known = json.loads(options.only_killed.read_text())
+        old = {name: test for name, test in known.items() if test not in (SURVIVED, TIMEOUT)}
         chosen = [m for own in all_mutants().values() for m in own if m.name in old]
         for name in old.keys() - {mutant.name for mutant in chosen}:
             print(f"is no longer there: {name}")
@@ -196,8 +193,7 @@ def main() -> int:
             print(f"{number}/{len(chosen)}, {time.monotonic() - begin:.0f} s: {mutant.name}")
             print(f"    {record[mutant.name]}", flush=True)
     lost = [mutant.name for mutant in chosen if old and record[mutant.name] == SURVIVED]
-    for name in lost:
-        print(f"survives now: {name}")
+    print(*(f"survives now: {name}\n" for name in lost), sep="", end="")
     return int(bool(lost))
 
 
