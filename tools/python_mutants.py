@@ -33,7 +33,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ultraep_comm"
 SURVIVED, TIMEOUT = "survived", "timeout"
-
 # The folders of tests/python, and tests/device, that test a folder of the package; nearest first.
 FOLDERS = {
     "plan": "plan model interop group calls engines nn",
