@@ -90,11 +90,11 @@ void bind_engine(nb::module_& m) {
           "bases"_a, "check_bases"_a)
       .def(
           "set_peers",
-          [](EngineConfig& c, std::vector<int> sockets, std::vector<int> processes) {
-            c.peer_sockets = std::move(sockets);
+          [](EngineConfig& c, std::vector<int> pipes, std::vector<int> processes) {
+            c.peer_pipes = std::move(pipes);
             c.peer_processes = std::move(processes);
           },
-          "sockets"_a, "processes"_a);
+          "pipes"_a, "processes"_a);
   bind_plan_questions(config);
 
   nb::class_<EngineLayout>(m, "EngineLayout", "Offsets in bytes, the same on every rank.")

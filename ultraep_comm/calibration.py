@@ -26,7 +26,7 @@ ENGINES = ("host", "cuda", "loopback", "c10d")  # loopback: all ranks on one GPU
 Constants = tuple[int, int, int, int, int]
 
 _MIN_GBPS = 1e-3
-MOST = 1e6  # upper bound of every figure, in microseconds or 10^9 bytes per second
+MAX_FIGURE = 1e6  # upper bound of every figure, in microseconds or 10^9 bytes per second
 _PS = 1e12
 
 # Published rates of an NVLink one way, in 10^9 bytes per second, by the major compute capability:
@@ -193,11 +193,11 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
     lowest = {"ranks": 1, "parallel": 1, "store_gbps": _MIN_GBPS, "load_gbps": _MIN_GBPS}
     for name in names[1:]:
         value = entry[name]
-        if not _is_number(value) or not lowest.get(name, 0) <= value <= MOST:
+        if not _is_number(value) or not lowest.get(name, 0) <= value <= MAX_FIGURE:
             raise _error(
                 path,
                 f"has {name} = {reprlib.repr(value)} for {engine!r}; expected"
-                f" {lowest.get(name, 0):g} to {MOST:g}",
+                f" {lowest.get(name, 0):g} to {MAX_FIGURE:g}",
             )
     return MeasuredCosts(**entry)
 
@@ -205,7 +205,7 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared first: a larger integer may not fit a float.
-    return is_number and abs(value) <= MOST and math.isfinite(value)  # type: ignore[arg-type]
+    return is_number and abs(value) <= MAX_FIGURE and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _error(path: Path, what: str) -> CalibrationError:

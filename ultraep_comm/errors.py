@@ -198,7 +198,7 @@ class CorruptSlotError(TransferError):
         self.source_changed = source_changed
 
 
-_MOST_LINES = 8
+_MAX_LINES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,16 +287,16 @@ def describe_states(states: Sequence[RankState]) -> str:
     groups: dict[str, list[int]] = {}
     for state in states:
         groups.setdefault(state.state, []).append(state.rank)
-    if len(groups) > _MOST_LINES:  # drop the reasons of failure, which `states` still has
+    if len(groups) > _MAX_LINES:  # drop the reasons of failure, which `states` still has
         groups = {}
         for state in states:
             place = state.state.split(", failed")[0]
             text = f"{place}, failed" if state.failed_epoch and place != state.state else place
             groups.setdefault(text, []).append(state.rank)
     lines = [f"  {name_ranks(ranks)}: {text}" for text, ranks in groups.items()]
-    if len(lines) > _MOST_LINES:
-        rest = sum(len(ranks) for ranks in list(groups.values())[_MOST_LINES - 1 :])
-        lines[_MOST_LINES - 1 :] = [f"  {rest} more ranks: see the error's `states`"]
+    if len(lines) > _MAX_LINES:
+        rest = sum(len(ranks) for ranks in list(groups.values())[_MAX_LINES - 1 :])
+        lines[_MAX_LINES - 1 :] = [f"  {rest} more ranks: see the error's `states`"]
     return "\n".join(lines)
 
 

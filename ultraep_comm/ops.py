@@ -20,7 +20,7 @@ from ultraep_comm.calls.plan import plan_apart
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
-from ultraep_comm.calls.traced import bank_of
+from ultraep_comm.calls.traced import bank_of, work_of
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
@@ -294,7 +294,7 @@ def _wait_replicate(
     if epoch == _FINISHED:
         return
     group = find_group(group_name)
-    work = Work(group.session, epoch, "replicate_experts", "")
+    work = work_of(epoch, group)
     work.synchronize() if synchronize else work.wait()
     copies = _copies_among(slots, names, group, bank)
     _take(copies, _filled(slot_expert, group) if copies else [])

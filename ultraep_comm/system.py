@@ -181,10 +181,14 @@ class Process:
         process = cls(*_RECORD.unpack(data))
         return process if process.pid > 0 else None
 
-    def has_ended(self) -> bool:
-        """Return whether the process is known to have ended; False for other machines."""
+    def is_here(self) -> bool:
+        """Return whether its pid is of this machine and this pid namespace, as far as is known."""
         here = self.boot == _named_boot() != bytes(16)
-        if not here or not self.namespace == pid_namespace() != 0:
+        return here and self.namespace == pid_namespace() != 0
+
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended; False unless it was here."""
+        if not self.is_here():
             return False
         found = _state_and_start(self.pid)
         if found is None:  # ended, or hidden by /proc's mount options: ask with kill

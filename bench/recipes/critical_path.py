@@ -25,6 +25,7 @@ from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import MACHINES, predict
+from ultraep_comm.plan.topology import Topology
 
 STAGES = Path(__file__).parents[2] / "tests" / "ptx" / "critical_path.json"
 CLOCKS = {"nvl72": "a", "gb200": "b"}
@@ -34,11 +35,12 @@ KINDS = ("imbalance2", "imbalance4", "zipf1.0", "lognormal")
 
 
 def make_plans() -> list[Plan]:
-    shape = {"num_ranks": RANKS, "num_experts": EXPERTS, "num_tokens": 4096 * RANKS}
+    shape = {"num_ranks": RANKS, "num_experts": EXPERTS}
+    topology = Topology.make(**shape, slots_per_rank=SLOTS)
     return [
-        plan_replicas(torch.from_numpy(np.array(load)), slots_per_rank=SLOTS, num_ranks=RANKS)
+        plan_replicas(torch.from_numpy(np.array(load)), topology=topology)
         for kind in KINDS
-        for load in make_loads(kind, **shape, topk=8, seeds=4)
+        for load in make_loads(kind, **shape, num_tokens=4096 * RANKS, topk=8, seeds=4)
     ]
 
 

@@ -23,6 +23,7 @@ from ultraep_comm.bench.options import check_writable
 from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import predict, predict_reduction
+from ultraep_comm.plan.topology import Topology
 
 MACHINES = ("nvl72-links", "nvl72", "gb200")
 MEGABYTES = (10, 19, 38, 90)
@@ -33,8 +34,9 @@ KINDS = ("imbalance2", "imbalance4", "zipf1.0", "lognormal")
 def make_plans(size: str) -> list[Plan]:
     ranks, experts, slots = map(int, size.split("/"))
     shape = {"num_ranks": ranks, "num_experts": experts}
+    topology = Topology.make(**shape, slots_per_rank=slots)
     return [
-        plan_replicas(torch.from_numpy(np.array(load)), slots_per_rank=slots, num_ranks=ranks)
+        plan_replicas(torch.from_numpy(np.array(load)), topology=topology)
         for kind in KINDS
         for load in make_loads(kind, **shape, num_tokens=4096 * ranks, topk=8, seeds=2)
     ]

@@ -16,10 +16,10 @@ import torch
 
 from ultraep_comm import Plan
 from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
+from ultraep_comm.bench.peers.relay import predict_relay
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import predict
-from ultraep_comm.model.relay import predict_relay
 
 MACHINE = "nvl72"
 NUM_RANKS = 64

@@ -25,6 +25,7 @@ from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.model import MACHINES, Machine, predict
+from ultraep_comm.plan.topology import Topology
 
 NVL72 = MACHINES["nvl72-links"]  # links alone: what a schedule can reach
 SHAPES = {  # experts, imbalance (0: one expert), seed
@@ -44,7 +45,8 @@ def make_plans() -> list[Plan]:
             if imbalance
             else adversarial_loads(64, num_experts, total)[0]
         )
-        plans.append(plan_replicas(torch.from_numpy(load), slots_per_rank=2, num_ranks=64))
+        topology = Topology.make(num_ranks=64, num_experts=num_experts, slots_per_rank=2)
+        plans.append(plan_replicas(torch.from_numpy(load), topology=topology))
     return plans
 
 

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
-from ultraep_comm.engines.base import Engine, start_engine
+from ultraep_comm.engines.base import Engine, Setup
 from ultraep_comm.engines.cuda.device import Kernels
-from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
-from ultraep_comm.engines.cuda.kernels import GroupKernels
+from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.make import cost_constants
-from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
 from ultraep_comm.group.group import Group
@@ -105,7 +102,7 @@ class IdleDevice:
         self._addresses.add(self._held[-1].data_ptr())
         return self._held[-1]
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor came from :meth:`empty`."""
         return tensor.data_ptr() in self._addresses
 
@@ -116,7 +113,7 @@ class IdleDevice:
         """Copy."""
         to.copy_(values)
 
-    def settle_stream(self) -> None:
+    def synchronize_stream(self) -> None:
         """Do nothing: copies are done at once."""
 
     def is_capturing(self) -> bool:
@@ -131,7 +128,7 @@ class IdleDevice:
         """Return another handle."""
         return 8, None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing: no work is pending."""
 
     def load(self, cubin: Path) -> Kernels:
@@ -146,30 +143,26 @@ class IdleEngine(CudaEngine):
         self,
         device: IdleDevice,
         topology: Topology,
+        setup: Setup,
         shared: SharedLauncher,
-        config: _core.EngineConfig,
     ) -> None:
-        Engine.__init__(self, topology, 0)
-        self.put_addresses = partial(put_addresses, device)
-        self.device = device
-        self.start(config, shared, Peers())
+        Engine.__init__(self, topology, 0, setup)
+        self._device = device
+        self.start(shared)
 
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
-        return isinstance(tensor, torch.Tensor) and self.device.holds(tensor)
+        return isinstance(tensor, torch.Tensor) and self._device.is_on_device(tensor)
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
         """Return the plan, and whether it is on the device."""
         return plan, self.is_on_device(plan)
 
-    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
-        """Return the plan, which is on the device."""
-        return plan, True
-
     is_capturing = Engine.is_capturing
     raise_fault = Engine.raise_fault
-    synchronize_captured = Engine.synchronize_captured
 
 
 def make_group(num_ranks: int, device: IdleDevice) -> Group:
@@ -187,7 +180,10 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
     config = options.config(topology, rank, 30, cost_constants(num_ranks, 710.0))
     shared = SharedLauncher(
         device,
-        GroupKernels(replicate=1, to_bank=5, notice=2, load=3, load_plan=4, plan_warps=8),
+        {
+            **{"kernel": 1, "bank_kernel": 5, "notice": 2, "load": 3},
+            **{"load_plan": 4, "plan_warps": 8, "reduce": 0},
+        },
         config,
         first_rank=rank,
         num_ranks=1,
@@ -195,8 +191,8 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
         background_sms=num_sms,
     )
     fabric = LoopbackFabric(LoopbackMemory(num_ranks), rank)
-    start = partial(IdleEngine, device, topology, shared)
-    return Group(Session(start_engine(rank, topology, options, config, fabric, start), options))
+    engine = IdleEngine(device, topology, (options, config, fabric), shared)
+    return Group(Session(engine, options))
 
 
 def put_plan(plan: Plan, device: IdleDevice) -> Plan:
@@ -208,6 +204,7 @@ def put_plan(plan: Plan, device: IdleDevice) -> Plan:
 def make_plans(num_ranks: int) -> list[Plan]:
     """Return the plans of NUM_PLANS loads of the same imbalance."""
     plans = []
+    topology = Topology.make(num_ranks=num_ranks, num_experts=EXPERTS, slots_per_rank=SLOTS)
     for seed in range(NUM_PLANS):
         load = generate_load(
             num_ranks=num_ranks,
@@ -216,9 +213,7 @@ def make_plans(num_ranks: int) -> list[Plan]:
             num_tokens=num_ranks * TOKENS * TOPK,
             seed=seed,
         )
-        plans.append(
-            plan_replicas(torch.from_numpy(load), num_ranks=num_ranks, slots_per_rank=SLOTS)
-        )
+        plans.append(plan_replicas(torch.from_numpy(load), topology=topology))
     return plans
 
 

@@ -6,6 +6,7 @@ import torch
 
 from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.loads import generate_load
+from ultraep_comm.plan.topology import Topology
 
 G, E, S = 64, 256, 2
 TOKENS, TOPK = 4096, 8
@@ -23,4 +24,5 @@ def make_load(imbalance: float) -> torch.Tensor:
 
 def make_plan(imbalance: float) -> Plan:
     """Return the plan of the load of :func:`make_load`."""
-    return plan_replicas(make_load(imbalance), slots_per_rank=S, num_ranks=G)
+    topology = Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S)
+    return plan_replicas(make_load(imbalance), topology=topology)

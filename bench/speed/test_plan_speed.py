@@ -1,4 +1,4 @@
-"""The planner at the size of a rack: the core, the call, and the readable definition."""
+"""The planner at the size of a rack: the core and the call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from rack import IMBALANCES, E, G, S, make_load
 
 from ultraep_comm import _core, plan_replicas
-from ultraep_comm.plan.planner import plan_slots
-from ultraep_comm.plan.topology import contiguous_home
+from ultraep_comm.plan.topology import Topology, contiguous_home
 
 
 @pytest.fixture(scope="module", params=IMBALANCES, ids="imbalance{}".format)
@@ -29,18 +28,6 @@ def test_planner_core(benchmark: Callable, load: torch.Tensor) -> None:
 
 @pytest.mark.benchmark(group="plan: plan_replicas")
 def test_planner_api(benchmark: Callable, load: torch.Tensor) -> None:
-    plan = benchmark(plan_replicas, load, slots_per_rank=S, num_ranks=G)
+    topology = Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S)
+    plan = benchmark(plan_replicas, load, topology=topology)
     assert plan.imbalance < 1.02
-
-
-@pytest.mark.benchmark(group="plan: NumPy")
-def test_planner_numpy(benchmark: Callable, load: torch.Tensor) -> None:
-    slot_expert, _, _ = benchmark(
-        plan_slots,
-        load.sum(dim=0).numpy(),
-        num_ranks=G,
-        slots_per_rank=S,
-        home=contiguous_home(E, G),
-        domain=np.zeros(G, np.int32),
-    )
-    assert (slot_expert >= 0).any()

@@ -34,7 +34,7 @@ def test_recorded_line_of_64_ranks(benchmark: Callable, loads: bool) -> None:
     topology = Topology.make(num_ranks=64, num_experts=256, slots_per_rank=2)
     generator = torch.Generator().manual_seed(0)
     load = torch.randint(0, 1000, (64, 256), generator=generator, dtype=torch.int32)
-    plan = plan_replicas(load, slots_per_rank=2)
+    plan = plan_replicas(load, topology=topology)
     recorder = Recorder(
         rank=0,
         topology=topology,

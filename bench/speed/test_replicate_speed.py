@@ -35,9 +35,9 @@ def weights(groups: list[Group]) -> list[dict[str, torch.Tensor]]:
 def test_empty_plan(
     benchmark: Callable, groups: list[Group], weights: list[dict[str, torch.Tensor]]
 ) -> None:
-    before = [group.bytes_stored for group in groups]
+    before = [group.health().bytes_stored for group in groups]
     benchmark(call_all(groups, weights, Plan.from_slots(torch.full((G, S), -1), num_experts=E)))
-    assert [group.bytes_stored for group in groups] == before
+    assert [group.health().bytes_stored for group in groups] == before
 
 
 @pytest.mark.parametrize("mode", ["push", "pull", "direct", "auto"])

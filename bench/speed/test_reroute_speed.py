@@ -10,6 +10,7 @@ import torch
 from rack import TOPK, E, G, S
 
 from ultraep_comm import Plan, _core, plan_replicas, reroute_map
+from ultraep_comm.plan.topology import Topology
 from ultraep_comm.testing import new_loopback_groups
 
 ROUTED = 8192  # tokens of the rank that reroutes
@@ -27,7 +28,8 @@ def routing_map() -> torch.Tensor:
 def _plan_for(routing_map: torch.Tensor) -> Plan:
     """Plan for ranks that all have the same load."""
     load = routing_map.sum(dim=0).expand(G, E)
-    return plan_replicas(load, slots_per_rank=S, num_ranks=G)
+    topology = Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S)
+    return plan_replicas(load, topology=topology)
 
 
 @pytest.mark.benchmark(group="reroute: ids")

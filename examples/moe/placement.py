@@ -18,19 +18,13 @@ another layer's backward pass accumulates into them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from experts import Instance
 
 import ultraep_comm as uec
-from ultraep_comm.nn import (
-    ExpertPass,
-    join_reduction,
-    prefetch_replicas,
-    restore_replicas,
-    start_reduction,
-)
+from ultraep_comm.nn import Replication
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -94,35 +88,36 @@ class Replicated(AtHome):
         grads: Tensors,
         layer: int,
         *,
-        group: uec.Group,
+        layers: Sequence[Replication],
     ) -> None:
-        bank = group.bank(layer)
-        load = uec.gather_load(topk_ids, group=group)
-        plan = uec.plan_replicas(load, group=group, bank=bank, reuse=True)
-        handle = group.save(plan, layer=layer)  # the reduction ends it
-        self._transfer = uec.replicate_experts(weights, handle, group=group, async_op=True)
-        self._pass = ExpertPass(handle, weights, main_grads=grads)
-        self.physical_ids = uec.reroute(topk_ids, handle, group=group)
+        self._run = layers[layer].begin(weights, topk_ids, main_grads=grads)
+        assert self._run.topk_ids is not None
+        self.physical_ids = self._run.topk_ids
+        group = layers[layer].group
+        bank = group.banks[layer]
         self.instances = [*_instances(weights, grads), *_instances(bank.slots, bank.slot_grads)]
         self.instances_per_rank = group.topology.instances_per_rank
 
     def before_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Backward: wait for the reduction of slot gradients."""
-        return join_reduction(tokens, self._pass)[0]
+        return self._run.before_dispatch(tokens)
 
     def before_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Forward: wait for the replicas. Backward: start to reduce slot gradients."""
-        assert self._transfer is not None
-        self._transfer.wait()
-        return start_reduction(rows, self._pass)[0]
+        return self._run.before_experts(rows)[0]
 
     def after_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Backward: wait for the restored replicas."""
-        return restore_replicas(rows, self._pass)
+        return self._run.after_experts(rows)
 
     def after_combine(self, tokens: torch.Tensor) -> torch.Tensor:
         """Backward: start to restore the replicas, during the exchange of gradients."""
-        return prefetch_replicas(tokens, self._pass)
+        return self._run.after_combine(tokens)
+
+
+def replicate_layers(group: uec.Group) -> list[Replication]:
+    """Return the calls of as many layers as the group has banks."""
+    return [Replication(group, layer=i, bank=i, reuse=True) for i in range(len(group.banks))]
 
 
 def _instances(weights: Tensors, grads: Tensors) -> list[Instance]:

@@ -28,7 +28,7 @@ from batches import Batches
 from claims import Results
 from model import Model, Place, Shape
 from picture import NO_MATPLOTLIB, can_draw, draw_loads
-from placement import AtHome, Replicated
+from placement import AtHome, Replicated, replicate_layers
 from screen import HAS_RICH, NO_RICH, phase, print_table
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from training import Trainer, compare, train
@@ -108,7 +108,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
     ) as group:
         mains = group.topology.local_experts(rank).tolist()
         plain: Place = partial(AtHome, group=group)
-        replicated: Place = partial(Replicated, group=group)
+        replicated: Place = partial(Replicated, layers=replicate_layers(group))
 
         def trainer(seed: int) -> Trainer:
             batches = Batches(

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 struct SlotGemm {
-  const uint64_t* ready;      // group.bank(i).ready
-  const int8_t* slots;        // [S][n][k] group.bank(i).slots["w"]
+  const uint64_t* ready;      // group.banks[i].ready
+  const int8_t* slots;        // [S][n][k] group.banks[i].slots["w"]
   const int8_t* tokens;       // [num_tokens][k]
   int32_t* out;               // [S][num_tokens][n]
   const int32_t* slots_used;  // [num_slots]

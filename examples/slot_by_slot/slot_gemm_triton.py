@@ -1,7 +1,7 @@
 # ruff: noqa: ANN001
 """slot_gemm.cu in Triton: programs wait for their own slot, while a call still fills others.
 
-Run on a GPU, with `ready` and `slots` of `group.bank(i)` and `number` = `work.epoch`::
+Run on a GPU, with `ready` and `slots` of `group.banks[i]` and `number` = `work.epoch`::
 
     slot_gemm[(num_slots * triton.cdiv(n, BLOCK),)](
         bank.ready, bank.slots["w"], tokens, out, slots_used, work.epoch, num_tokens, n, k, BLOCK

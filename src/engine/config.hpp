@@ -34,8 +34,8 @@ struct EngineConfig {
   std::vector<uint8_t*> bases;  // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
   std::vector<uint8_t*> check_bases;  // [G] check regions, zeroed, of CheckLayout::total bytes;
                                       // empty: slots are not checked
-  std::vector<int> peer_sockets;      // [G] at end-of-file once the peer has ended; -1: unknown
-  // [G] or empty: readable once the peer's process has ended, even if a child holds its sockets; or
+  std::vector<int> peer_pipes;        // [G] at end-of-file once the peer has ended; -1: unknown
+  // [G] or empty: readable once the peer's process has ended, even if a child holds its pipe; or
   // -1.
   std::vector<int> peer_processes;
 

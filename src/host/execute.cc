@@ -220,8 +220,8 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
   return false;
 }
 
-// A peer's socket reaches end-of-file when its process ends, however it ends, unless a child that
-// it has forked holds the socket too; then the process descriptor shows it.
+// A peer's pipe reaches end-of-file when its process ends, however it ends, unless a child that
+// it has forked holds the pipe too; then the process descriptor shows it.
 void Engine::poll_peers() {
   const auto is_at_end = [](const std::vector<int>& fds, size_t r, short events) {
     if (r >= fds.size() || fds[r] < 0) return false;
@@ -230,8 +230,7 @@ void Engine::poll_peers() {
   };
   for (size_t r = 0; r < config_.domain.size(); ++r) {
     if (gone_[r].load()) continue;
-    if (is_at_end(config_.peer_sockets, r, POLLRDHUP) ||
-        is_at_end(config_.peer_processes, r, POLLIN))
+    if (is_at_end(config_.peer_pipes, r, 0) || is_at_end(config_.peer_processes, r, POLLIN))
       gone_[r].store(true, std::memory_order_release);
   }
 }

@@ -99,7 +99,7 @@ class EmulatedGraphs:
         self._device.wait_stream(stream, other)
 
     def capture(self, call: Call) -> tuple[Any, Replay]:
-        self._device.settle()
+        self._device.synchronize()
         self._device.begin_capture()
         try:
             result = call()

@@ -13,8 +13,10 @@ from ranks import group_here, loopback, raw, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.bench.inside import put
 from ultraep_comm.bench.payload import SENTINEL, Payload
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Slots = list[list[int]]
@@ -24,11 +26,7 @@ EMULATED_SMS = 16  # of emulated_device
 
 def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     """Return a copy on the group's device, without a load."""
-    stages = group.session.engine
-    assert stages is not None
-    return uec.Plan(
-        slot_expert=stages.to_device(plan.slot_expert), home=stages.to_device(plan.home)
-    )
+    return uec.Plan(slot_expert=put(group, plan.slot_expert), home=put(group, plan.home))
 
 
 def hold(engine: str) -> None:
@@ -85,16 +83,18 @@ class Rank:
 
     def slots(self) -> torch.Tensor:
         """Symmetric memory from the first slot on, gaps between segments too."""
-        return self.group.session.engine.memory[0].local[
-            self.group.session.engine.layout.slots_base :
-        ]
+        return (
+            session_of(self.group)
+            .engine.memory[0]
+            .local[session_of(self.group).engine.layout.slots_base :]
+        )
 
     def expected(self, plan: uec.Plan, epoch: int, names: Sequence[str] | None) -> np.ndarray:
         """What the slots must hold, if they were SENTINEL before the call."""
-        group, base = self.group, self.group.session.engine.layout.slots_base
+        group, base = self.group, session_of(self.group).engine.layout.slots_base
         image = np.full(self.slots().numel(), SENTINEL, np.uint8)
         for name, start in zip(
-            group.segments, group.session.engine.layout.slot_offset, strict=True
+            group.segments, session_of(group).engine.layout.slot_offset, strict=True
         ):
             if names is not None and name not in names:
                 continue
@@ -168,12 +168,12 @@ class Ranks:
     def settle(self) -> None:
         """Wait for the emulated device, whose streams do not order torch's own operations."""
         if self.engine == "emulated":
-            device.find_device().settle()
+            device.find_device().synchronize()
 
     def finish(self) -> None:
         """Wait for the device, if there is one."""
         if self.engine in ("cuda", "emulated"):
-            device.find_device().settle()
+            device.find_device().synchronize()
 
     def hold(self) -> None:
         """Do :func:`hold` for this engine."""

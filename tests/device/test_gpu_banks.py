@@ -23,12 +23,23 @@ from bank_cases import (
 )
 from graphs import MAKERS, on_each
 from loopback_ranks import hold, put_plan
-from ranks import MIXED, close_all, fill_weights, loopback, raised, start_all, synchronize_all
+from ranks import (
+    MIXED,
+    bytes_stored,
+    close_all,
+    fill_weights,
+    loopback,
+    plan_alone,
+    raised,
+    start_all,
+    synchronize_all,
+)
 from tiers import sampled
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,7 @@ def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
         kept += plan.num_replicas - moved
         for group in groups:
             check_slots(group, held)
-            assert group.bank(bank).version == epoch
+            assert group.banks[bank].version == epoch
     assert kept > 10
     close_all(groups)
 
@@ -60,7 +71,7 @@ def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
 def test_layers_of_one_bank_share_its_slots(engine: str) -> None:
     """On a device the slots are mapped behind each layer's mains."""
     groups = new_groups(2, engine=engine, banks=1, instances=True)
-    layers = [[group.empty_instances() for group in groups] for _ in range(3)]
+    layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers, 1):
         mains = [{name: t[:count] for name, t in own.items()} for own in layer]
@@ -89,10 +100,10 @@ def test_a_restored_plan_moves_what_has_gone_since(engine: str) -> None:
     assert replicate(groups, weights, handles) == 4
     assert replicate(groups, weights, handles) == 0
     assert replicate(groups, weights, plan_of([[-1, -1], [6, -1], [6, 7], [-1, -1]], bank=1)) == 3
-    assert groups[0].bank(1).residents.tolist() == [[-1, -1], [6, 1], [6, 7], [0, -1]]
+    assert groups[0].banks[1].residents.tolist() == [[-1, -1], [6, 1], [6, 7], [0, -1]]
     assert replicate(groups, weights, handles) == 2
-    assert groups[2].bank(1).residents.tolist() == [[-1, -1], [0, 1], [0, 7], [0, -1]]
-    assert groups[3].bank(0).residents.tolist() == [[-1, -1]] * 4
+    assert groups[2].banks[1].residents.tolist() == [[-1, -1], [0, 1], [0, 7], [0, -1]]
+    assert groups[3].banks[0].residents.tolist() == [[-1, -1]] * 4
     for handle in handles:
         handle.release()
     close_all(groups)
@@ -104,16 +115,16 @@ def test_new_weights_move_everything(engine: str) -> None:
     assert replicate(groups, weights, plan) == 2
     for group in groups:
         fill_weights(group, weights[group.rank], 1)
-        group.bank(0).invalidate()
-        assert group.bank(0).version == 1
-        assert group.bank(0).residents.tolist() == [[-1, -1]] * 3
+        group.banks[0].invalidate()
+        assert group.banks[0].version == 1
+        assert group.banks[0].residents.tolist() == [[-1, -1]] * 3
     assert replicate(groups, weights, plan) == 2
     held: Held = {(0, rank, 0): (0, 1) for rank in (1, 2)}
     for group in groups:
         check_slots(group, held)
     assert replicate(groups, weights, plan, version=1) == 0
     assert replicate(groups, weights, plan, version=2) == 2
-    assert groups[0].bank(0).version == 2
+    assert groups[0].banks[0].version == 2
     close_all(groups)
 
 
@@ -123,9 +134,9 @@ def test_other_segments_are_another_matter(engine: str) -> None:
     weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1], [0, -1]])
     part = MIXED["w13"].nbytes
     synchronize_all(start_all(groups, weights, plan, segments=["w13"]))
-    assert sum(group.bytes_stored for group in groups) == 2 * part
+    assert sum(bytes_stored(group) for group in groups) == 2 * part
     synchronize_all(start_all(groups, weights, plan))
-    assert sum(group.bytes_stored for group in groups) == 2 * (part + EXPERT_BYTES)
+    assert sum(bytes_stored(group) for group in groups) == 2 * (part + EXPERT_BYTES)
     for group in groups:
         check_slots(group, {(0, rank, 0): (0, 0) for rank in (1, 2)})
     close_all(groups)
@@ -138,8 +149,8 @@ def test_a_plan_without_a_bank_leaves_bank_0_empty(engine: str) -> None:
     assert replicate(groups, weights, plan_of(slots)) == 2
     assert replicate(groups, weights, plan_of(slots, bank=1)) == 2
     assert replicate(groups, weights, plan_of(slots, reuse=False)) == 2
-    assert groups[0].bank(0).residents.tolist() == [[-1, -1]] * 3
-    assert groups[0].bank(1).residents.tolist() == slots
+    assert groups[0].banks[0].residents.tolist() == [[-1, -1]] * 3
+    assert groups[0].banks[1].residents.tolist() == slots
     assert replicate(groups, weights, plan_of(slots)) == 2
     close_all(groups)
 
@@ -154,14 +165,15 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
     for step in range(6):
         load = load + torch.randint(0, 40, load.shape, generator=generator)
         plans = [
-            uec.plan_replicas(load, group=group, bank=group.bank(1), reuse=True) for group in groups
+            uec.plan_replicas(load, group=group, bank=group.banks[1], reuse=True)
+            for group in groups
         ]
         plan = plans[0]
         assert plan.bank == 1
         assert plan.moves is not None
         assert all(torch.equal(plan.slot_expert, other.slot_expert) for other in plans)
-        apart = uec.plan_replicas(
-            load, num_ranks=num_ranks, slots_per_rank=S, residents=groups[0].bank(1).residents
+        apart = plan_alone(
+            load, num_ranks=num_ranks, slots_per_rank=S, residents=groups[0].banks[1].residents
         )
         assert torch.equal(apart.slot_expert, plan.slot_expert)
         assert torch.equal(apart.moves, plan.moves)
@@ -193,8 +205,8 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
         for group in groups:
             for rank, bank in enumerate(group.banks):
                 bank.slot_grads["w"].fill_(10.0 * (rank + 1))
-            assert group.bank(2).slot_grads["w"].data_ptr() == group.slot_grads["w"].data_ptr()
-            group.bank(index).slot_grads["w"].fill_(group.rank + 1)
+            assert group.banks[2].slot_grads["w"].data_ptr() == group.slot_grads["w"].data_ptr()
+            group.banks[index].slot_grads["w"].fill_(group.rank + 1)
         plan = uec.Plan.from_slots(
             [[-1], [0], [0]],
             num_experts=3,
@@ -206,9 +218,9 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
         mains = [{"w": torch.full((1, 4), 100.0)} for _ in groups]
         synchronize_all(start_all(groups, mains, plan, call=uec.reduce_expert_grads))
         assert [main["w"].unique().tolist() for main in mains] == [[102.0], [100.0], [100.0]]
-        left = [group.bank(index).slot_grads["w"].unique().tolist() for group in groups]
+        left = [group.banks[index].slot_grads["w"].unique().tolist() for group in groups]
         assert left == [[1.0], [0.0], [3.0]]
-        other = groups[0].bank(1 - index % 2).slot_grads["w"]
+        other = groups[0].banks[1 - index % 2].slot_grads["w"]
         assert other.unique().tolist() != [0.0]
     close_all(groups)
 
@@ -218,7 +230,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
 
 def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) -> uec.Plan:
     plan = put_plan(group, plan_of(slots))
-    return replace(plan, home=group.session.engine.home, bank=bank, reuse=True)
+    return replace(plan, home=session_of(group).engine.home, bank=bank, reuse=True)
 
 
 def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
@@ -232,30 +244,34 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
         if step == 4:
             slots.fill_(-1)
             for group in groups:
-                group.bank(1).invalidate()
+                group.banks[1].invalidate()
         hold(streams)
         plans = [
-            uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
+            uec.plan_replicas(
+                session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
+            )
             for group in groups
         ]
         works = start_all(groups, weights, plans)
         assert not works[0].is_completed()
         synchronize_all(works)
-        apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
+        apart = plan_alone(load, num_ranks=4, slots_per_rank=S, residents=slots)
         for plan in plans:
-            assert groups[0].session.engine.is_on_device(plan)
+            assert session_of(groups[0]).engine.is_on_device(plan)
             assert plan.bank == 1
             for name, tensor in apart.tensors().items():
                 assert torch.equal(getattr(plan, name).cpu(), tensor), name
         slots = apart.slot_expert
         still += apart.num_moves == 0
         for group in groups:
-            assert torch.equal(group.bank(1).residents, slots)
+            assert torch.equal(group.banks[1].residents, slots)
     assert still == 2
     load[1, 2] = -1
     group = groups[0]
-    plan = uec.plan_replicas(group.session.engine.to_device(load), group=group, bank=1, reuse=True)
-    device.find_device().settle()
+    plan = uec.plan_replicas(
+        session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
+    )
+    device.find_device().synchronize()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
         uec.plan_replicas(load, group=group, bank=1, reuse=True)
@@ -269,7 +285,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
     weights = filled_weights(groups, 0)
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     loads = [
-        group.session.engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
+        session_of(group).engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
     ]
     plans: dict[int, uec.Plan] = {}
 
@@ -277,7 +293,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
         plans[rank] = uec.plan_replicas(loads[rank], group=groups[rank], bank=1, reuse=True)
         uec.replicate_experts(bound[rank], plans[rank], group=groups[rank])
 
-    device.find_device().settle()
+    device.find_device().synchronize()
     replicate(groups, weights, plan_of([[-1, -1]] * 4))  # loads the kernels
     _, replay = graphs.capture(lambda: on_each(graphs, len(groups), calls))
     load, slots = torch.ones(4, E, dtype=torch.int32), torch.full((4, S), -1)
@@ -287,13 +303,13 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
             own.copy_(load)
         before = stored(groups)
         replay()
-        device.find_device().settle()
-        apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
+        device.find_device().synchronize()
+        apart = plan_alone(load, num_ranks=4, slots_per_rank=S, residents=slots)
         slots = apart.slot_expert
         assert stored(groups) - before == apart.num_moves
         for rank, group in enumerate(groups):
             assert torch.equal(plans[rank].slot_expert.cpu(), slots)
-            assert torch.equal(group.bank(1).residents, slots)
+            assert torch.equal(group.banks[1].residents, slots)
     close_all(groups)
 
 
@@ -303,14 +319,14 @@ def test_the_host_knows_what_it_has_planned(streams: str) -> None:
     weights, slots = filled_weights(groups, 0), [[-1, -1], [0, 1], [0, -1], [0, -1]]
     hold(streams)
     works = start_all(groups, weights, plan_of(slots))
-    assert groups[0].bank(0).residents.tolist() == slots
+    assert groups[0].banks[0].residents.tolist() == slots
     assert not works[0].is_completed()
     synchronize_all(works)
     other = [[-1, -1], [4, 1], [0, -1], [0, -1]]
     plans = [_slots_on_device(group, other) for group in groups]
     hold(streams)
     works = start_all(groups, weights, plans)
-    assert groups[0].bank(0).residents.tolist() == other
+    assert groups[0].banks[0].residents.tolist() == other
     assert all(work.is_completed() for work in works)
     close_all(groups)
 
@@ -319,13 +335,13 @@ def test_who_has_read_the_table_knows_what_the_others_know(streams: str) -> None
     groups = new_groups(3, engine=streams)
     weights = filled_weights(groups, 0)
     for group in groups:
-        group.bank(0).invalidate()
+        group.banks[0].invalidate()
     slots = [[-1, -1], [0, 1], [0, -1]]
     assert replicate(groups, weights, [_slots_on_device(group, slots) for group in groups]) == 3
-    assert groups[0].bank(0).residents.tolist() == slots
+    assert groups[0].banks[0].residents.tolist() == slots
     assert replicate(groups, weights, plan_of([[-1, -1], [6, -1], [-1, -1]])) == 1
     for group in groups:
-        assert group.bank(0).residents.tolist() == [[-1, -1], [6, 1], [0, -1]]
+        assert group.banks[0].residents.tolist() == [[-1, -1], [6, 1], [0, -1]]
     close_all(groups)
 
 
@@ -338,7 +354,7 @@ def test_invalidate_follows_the_calls_on_the_stream(streams: str) -> None:
     hold(streams)
     works = start_all(groups, weights, plan)
     for group in groups:
-        group.bank(0).invalidate()
+        group.banks[0].invalidate()
     assert not works[0].is_completed()
     works += start_all(groups, weights, plan)
     synchronize_all(works)
@@ -350,7 +366,7 @@ def test_who_asks_for_the_version_leaves_the_interpreter_to_others(streams: str)
     """The engine's lock is held while the host waits for the device, and looks for Ctrl-C."""
     groups = new_groups(3, engine=streams)
     weights, slots = filled_weights(groups, 0), [[-1, -1], [0, -1], [0, -1]]
-    bank, graphs = groups[0].bank(0), MAKERS["torch" if streams == "cuda" else "emulated"]()
+    bank, graphs = groups[0].banks[0], MAKERS["torch" if streams == "cuda" else "emulated"]()
     other = graphs.new_stream()
 
     def ask() -> None:
@@ -380,13 +396,13 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     first = [_slots_on_device(g, [[-1, -1], [0, -1], [0, 1]]) for g in groups]
     second = [_slots_on_device(g, [[-1, -1], [0, 6], [-1, -1]]) for g in groups]
-    device.find_device().settle()
+    device.find_device().synchronize()
 
     def calls(rank: int) -> None:
         for plan in (first[rank], second[rank]):
             uec.replicate_experts(bound[rank], plan, group=groups[rank])
         if tells:
-            groups[rank].bank(0).invalidate()
+            groups[rank].banks[0].invalidate()
 
     replicate(groups, weights, first)  # loads the kernels
     _, replay = graphs.capture(lambda: on_each(graphs, len(groups), calls))
@@ -394,14 +410,14 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     for _ in range(3):
         before = stored(groups)
         replay()
-        device.find_device().settle()
+        device.find_device().synchronize()
         moved.append(stored(groups) - before)
     assert moved == ([1, 4, 4] if tells else [1, 0, 0])
     held: Held = {(0, 1, 0): (0, 0), (0, 2, 0): (0, 0), (0, 2, 1): (1, 0), (0, 1, 1): (6, 0)}
     for group in groups:
         check_slots(group, held)
     expected = [[-1, -1]] * 3 if tells else [[-1, -1], [0, 6], [0, 1]]
-    assert groups[0].bank(0).residents.tolist() == expected
+    assert groups[0].banks[0].residents.tolist() == expected
     # Behind a replay nobody knows but the device.
     assert replicate(groups, weights, plan_of([[-1, -1], [0, 6], [0, 1]])) == (4 if tells else 0)
     close_all(groups)
@@ -418,12 +434,12 @@ def test_a_stream_waits_for_single_slots(streams: str) -> None:
     works[2].wait(slots=[0])
     with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[0\]"):
         works[2].wait(slots=[1])
-    device.find_device().settle()  # what the stream waits for has come
+    device.find_device().synchronize()  # what the stream waits for has come
     assert works[1].slot_ready(1)
-    ready = [group.bank(1).ready.tolist() for group in groups]
+    ready = [group.banks[1].ready.tolist() for group in groups]
     assert ready == [[0, 0], [3, 3], [3, 0], [0, 0]]
     assert works[0].epoch == 2
-    assert groups[1].bank(0).ready.tolist() == [0, 0]
+    assert groups[1].banks[0].ready.tolist() == [0, 0]
     held: Held = {(1, 1, 0): (0, 0), (1, 1, 1): (4, 0), (1, 2, 0): (6, 0)}
     for group in groups:
         check_slots(group, held)
@@ -438,7 +454,7 @@ def test_what_a_capture_cannot_hold(streams: str) -> None:
     replicate(groups, bound, [_slots_on_device(g, [[-1, -1], [0, -1]]) for g in groups])
 
     def calls() -> None:
-        found.append(raised(lambda: groups[0].bank(0).residents))
+        found.append(raised(lambda: groups[0].banks[0].residents))
         found.append(raised(lambda: uec.replicate_experts(bound[0], plan, group=groups[0])))
 
         found.append(raised(lambda: work.wait(slots=[0])))

@@ -20,6 +20,7 @@ import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 SEGMENTS = {"w13": 50_003, "w2": 16_384, "scale": 37, "bias": 1}
 KINDS = [
@@ -56,7 +57,7 @@ class Layer(Ranks):
         self.draw = torch.Generator().manual_seed(num_ranks)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        stages = self.groups[0].session.engine
+        stages = session_of(self.groups[0]).engine
         assert stages is not None
         return stages.to_device(tensor)
 
@@ -138,7 +139,7 @@ class Layer(Ranks):
         return self.check(found)
 
     def eager_epochs(self) -> set[int]:
-        return {group.session.engine.epoch for group in self.groups}
+        return {group.health().epoch for group in self.groups}
 
 
 # ---- replays -------------------------------------------------------------------------------------
@@ -385,8 +386,10 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
             layer.each(reroute(many, plan))
             layer.finish()
             for group in layer.groups:
-                assert group.session.engine is not None
-                assert isinstance(raised(group.session.engine.raise_fault), errors.InvalidLoadError)
+                assert session_of(group).engine is not None
+                assert isinstance(
+                    raised(session_of(group).engine.raise_fault), errors.InvalidLoadError
+                )
             layer.capture(reroute(many, plan))
             layer.replay(weights, found, replay)  # with the memory that it was captured with
         del replay
@@ -430,8 +433,8 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
             errors.InvalidPlanError | errors.PeerRejectedError | errors.TransferAbortedError,
         )
         assert raised(group.close) is None  # it was raised before
-    assert isinstance(layer.groups[0].session.first_error, errors.InvalidPlanError)
-    assert "rank 1 holds expert 3" in str(layer.groups[0].session.first_error)
+    assert isinstance(session_of(layer.groups[0]).first_error, errors.InvalidPlanError)
+    assert "rank 1 holds expert 3" in str(session_of(layer.groups[0]).first_error)
     del replay
     with Ranks(streams, 3, SEGMENTS, num_experts=6) as fresh:  # the device still works
         fresh.replicate(fresh.stacked(), plan)

@@ -16,7 +16,7 @@ import torch
 from graphs import MAKERS, on_each
 from loopback_ranks import EMULATED_SMS, put_plan, random_slots
 from rank_grads import RankGrads
-from ranks import close_all, loopback, raised, start_all, synchronize_all
+from ranks import bytes_stored, close_all, loopback, raised, start_all, synchronize_all
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -165,7 +165,7 @@ def test_calls_of_all_kinds_take_turns(streams: str) -> None:
         plan = random_plan(groups, seed)
         moved = put_plan(groups[0], plan)
         start_all(groups, weights, plan)
-        device.find_device().settle()
+        device.find_device().synchronize()
         grads.fill(seed)
         works = []
         for group in groups:
@@ -174,7 +174,7 @@ def test_calls_of_all_kinds_take_turns(streams: str) -> None:
             works += reduce([group], given, own, zero=seed % 4 != 0)
         synchronize_all(works)
         grads.check(plan, zero=seed % 4 != 0)
-    assert all(group.bytes_stored for group in groups)
+    assert all(bytes_stored(group) for group in groups)
     close_all(groups)
 
 
@@ -201,7 +201,7 @@ def test_a_graph_adds_fresh_gradients(streams: str) -> None:
             synchronize_all(grads.start(plan, bound))
         else:
             replay()
-            device.find_device().settle()
+            device.find_device().synchronize()
         grads.check(plan)
     close_all(groups)
 

@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from loopback_ranks import LONG, Ranks, put_plan
-from ranks import MAX_RANKS, MIXED, loopback
+from ranks import MAX_RANKS, MIXED, bytes_stored, loopback, plan_alone
+from reference.schedule import make_schedule
 from tiers import cases, sampled
 
 import ultraep_comm as uec
+from ultraep_comm.bench.inside import put
 from ultraep_comm.bench.payload import SENTINEL
-from ultraep_comm.bench.traffic import count_traffic
+from ultraep_comm.bench.traffic import group_offsets
 from ultraep_comm.engines.cuda import device
-from ultraep_comm.plan.schedule import make_schedule
+from ultraep_comm.group.group import session_of
 
 Case = TypeVar("Case")
 MODES = ["push", "pull", "direct", "auto"]
@@ -73,7 +75,7 @@ def test_every_mode_moves_every_byte(
             ranks.fill(weights)
             given = put_plan(ranks.groups[0], plan) if slots and i // 2 % 2 else plan
             works = ranks.call((weights, bound)[i % 2], given, mode=mode, blocking=i % 3 == 0)
-            if ranks.groups[0].session.engine.is_on_device(given):
+            if session_of(ranks.groups[0]).engine.is_on_device(given):
                 assert {work.mode for work in works} <= {mode}
             assert not any(ranks.wrong(plan)), (plan.slot_expert, mode)
 
@@ -117,6 +119,24 @@ def test_large_experts(engine: str) -> None:
             ranks.replicate(weights, ranks.plans(range(1))[-1], mode=mode)
 
 
+def _bytes_stored(plan: uec.Plan, domains: list[int] | None, **how: Any) -> list[int]:
+    """Return the bytes that each rank stores under the schedule."""
+    s = make_schedule(plan.slot_expert.numpy(), home=plan.home.numpy(), domain=domains, **how)
+    offsets = group_offsets(how["segment_bytes"], how["tile_bytes"])
+    stored = [0] * plan.num_ranks
+    for x in range(s.num_experts):
+        replicas = len(list(s.replicas(x)))
+        for rank, begin, end in s.hubs(x):
+            size = int(offsets[end] - offsets[begin])
+            at_home = rank == s.source_rank[x]
+            # A hub hands its range to every replica; in pull its own copy is a store too.
+            own = how["mode"] == "pull" or at_home
+            stored[rank] += size * (replicas if own else replicas - 1)
+            if how["mode"] == "push" and not at_home:
+                stored[s.source_rank[x]] += size
+    return stored
+
+
 @pytest.mark.cases
 @pytest.mark.parametrize("domains", [None, [0, 0, 0, 4, 4, 1]], ids=["one", "three"])
 @pytest.mark.parametrize("mode", ["push", "pull", "direct"])
@@ -128,19 +148,11 @@ def test_each_rank_stores_what_the_schedule_gives_it(
     with Ranks(any_engine, 6, SEGMENTS, num_experts=13, tile_bytes=tile, **options) as ranks:
         weights = ranks.shared()
         for plan in thinned(any_engine, ranks.plans(range(2))[::-1]):
-            before = [group.bytes_stored for group in ranks.groups]
+            before = [bytes_stored(group) for group in ranks.groups]
             ranks.replicate(weights, plan, mode=mode)
-            stored = [g.bytes_stored - b for g, b in zip(ranks.groups, before, strict=True)]
-            schedule = make_schedule(
-                plan.slot_expert.numpy(),
-                home=plan.home.numpy(),
-                segment_bytes=sizes,
-                tile_bytes=tile,
-                mode=mode,
-                domain=domains,
-            )
-            traffic = count_traffic(schedule, num_ranks=6, segment_bytes=sizes, tile_bytes=tile)
-            assert stored == [int(traffic.stores[group.rank]) for group in ranks.groups]
+            stored = [bytes_stored(g) - b for g, b in zip(ranks.groups, before, strict=True)]
+            expected = _bytes_stored(plan, domains, mode=mode, segment_bytes=sizes, tile_bytes=tile)
+            assert stored == [expected[group.rank] for group in ranks.groups]
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -274,7 +286,7 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
             ids = skewed.to(dtype)
             ids[:, ::7, 1] = -1
             own_ids = [ids[group.rank] for group in groups]
-            there = [groups[0].session.engine.to_device(own) for own in own_ids]
+            there = [put(groups[0], own) for own in own_ids]
             loads = loopback(
                 len(groups),
                 lambda r, own=there: uec.gather_load(own[r], group=groups[r]),
@@ -289,7 +301,7 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
                 assert torch.equal(load.cpu().long(), expected)
             plan = uec.plan_replicas(loads[0], group=groups[0])
             ranks.finish()
-            alone = uec.plan_replicas(expected, slots_per_rank=2)
+            alone = plan_alone(expected, slots_per_rank=2)
             assert torch.equal(plan.slot_expert.cpu(), alone.slot_expert)
             assert plan.num_replicas > 0
             assert alone.imbalance < 1.05
@@ -316,13 +328,12 @@ def test_loads_of_many_sizes(engine: str, on_device: bool, dtype: torch.dtype) -
     sizes = (0, 1, 33, 4096, 70_001) if engine == "cuda" else (0, 1, 33)
     with Ranks(engine, num_ranks, {"w": 64}, num_experts=num_experts) as ranks:
         generator = torch.Generator().manual_seed(4)
-        engines = [group.session.engine for group in ranks.groups]
         for tokens in sizes:
             ids = [
                 torch.randint(-1, num_experts, (tokens + r, 4), generator=generator).to(dtype)
                 for r in range(num_ranks)
             ]
-            there = [engines[0].to_device(own) for own in ids] if on_device else ids
+            there = [put(ranks.groups[0], own) for own in ids] if on_device else ids
             for rows, columns in ((1, 1), (2, 1), (1, 2)):
                 loads = loopback(
                     num_ranks,
@@ -338,7 +349,7 @@ def test_loads_of_many_sizes(engine: str, on_device: bool, dtype: torch.dtype) -
                     assert load.dtype == torch.int32
                     assert load.device == there[0].device
                     if engine != "host":
-                        assert device.find_device().holds(load) == on_device
+                        assert device.find_device().is_on_device(load) == on_device
 
 
 def test_maps_are_rerouted_where_they_are(engine: str) -> None:

@@ -19,6 +19,7 @@ from ranks import raised
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 EXPERT = {"w": Segment((33, 47), torch.float32), "b": Segment((3,), torch.float32)}
 LAYER, MICROBATCH = 3, 7
@@ -41,7 +42,7 @@ class Passes:
         # Load lazily loaded kernels before captures.
         self.each(lambda rank: self.groups[rank].save(self.given).release())
         self.each(lambda rank: self.reduce(rank, self.given))
-        self._device.settle()
+        self._device.synchronize()
 
     def plan(self, seed: int) -> uec.Plan:
         home = self.groups[0].topology.home.tolist()
@@ -74,7 +75,7 @@ class Passes:
         if seed is not None:
             self.given.slot_expert.copy_(self.plan(seed).slot_expert)
         replay()
-        self._device.settle()
+        self._device.synchronize()
         self.given.slot_expert.fill_(-1)
 
     def take_turns(self, forward: Replay, backward: Replay, seeds: Iterable[int]) -> None:
@@ -185,9 +186,9 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
         own, group = passes.bound[rank], passes.groups[rank]
         work = uec.reduce_expert_grads(own, handles[rank], group=group, async_op=True)
         assert work is not None
-        launched = group.session.engine.stage_launches  # type: ignore[union-attr]
+        launched = session_of(group).engine.stage_launches  # type: ignore[union-attr]
         handles[rank].release()
-        assert group.session.engine.stage_launches == launched  # type: ignore[union-attr]
+        assert session_of(group).engine.stage_launches == launched  # type: ignore[union-attr]
         work.wait()
         return work
 
@@ -202,7 +203,7 @@ def test_a_mark_that_is_given_up_is_free_for_another_graph(passes: Passes) -> No
     for handle in handles:  # the graph is gone, its last plan was never reduced
         handle.release()
     passes.each(lambda rank: passes.reduce(rank, passes.plan(0)))
-    passes._device.settle()
+    passes._device.synchronize()
     again, forward, backward = passes.capture_passes()
     assert [handle.saved.in_use for handle in again] == marks
     passes.take_turns(forward, backward, (2, 3))
@@ -221,7 +222,7 @@ def test_an_eager_reduction_ends_the_use(
     passes.run(forward, 1)
     passes.grads.fill(1)
     passes.each(lambda rank: passes.reduce(rank, handles[rank]))
-    passes._device.settle()
+    passes._device.synchronize()
     passes.grads.check(passes.plan(1))
     passes.run(forward, 2)
     passes.assert_no_fault()

@@ -16,6 +16,7 @@ from stage_cases import Case, assert_same, order_gathers
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import session_of
 
 Shape = dict[str, Any]
 
@@ -28,13 +29,13 @@ def _gathers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def put(case: Case, tensor: torch.Tensor) -> torch.Tensor:
-    stages = case.group.session.engine
+    stages = session_of(case.group).engine
     assert stages is not None
     return stages.to_device(tensor)
 
 
 def settle() -> None:
-    device.find_device().settle()
+    device.find_device().synchronize()
 
 
 def check(case: Case, most: int) -> None:

@@ -32,6 +32,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.group.group import session_of
 
 GUARD = 0xA5
 E, S = 8, 2  # home map on 4 ranks: 0 0 1 1 2 2 3 3
@@ -119,12 +120,12 @@ class RankGroup:
 
     def stray(self) -> int:
         """Return the number of bytes that changed in main weights or slots that no plan filled."""
-        group, offset = self.group, self.group.session.engine.layout.slots_base
+        group, offset = self.group, session_of(self.group).engine.layout.slots_base
         if group.slot_grads:
             return 0  # their scenes compare values
-        changed = group.session.engine.memory[0].local[offset:] != GUARD
+        changed = session_of(group).engine.memory[0].local[offset:] != GUARD
         for index, segment in enumerate(group.segments.values()):
-            start = group.session.engine.layout.slot_offset[index] - offset
+            start = session_of(group).engine.layout.slot_offset[index] - offset
             for slot in range(group.topology.slots_per_rank):
                 if (index, slot) in self._filled:
                     at = start + slot * segment.nbytes
@@ -237,7 +238,7 @@ class Actor:
         for own in self.groups:
             self.report.stray += own.stray()
         for own in self.groups:
-            if own.group.session.state == "open":
+            if session_of(own.group).state == "open":
                 self.attempt("close", own.group.close)
         self.groups.clear()
 

@@ -17,6 +17,7 @@ from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike,
 import ultraep_comm as uec
 from ultraep_comm.calibration import MeasuredCosts
 from ultraep_comm.fabrics.shm import ShmFabric
+from ultraep_comm.group.group import session_of
 
 # Experts 0 (home 0) and 6 (home 3) on all other ranks: no rank finishes before ranks 0 and 3 call.
 BOTH = [[6, -1], [0, 6], [0, 6], [0, -1]]
@@ -158,7 +159,7 @@ def in_close(actor: Actor, *, how: str) -> None:
     actor.report.wrong += own.wrong(plan)
     if actor.rank == 1:
         if how == "at its start":
-            own.group.session.plans.busy_error = lambda *_: actor.die()  # type: ignore[method-assign]
+            session_of(own.group).plans.busy_error = lambda *_: actor.die()  # type: ignore[method-assign]
         else:
             ShmFabric.close = lambda self: actor.die()  # type: ignore[method-assign]
     actor.attempt("close", own.group.close)

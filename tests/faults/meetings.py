@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from cast import Cue
 from deaths import BOTH, KILLED
 from scene import ALL, OK, Expect, Scene, everybody, refuses, start, told
 
-from ultraep_comm.fabrics import rendezvous, shm, sockets
+from ultraep_comm.fabrics import rendezvous, shm
 from ultraep_comm.fabrics.memory import Available
 
 ODD = 1
@@ -46,17 +45,17 @@ def _replace(owner: Any, name: str, act: Callable[[], None], number: int, *, beh
 POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before the ranks meet": (rendezvous.Rendezvous, "exchange", 1, False),
     "when the ranks have met": (rendezvous.Rendezvous, "exchange", 1, True),
-    "before addresses are exchanged": (rendezvous.Rendezvous, "exchange", 2, False),
-    "before it connects": (sockets.Connections, "connect", 1, False),
-    "when it has one connection": (sockets.Connections, "_keep", 1, True),
+    "before machines are compared": (rendezvous.Rendezvous, "exchange", 2, False),
+    "before its pipe": (shm.ShmFabric, "_watch_peers", 1, False),
+    "when it watches one peer": (shm.ShmFabric, "_open_process", 1, True),
     "before its memory": (shm, "create_memory", 1, False),
     "with its memory": (shm, "create_memory", 1, True),
-    "while memory is handed round": (socket, "send_fds", 2, True),
+    "while memory is opened": (shm, "open_shared", len(ALL) + 1, True),
     "while it maps its peers' memory": (shm, "map_peer", 1, True),
 }
 SHORT = (
     "before the ranks meet",
-    "when it has one connection",
+    "when it watches one peer",
     "with its memory",
 )
 

@@ -21,7 +21,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before it connects": (GlooChannel, "__init__", 1, False),
     "with one process group": (GlooChannel, "__init__", 1, True),
     "before it measures": (make, "measure", 1, False),
-    "before its engine": (make, "_make_one", 1, False),
+    "before its engine": (make, "C10dEngine", 1, False),
 }
 # A rank whose peers have sent all that it needs succeeds; a pull is done as a push; a forked child
 # keeps connections open; and the host engine's groups are created and closed by other code.

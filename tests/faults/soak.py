@@ -15,6 +15,7 @@ from scene import ALL, Expect, Scene, everybody, start
 import ultraep_comm as uec
 from ultraep_comm import Segment
 from ultraep_comm.bench.payload import Payload
+from ultraep_comm.group.group import session_of
 
 E, S = 10, 3  # uneven: home ranks have 3, 3, 2 and 2 experts
 # A tensor much longer than a tile, one of odd size, and one of a few bytes.
@@ -66,9 +67,11 @@ class Soak:
             for name, tensor in self.weights.items():
                 own = _bytes(tensor[index])
                 self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
-        memory = self.group.session.engine.memory[0].local[
-            self.group.session.engine.layout.slots_base :
-        ]
+        memory = (
+            session_of(self.group)
+            .engine.memory[0]
+            .local[session_of(self.group).engine.layout.slots_base :]
+        )
         memory[:] = GUARD
         work = uec.replicate_experts(
             self.weights, plan, group=self.group, async_op=apart, mode=mode, segments=names
@@ -82,8 +85,8 @@ class Soak:
         row = plan.slot_expert[self.rank].tolist()
         for i, (name, segment) in enumerate(EXPERT.items()):
             start = (
-                self.group.session.engine.layout.slot_offset[i]
-                - self.group.session.engine.layout.slots_base
+                session_of(self.group).engine.layout.slot_offset[i]
+                - session_of(self.group).engine.layout.slots_base
             )
             for slot, expert in enumerate(row):
                 if expert >= 0 and name in names:

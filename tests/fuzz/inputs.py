@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
+from ultraep_comm.calibration import MAX_FIGURE, MeasuredCosts, device_name, make_calibration
 from ultraep_comm.recording.file import CALL, MAGIC, VERSION
 
 Item = TypeVar("Item")
@@ -125,7 +125,7 @@ def calibration_document() -> dict[str, Any]:
             flag_us=0.1,
             hop_us=1.0,
             parallel=2,
-            call_us=MOST,
+            call_us=MAX_FIGURE,
         )
         for name in ("host", "cuda")
     }

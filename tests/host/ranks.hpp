@@ -52,7 +52,7 @@ struct GroupOptions {
   int32_t num_workers = 1;
   bool check = false;                             // slots are compared with their homes
   double call_timeout = 120, wait_timeout = 120;  // far beyond what a busy machine needs
-  std::vector<std::vector<int>> peer_sockets{};   // [rank][peer]
+  std::vector<std::vector<int>> peer_pipes{};     // [rank][peer]
   std::vector<std::vector<int>> peer_processes{};
 };
 
@@ -90,7 +90,7 @@ class Ranks {
     }
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       config.rank = r;
-      if (!options.peer_sockets.empty()) config.peer_sockets = options.peer_sockets[r];
+      if (!options.peer_pipes.empty()) config.peer_pipes = options.peer_pipes[r];
       if (!options.peer_processes.empty()) config.peer_processes = options.peer_processes[r];
       engines_.push_back(std::make_unique<uec::host::Engine>(config));
     }

@@ -1,6 +1,5 @@
 // Calls that cannot succeed: each ends soon, with the right reason, and poisons the group.
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -156,8 +155,8 @@ void check_closed_and_gone() {
   CHECK_EQ(calls.report(0).wait.peer, 1);
 
   int ends[2];
-  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-  Calls lonely(ring(2), {.peer_sockets = {{-1, ends[0]}, {-1, -1}}});
+  CHECK(pipe(ends) == 0);
+  Calls lonely(ring(2), {.peer_pipes = {{-1, ends[0]}, {-1, -1}}});
   const uint64_t epoch = lonely.submit(0, {-1, 0}, {.background = true});
   sleep_ms(30);
   CHECK(!lonely.ranks.engine(0).is_completed(epoch));
@@ -169,10 +168,10 @@ void check_closed_and_gone() {
   close(ends[0]);
 }
 
-// A rank that died may have forked a child that holds its sockets: its process tells.
+// A rank that died may have forked a child that holds its pipe: its process tells.
 void check_gone_with_a_child() {
   int ends[2];
-  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  CHECK(pipe(ends) == 0);
   const pid_t child = fork();
   if (child == 0) {
     for (;;) pause();
@@ -181,7 +180,7 @@ void check_gone_with_a_child() {
   const int process = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
   CHECK(process >= 0);
   GroupOptions options;
-  options.peer_sockets = {{-1, ends[0]}, {}};
+  options.peer_pipes = {{-1, ends[0]}, {}};
   options.peer_processes = {{-1, process}, {}};
   Calls calls(ring(2), options);
   const uint64_t epoch = calls.submit(0, {-1, 0}, {.background = true});

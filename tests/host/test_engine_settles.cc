@@ -2,7 +2,6 @@
 // main weights, which the caller frees or rewrites at once.
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -64,12 +63,12 @@ class Weights {
 // Ranks 1 and 3 import experts 0 to 2 of rank 0, and rank 2 imports its expert 3. Rank 2 never
 // calls, so a worker of rank 0 that has a group of expert 3 waits for it.
 struct Scene {
-  Scene(int64_t expert_bytes, int64_t tile_bytes, int32_t num_workers, std::vector<int> sockets)
+  Scene(int64_t expert_bytes, int64_t tile_bytes, int32_t num_workers, std::vector<int> pipes)
       : weights(std::make_unique<Weights>(4, expert_bytes)),
         ranks(group(), {.segment_bytes = {expert_bytes},
                         .tile_bytes = tile_bytes,
                         .num_workers = num_workers,
-                        .peer_sockets = {sockets, {}, {}, {}}}) {}
+                        .peer_pipes = {pipes, {}, {}, {}}}) {}
 
   static PlanCase group() {
     PlanCase c = make_group(4, 4, 3);
@@ -123,7 +122,7 @@ void on_fault(int signal_number, siginfo_t* info, void*) {
 // A worker of rank 0 is in the middle of a copy when rank 2 fails, by its word or by its end.
 void check_waits_for_held_copy(bool by_abort, bool background) {
   int ends[2];
-  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  CHECK(pipe(ends) == 0);
   constexpr int64_t kTile = 16 * kPage;
   constexpr int32_t kWorkers = 3;
   Scene scene(kWorkers * kTile, kTile, kWorkers, {-1, -1, ends[0], -1});

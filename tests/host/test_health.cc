@@ -1,5 +1,4 @@
 // An engine's health: its counts of calls and waits, and what it knows of its peers.
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -163,9 +162,9 @@ void check_calls() {
 // One rank late, one closed, one whose process has ended: rank 0 distinguishes them.
 void check_peer_states() {
   int ends[2];
-  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-  Callers callers(
-      5, {.call_timeout = 0.2, .peer_sockets = {{-1, -1, -1, ends[0], -1}, {}, {}, {}, {}}});
+  CHECK(pipe(ends) == 0);
+  Callers callers(5,
+                  {.call_timeout = 0.2, .peer_pipes = {{-1, -1, -1, ends[0], -1}, {}, {}, {}, {}}});
   const std::vector<int32_t> all{1, 2, 3, 4, 0}, some{1, -1, -1, -1, -1};
   Engine& zero = callers.ranks.engine(0);
   for (const PeerState& words : zero.peer_states())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from ranks import (
     MIXED,
+    bytes_stored,
     expert_bytes,
     fill_weights,
     make_weights,
@@ -53,7 +54,7 @@ def filled_weights(groups: list[uec.Group], epoch: int) -> list[dict[str, torch.
 
 def stored(groups: list[uec.Group]) -> int:
     """Return the experts that all ranks have stored since they exist."""
-    total = sum(group.bytes_stored for group in groups)
+    total = sum(bytes_stored(group) for group in groups)
     assert total % EXPERT_BYTES == 0
     return total // EXPERT_BYTES
 

@@ -95,7 +95,7 @@ class EmulatedDevice:
         self._held[memory.untyped_storage().data_ptr()] = memory
         return memory
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         at = tensor.data_ptr()
         return tensor.untyped_storage().data_ptr() in self._held or any(
             memory.data_ptr() <= at < memory.data_ptr() + memory.numel() for memory in self._memory
@@ -155,10 +155,10 @@ class EmulatedDevice:
         self._streams += 1
         return self._streams, None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.library.emulated_settle()
 
-    def settle_stream(self) -> None:
+    def synchronize_stream(self) -> None:
         self.library.emulated_settle_stream(self.current_stream())
 
     def load(self, cubin: Path) -> EmulatedKernels:

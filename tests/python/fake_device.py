@@ -119,7 +119,7 @@ class FakeDevice:
         self.launch_result = 0
         self.on_launch: Callable[[str, list[int]], None] | None = None
         self.blocks_per_sm: dict[str, int] = {}  # by kernel, if not 1
-        self.settled = 0  # waits for the whole device
+        self.synchronized = 0  # waits for the whole device
         self.memory: list[torch.Tensor] = []
         self.pages: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []  # of empty()
@@ -150,7 +150,7 @@ class FakeDevice:
         self.tensors.append(torch.empty(tuple(shape), dtype=dtype))
         return self.tensors[-1]
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         return any(tensor.data_ptr() == t.data_ptr() for t in self.tensors)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -174,10 +174,10 @@ class FakeDevice:
     def new_stream(self) -> tuple[int, object]:
         return 0x51, None
 
-    def settle(self) -> None:
-        self.settled += 1
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
-    def settle_stream(self) -> None:
+    def synchronize_stream(self) -> None:
         pass
 
     def load(self, cubin: Path) -> FakeKernels:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fakes import imported, seam_differences
+from fakes import differences_at, imported
 from token_exchange import Exchange
 
 VERSION = "0.3.0"
@@ -186,6 +186,6 @@ def differences() -> list[str]:
         ImportError: torchtitan is not installed.
     """
     with adapter() as api:
-        seam = api.SEAM
+        points = api.PATCH_POINTS
     importlib.import_module("torchtitan")
-    return seam_differences(seam)
+    return differences_at(points)

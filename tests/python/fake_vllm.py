@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fakes import seam_differences
+from fakes import differences_at
 
 from ultraep_comm.adapters.vllm import FACTORY, batch, eplb
 
@@ -99,4 +99,4 @@ def differences() -> list[str]:
         ImportError: vLLM is not installed.
     """
     importlib.import_module("vllm")
-    return seam_differences({**FACTORY, **eplb.SEAM, **batch.SEAM})
+    return differences_at({**FACTORY, **eplb.PATCH_POINTS, **batch.PATCH_POINTS})

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.errors import UnsupportedError
 
 
@@ -80,12 +80,12 @@ def imported(
                 sys.modules[name] = module
 
 
-def seam_differences(seam: Mapping[str, str]) -> list[str]:
+def differences_at(points: Mapping[str, str]) -> list[str]:
     """Return where an installed release differs from what an adapter, and so its fake, expect."""
     found = []
-    for path, parameters in seam.items():
+    for path, parameters in points.items():
         try:
-            seams.check_signature(seams.find(path), parameters.split())
+            checks.check_signature(checks.find(path), parameters.split())
         except (AttributeError, ImportError, UnsupportedError) as error:
             found.append(f"{path}: {error}")
     return found

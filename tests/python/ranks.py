@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology, contiguous_home
 
 MAX_RANKS = 8
@@ -88,9 +89,18 @@ def fill_weights(
             raw(weights[name][i], segment).copy_(expert_bytes(epoch, int(expert), index, segment))
 
 
+def bytes_stored(group: uec.Group) -> int:
+    """Return the bytes that a rank has stored; on a CUDA group the device is asked."""
+    known = group.health().bytes_stored
+    if known is not None:
+        return known
+    engine: Any = session_of(group).engine
+    return int(engine.bytes_stored)
+
+
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
     """Set every byte of symmetric memory from the first slot on, including gaps."""
-    group.session.engine.memory[0].local[group.session.engine.layout.slots_base :] = value
+    session_of(group).engine.memory[0].local[session_of(group).engine.layout.slots_base :] = value
 
 
 def wrong_bytes(
@@ -102,17 +112,17 @@ def wrong_bytes(
     sentinel: int = 0xA5,
 ) -> int:
     """Return the number of wrong bytes in symmetric memory from the first slot on."""
-    offset = group.session.engine.layout.slots_base
-    expected = torch.full_like(group.session.engine.memory[0].local[offset:], sentinel)
+    offset = session_of(group).engine.layout.slots_base
+    expected = torch.full_like(session_of(group).engine.memory[0].local[offset:], sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
-        start = group.session.engine.layout.slot_offset[index] - offset
+        start = session_of(group).engine.layout.slot_offset[index] - offset
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             if expert >= 0:
                 at = start + slot * segment.nbytes
                 expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
-    found = group.session.engine.memory[0].local[offset:]
+    found = session_of(group).engine.memory[0].local[offset:]
     return 0 if same_bytes(found, expected) else int((found != expected).sum())
 
 
@@ -136,6 +146,28 @@ def random_plan(
             if torch.rand((), generator=generator) < fill:
                 slot_expert[rank, slot] = order[slot]
     return uec.Plan.from_slots(slot_expert, num_experts=num_experts, home=home)
+
+
+def plan_alone(
+    load: torch.Tensor,
+    *,
+    slots_per_rank: int,
+    num_ranks: int | None = None,
+    home: Any = None,
+    domains: Any = None,
+    allow_cross_domain: bool = False,
+    **options: Any,
+) -> uec.Plan:
+    """Plan without a group: for the experts of a load and, by default, its ranks."""
+    topology = Topology.make(
+        num_ranks=load.shape[0] if num_ranks is None else num_ranks,
+        num_experts=load.shape[-1],
+        slots_per_rank=slots_per_rank,
+        home=home,
+        domains=domains,
+        allow_cross_domain=allow_cross_domain,
+    )
+    return uec.plan_replicas(load, topology=topology, **options)
 
 
 def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import make_weights, start_all
+from ranks import make_weights, plan_alone, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
@@ -36,7 +36,7 @@ def make_recorder(rank: int, topology: Topology, **options: Any) -> Recorder:
 def plan_of(first: int) -> uec.Plan:
     """Return a plan with quotas and load; rank 0 has ``first`` tokens of expert 0."""
     load = torch.tensor([[first, 1, 1, 1], [7, 2, 2, 2]], dtype=torch.int32)
-    return uec.plan_replicas(load, slots_per_rank=S)
+    return plan_alone(load, slots_per_rank=S)
 
 
 def transfer(groups: list[uec.Group], plans: Any, **options: Any) -> None:

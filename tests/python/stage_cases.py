@@ -20,7 +20,7 @@ def order_gathers(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> No
     gather = stages_module.gather_gradient
 
     def gather_behind_launches(grad: torch.Tensor, instances: torch.Tensor) -> torch.Tensor:
-        device.settle()
+        device.synchronize()
         return gather(grad, instances)
 
     monkeypatch.setattr(stages_module, "gather_gradient", gather_behind_launches)

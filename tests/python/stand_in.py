@@ -38,4 +38,4 @@ class Emulated(StandIn):
         return tensor.clone()
 
     def settle(self) -> None:
-        device.find_device().settle()
+        device.find_device().synchronize()

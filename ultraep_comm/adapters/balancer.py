@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.seams import warn_idle
+from ultraep_comm.adapters.checks import warn_idle
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.nn import LayerPass, Replication
-from ultraep_comm.nn.weights import Mains
+from ultraep_comm.group.group import rejecting
+from ultraep_comm.nn import Replication
+from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.weights.binding import Binding
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 
@@ -39,9 +40,7 @@ class Balancer:
         plan: of the last batch; None: there was none.
     """
 
-    def __init__(
-        self, group: uec.Group, weights: Mapping[str, Mains] | Binding, **options: Any
-    ) -> None:
+    def __init__(self, group: uec.Group, weights: Weights | Binding, **options: Any) -> None:
         """Describe a layer.
 
         Args:
@@ -87,13 +86,18 @@ class Balancer:
                 " batch, whose replicas would be overwritten; give each batch that is under way a"
                 " Balancer of its own, with slots of its own (bank=)"
             )
-            self.group.session.reject(error)
-            raise error
+            with rejecting(self.group):
+                raise error
         with torch.no_grad():
             run = self._calls.begin(self.weights, topk_ids, num_tokens=num_tokens, source=source)
         assert run.topk_ids is not None
         self._run, self.plan = run, run.plan
         return run.topk_ids
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a batch's replicas have not been waited for."""
+        return self._run is not None
 
     def wait(self) -> None:
         """Order what follows after the replicas' arrival: on a CUDA group, in the current stream.

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ultraep_comm as uec
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
+from ultraep_comm.adapters.options import open_layer
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
-from ultraep_comm.group.layers import group_for
-from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
 
@@ -28,7 +26,7 @@ _COUNT = "deepspeed.moe.ep_count:count_tokens_per_expert"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 # What the adapter calls or overrides, and the parameters that it counts on.
-SEAM = {
+PATCH_POINTS = {
     f"{_LAYER}._forward": "self hidden_states",
     f"{_LAYER}._finalize_output": "self output x hidden_states hdim",
     "deepspeed.moe.ep_router:TokenChoiceTopKRouter.forward": "self x expert_bias",
@@ -42,16 +40,7 @@ _VIEWED = ("router", "experts", "num_experts", "num_local_experts", "tokens_per_
 _KNOWN = {"comm_backend": "comm", "async_split_plan": False, "folding_group_handles": None}
 
 
-def replicate(
-    engine: Any,
-    /,
-    slots_per_rank: int = 2,
-    *,
-    target: float = 1.01,
-    cost: uec.PlanCost | None = None,
-    min_tokens: int = 0,
-    **options: Any,
-) -> list[Any]:
+def replicate(engine: Any, /, slots_per_rank: int = 2, **options: Any) -> list[Any]:
     """Give every AutoEP layer of an engine replicas for each of its microbatches. Collective.
 
     Parameters, ``state_dict``, the optimizer and checkpoints stay as they are. From then on every
@@ -61,11 +50,9 @@ def replicate(
     Args:
         engine: as of ``deepspeed.initialize`` with ``expert_parallel``.
         slots_per_rank: S.
-        target: as for ``Replication``.
-        cost: likewise.
-        min_tokens: likewise.
-        options: as for ``new_group``, its ``engine`` among them. ``grads`` is float32 unless the
-            experts are frozen.
+        options: of layers, as for ``Replication`` (``target``, ``cost``, ``min_tokens``), and of
+            their group, as for ``new_group``, its ``engine`` among them. ``grads`` is float32
+            unless the experts are frozen.
 
     Returns:
         The layers that have replicas now: none if expert parallelism has one rank. In each
@@ -76,27 +63,26 @@ def replicate(
         UnsupportedError: this version of DeepSpeed, the engine, or a layer on any rank does not go
             with replicas. No layer was changed.
     """
-    seams.check_seam("deepspeed", "0.19.8", "0.19.8", SEAM)
-    kind = seams.find(_LAYER)
+    checks.check_signatures("deepspeed", "0.19.8", "0.19.8", PATCH_POINTS)
+    kind = checks.find(_LAYER)
     _check_body(kind)
     layers = _find_layers(engine, kind)
-    layers = [m for m in layers if not seams.is_alone(m.ep_group, "DeepSpeed", _SETTING)]
+    layers = [m for m in layers if not checks.is_alone(m.ep_group, "DeepSpeed", _SETTING)]
     if not layers:
         return []
-    seams.agree(engine.data_parallel_group, [_describe(m) for m in layers], "data-parallel rank")
+    checks.agree(engine.data_parallel_group, [_describe(m) for m in layers], "data-parallel rank")
     for layer in layers:
         weights = dict(layer.experts.named_parameters())
         is_trained = any(weight.requires_grad for weight in weights.values())
-        group, index = group_for(
+        calls = open_layer(
             layer.ep_group,
-            like={name: weight.detach() for name, weight in weights.items()},
+            {name: weight.detach() for name, weight in weights.items()},
             slots_per_rank=slots_per_rank,
             num_experts=layer.num_experts,
-            **({"grads": torch.float32} if is_trained else {}) | options,
+            **{"grads": torch.float32 if is_trained else None} | options,
         )
-        calls = Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
         layer.replicas, layer.replica_plan = calls, None
-        seams.check_unchanged(calls, layer.experts)
+        checks.check_unchanged(calls, layer.experts)
         layer.__class__ = _layer_class(layer.__class__)
     return layers
 
@@ -117,7 +103,7 @@ def _find_layers(engine: Any, kind: Any) -> list[Any]:
         InvalidArgumentError: it has none.
         UnsupportedError: it trains them in a way for which the adapter was not written.
     """
-    if not isinstance(engine, seams.find(_ENGINE)):
+    if not isinstance(engine, checks.find(_ENGINE)):
         raise InvalidArgumentError(
             f"replicate was given a {type(engine).__name__}; expected the engine that"
             " deepspeed.initialize returns"
@@ -131,7 +117,7 @@ def _find_layers(engine: Any, kind: Any) -> list[Any]:
     stage = engine.zero_optimization_stage()
     problems = {
         f"ZeRO stage {stage} has only parts of the experts; expected at most 2": stage > 2,
-        "a pipeline has several microbatches under way": isinstance(engine, seams.find(_PIPELINE)),
+        "a pipeline has several microbatches under way": isinstance(engine, checks.find(_PIPELINE)),
         "tensor parallelism: its ranks plan apart": engine.mp_world_size > 1,
         "sequence parallelism has never run": engine.sequence_parallel_size > 1,
     }
@@ -145,18 +131,18 @@ def _describe(layer: Any) -> tuple[str, Any]:
     if hasattr(layer, "replicas"):
         return "it has replicas already", None
     for module, path in ((layer, _LAYER), (layer.experts, _EXPERTS)):
-        if type(module) is not (known := seams.find(path)):
+        if type(module) is not (known := checks.find(path)):
             return f"it has a {type(module).__name__}; expected {known.__name__}", None
     for name, known in _KNOWN.items():
         if (value := getattr(layer, name)) != known:
             return f"{name}={value!r}, which the adapter has never run; expected {known!r}", None
     try:
-        seams.check_experts(layer.experts, layer.num_local_experts, "train without replicas")
+        checks.check_experts(layer.experts, layer.num_local_experts, "train without replicas")
     except UnsupportedError as error:
         return str(error), None
     one = {n: w[0] for n, w in layer.experts.named_parameters()}
-    problem, shapes = seams.describe_experts([one])
-    return problem, [shapes, seams.name_code(layer.experts)]
+    problem, shapes = checks.describe_experts([one])
+    return problem, [shapes, checks.name_code(layer.experts)]
 
 
 class _View:
@@ -177,7 +163,7 @@ def _layer_class(base: Any) -> Any:
     class ReplicatedAutoEPMoELayer(base):
         @breaks_graph
         def _forward(self, hidden_states: Tensor) -> Any:
-            seams.check_unchanged(self.replicas, self.experts)
+            checks.check_unchanged(self.replicas, self.experts)
             scores, ids, counts = self.router(hidden_states.flatten(0, -2), self.expert_bias)
             run = self.replicas.begin(dict(self.experts.named_parameters()), ids)
             self.replica_plan = run.plan
@@ -186,7 +172,7 @@ def _layer_class(base: Any) -> Any:
 
             def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
                 rows, mains, slots = run.before_experts(rows)
-                rows = seams.run_grouped(self.experts, rows, counts, mains, slots)
+                rows = checks.run_grouped(self.experts, rows, counts, mains, slots)
                 output: Tensor = run.after_experts(rows)
                 return output
 
@@ -195,7 +181,7 @@ def _layer_class(base: Any) -> Any:
 
             topology = self.replicas.group.topology
             number = topology.num_ranks * topology.instances_per_rank
-            counts = seams.find(_COUNT)(run.topk_ids, number)
+            counts = checks.find(_COUNT)(run.topk_ids, number)
             view = _View(
                 self,
                 router=lambda *_: (scores, run.topk_ids, counts),

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
+from ultraep_comm.adapters.options import open_layer
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.group.layers import group_for
-from ultraep_comm.nn import LayerPass, Replication
+from ultraep_comm.group.group import rejecting
+from ultraep_comm.nn import Replication
+from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.nn.weights import unbind_slots
 from ultraep_comm.system import undocumented
@@ -36,7 +38,7 @@ _KINDS = [
 _LINEAR = [f"megatron.core.tensor_parallel.layers:{p}ParallelLinear" for p in ("Column", "Row")]
 _MADE = "self num_local_experts local_expert_indices config pg_collection"
 # What the adapter calls or overrides, and the parameters that it counts on.
-SEAM = {
+PATCH_POINTS = {
     f"{_LAYER}.route": "self hidden_states padding_mask",
     f"{_LAYER}.preprocess": "self hidden_states probs routing_map",
     f"{_LAYER}.routed_experts_compute": "self hidden_states probs",
@@ -61,9 +63,6 @@ def replicate(
     slots_per_rank: int = 2,
     *,
     live: int = 1,
-    target: float = 1.01,
-    cost: uec.PlanCost | None = None,
-    min_tokens: int = 0,
     **options: Any,
 ) -> list[Any]:
     """Give every ``MoELayer`` of a built model replicas for each of its microbatches. Collective.
@@ -77,10 +76,8 @@ def replicate(
         slots_per_rank: S.
         live: 1: Megatron's dispatchers keep the state of one microbatch. Its schedules alternate
             whole forward and backward passes, and need no more.
-        target: as for ``Replication``.
-        cost: likewise.
-        min_tokens: likewise.
-        options: as for ``new_group``. ``grads`` is float32 unless the experts are frozen.
+        options: of layers, as for ``Replication`` (``target``, ``cost``, ``min_tokens``), and of
+            their group, as for ``new_group``. ``grads`` is float32 unless the experts are frozen.
 
     Returns:
         The layers that have replicas now: none if expert parallelism has one rank. In each
@@ -90,30 +87,27 @@ def replicate(
         UnsupportedError: this version of megatron-core, or a setting of a layer on any rank of its
             expert-parallel group, does not go with replicas. No layer was changed.
     """
-    seams.check_seam("megatron-core", "0.16", "0.16", SEAM)
+    checks.check_signatures("megatron-core", "0.16", "0.16", PATCH_POINTS)
     if live != 1:
         raise UnsupportedError(
             f"live={live}; expected 1: Megatron's dispatchers keep the state of one microbatch"
         )
     chunks = [model] if isinstance(model, torch.nn.Module) else model
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, seams.find(_LAYER))]
-    layers = [m for m in layers if not seams.is_alone(m.ep_group, "Megatron", _SETTING)]
+    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, checks.find(_LAYER))]
+    layers = [m for m in layers if not checks.is_alone(m.ep_group, "Megatron", _SETTING)]
     for process_group in {id(m.ep_group): m.ep_group for m in layers}.values():
-        seams.agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
+        checks.agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
     for layer in layers:
         each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
-        if any(p.requires_grad for p in each[0].values()):
-            options.setdefault("grads", torch.float32)
-        group, index = group_for(
+        is_trained = any(p.requires_grad for p in each[0].values())
+        calls = open_layer(
             layer.ep_group,
-            like={name: [own[name].detach() for own in each] for name in each[0]},
+            {name: [own[name].detach() for own in each] for name in each[0]},
             slots_per_rank=slots_per_rank,
             num_experts=layer.config.num_moe_experts,
-            **options,
+            **{"grads": torch.float32 if is_trained else None} | options,
         )
-        _change(
-            layer, Replication(group, layer=index, target=target, cost=cost, min_tokens=min_tokens)
-        )
+        _change(layer, calls)
     return layers
 
 
@@ -131,20 +125,20 @@ def _describe(layer: Any) -> tuple[str, Any]:
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size={dispatcher.tp_size}: its ranks plan apart", None
     never = "it has a {}, which the adapter has never run; expected {}"
-    if not isinstance(dispatcher, tuple(map(seams.find, _KINDS))):
+    if not isinstance(dispatcher, tuple(map(checks.find, _KINDS))):
         return never.format(type(dispatcher).__name__, "one of Megatron's"), None
-    if not isinstance(experts, seams.find(_EXPERTS)):
+    if not isinstance(experts, checks.find(_EXPERTS)):
         return never.format(type(experts).__name__, "SequentialMLP: moe_grouped_gemm=False"), None
-    linear = tuple(map(seams.find, _LINEAR))
+    linear = tuple(map(checks.find, _LINEAR))
     for module in experts.local_experts[0].modules():
         held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if held and not isinstance(module, linear):
             return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
-    if unlike := seams.find_unlike(experts.local_experts):
+    if unlike := checks.find_unlike(experts.local_experts):
         return unlike, None
     each = [dict(e.named_parameters()) for e in experts.local_experts]
-    problem, shapes = seams.describe_experts(each)
-    return problem, [shapes, seams.name_code(experts.local_experts[0])]
+    problem, shapes = checks.describe_experts(each)
+    return problem, [shapes, checks.name_code(experts.local_experts[0])]
 
 
 def _run(expert: Any, weights: dict[str, Tensor], *given: Any) -> Any:
@@ -158,17 +152,17 @@ class _Replicas:
         self.calls = calls
         self._experts, every = local_experts, local_experts.modules()
         self._modules = [(undocumented(m, "_forward_pre_hooks"), m) for m in every]
-        self._seen = seams.contents(local_experts.modules())
+        self._seen = checks.contents(local_experts.modules())
         self._names = [name for name, _ in local_experts[0].named_parameters()]
         self.run: LayerPass | None = None
 
     def _check(self) -> None:
         """Refuse what has been done to the experts since, on peers too."""
-        seen = seams.contents(module for _, module in self._modules)
+        seen = checks.contents(module for _, module in self._modules)
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return  # in a tenth of the time of what follows
         group = self.calls.group
-        problem = seams.find_unlike(self._experts)
+        problem = checks.find_unlike(self._experts)
         names = [name for name, _ in self._experts[0].named_parameters()]
         every = zip_longest((module for _, module in self._modules), self._experts.modules())
         if not problem and (names != self._names or any(old is not new for old, new in every)):
@@ -179,8 +173,8 @@ class _Replicas:
                 f"rank {group.rank}: MoE layer {self.calls.layer} was changed after replicate():"
                 f" {problem}. Change all experts alike, before replicate()"
             )
-            group.session.reject(error)
-            raise error
+            with rejecting(group):
+                raise error
         self._seen = seen
 
     def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:
@@ -201,7 +195,7 @@ class _Replicas:
         group = self.calls.group
         local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
         by_expert = zip(*(mains[name] for name in self._names), strict=True)
-        by_slot = zip(*(unbind_slots(slots[n], plan, group.rank) for n in self._names), strict=True)
+        by_slot = zip(*(unbind_slots(slots[n], plan, group) for n in self._names), strict=True)
         weights = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
         return [functools.partial(_run, *own) for own in zip(local, weights, strict=True)]
 

@@ -10,9 +10,7 @@ checkpoints and optimizers do not see replicas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import spmd_types
@@ -23,13 +21,13 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.options import Options
-from ultraep_comm.adapters.seams import (
+from ultraep_comm.adapters.checks import (
     check_experts,
-    check_seam,
+    check_signatures,
     is_alone,
     run_grouped,
 )
+from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
@@ -42,21 +40,19 @@ _MOE = "torchtitan.models.common.moe"
 _DISPATCHER = "torchtitan.models.common.token_dispatcher:AllToAllTokenDispatcher"
 _INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
 # What is called or overridden here, and the parameters with which it was tried.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        "torchtitan.config.override:override": "target fqns description exact",
-        "torchtitan.config.override:derive": "source target_cls deltas",
-        "torchtitan.distributed.spmd_types:maybe_set_sparse_mesh": "",
-        "torchtitan.distributed.parallel_dims:ParallelDims.get_optional_mesh": "self dims",
-        f"{_MOE}:RoutedExperts.__init__": "self config",
-        f"{_MOE}:RoutedExperts.forward": f"self {_INPUTS}",
-        f"{_MOE}:RoutedExperts.parallelize": "self parallel_dims",
-        f"{_MOE}:GroupedExperts.forward": "self x_RD num_tokens_per_expert_E",
-        f"{_DISPATCHER}.wire_meshes": "self ep_mesh",
-        f"{_DISPATCHER}.dispatch": f"self {_INPUTS.replace('BL', 'T')}",
-        f"{_DISPATCHER}.combine": "self routed_output_RD metadata x_TD",
-    }
-)
+PATCH_POINTS = {
+    "torchtitan.config.override:override": "target fqns description exact",
+    "torchtitan.config.override:derive": "source target_cls deltas",
+    "torchtitan.distributed.spmd_types:maybe_set_sparse_mesh": "",
+    "torchtitan.distributed.parallel_dims:ParallelDims.get_optional_mesh": "self dims",
+    f"{_MOE}:RoutedExperts.__init__": "self config",
+    f"{_MOE}:RoutedExperts.forward": f"self {_INPUTS}",
+    f"{_MOE}:RoutedExperts.parallelize": "self parallel_dims",
+    f"{_MOE}:GroupedExperts.forward": "self x_RD num_tokens_per_expert_E",
+    f"{_DISPATCHER}.wire_meshes": "self ep_mesh",
+    f"{_DISPATCHER}.dispatch": f"self {_INPUTS.replace('BL', 'T')}",
+    f"{_DISPATCHER}.combine": "self routed_output_RD metadata x_TD",
+}
 
 
 class ReplicatedRoutedExperts(RoutedExperts):
@@ -78,7 +74,11 @@ class ReplicatedRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._options = Options("replicate", config.slots_per_rank, config.live, config.options)
+        self._options = {
+            "slots_per_rank": config.slots_per_rank,
+            "live": config.live,
+            **config.options,
+        }
         self._num_local_experts = 0
         self._is_alone: bool | None = None
         self._calls: Replication | None = None
@@ -99,7 +99,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
         if mesh is not None:
             # Before the dispatcher creates its buffers: it sees a model of this many experts.
             self._num_local_experts = self.token_dispatcher.num_experts // mesh.size()
-            self.token_dispatcher.num_experts += mesh.size() * self._options.slots_per_rank
+            self.token_dispatcher.num_experts += mesh.size() * self._options["slots_per_rank"]
         super().parallelize(parallel_dims)
         if mesh is not None:
             self._check()
@@ -127,8 +127,8 @@ class ReplicatedRoutedExperts(RoutedExperts):
             return output
         weights = dict(self.inner_experts.named_parameters(recurse=False))
         ranks = dispatcher.ep_mesh.get_group()
-        self._calls = self._options.calls_of(
-            self._calls, ranks, weights, self._check_again, self.inner_experts
+        self._calls = calls_of(
+            self._calls, ranks, weights, self._check_again, self.inner_experts, self._options
         )
         run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
@@ -165,15 +165,16 @@ def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options:
 
     Args:
         config: of ``RoutedExperts``.
-        slots_per_rank: as for :class:`ultraep_comm.adapters.options.Options`.
-        live: likewise.
-        options: likewise.
+        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
+            for their gradients in fp32, once for all layers of one shape.
+        live: microbatches whose passes overlap; each takes slots of its own.
+        options: as for :func:`ultraep_comm.adapters.options.check_options`.
 
     Raises:
         InvalidArgumentError: another option.
         UnsupportedError: the configuration is of another class, whose forward pass is not known.
     """
-    Options("replicate", slots_per_rank, live, options)
+    check_options("replicate", options, "slots_per_rank", "live")
     if type(config) is not RoutedExperts.Config:
         raise UnsupportedError(
             f"experts of {type(config).__qualname__} cannot be replicated; expected"
@@ -192,4 +193,4 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
 
 
-check_seam("torchtitan", "0.3", "0.3", SEAM)
+check_signatures("torchtitan", "0.3", "0.3", PATCH_POINTS)

@@ -16,8 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +25,8 @@ from torch import nn
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.options import Options
-from ultraep_comm.adapters.seams import check_experts, check_seam, find, is_alone, warn_idle
+from ultraep_comm.adapters.checks import check_experts, check_signatures, find, is_alone, warn_idle
+from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
@@ -42,18 +41,16 @@ _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _SETTING = "ep_size above 1 in DistributedConfig"
 _CALL = "self hidden_states top_k_index top_k_weights"
 # What is called or overridden here, and the parameters with which it was tried.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_CONFIG}.__post_init__": "self",
-        f"{_EP}:EPImplementation.__init__": "self experts ep_mesh tp_mesh",
-        f"{_EP}:EPImplementation.__call__": _CALL,
-        f"{_EP}:AllToAllEP.__call__": _CALL,
-        f"{_EP}:AllToAllEP._dispatch_tokens": _CALL,
-        f"{_EP}:AllToAllEP._combine_tokens": "self expert_output state",
-        f"{_EP}:EPImplementationInterface.register": "key value",
-    }
-)
-_options = Options("configure()", 2, 1, {})
+PATCH_POINTS = {
+    f"{_CONFIG}.__post_init__": "self",
+    f"{_EP}:EPImplementation.__init__": "self experts ep_mesh tp_mesh",
+    f"{_EP}:EPImplementation.__call__": _CALL,
+    f"{_EP}:AllToAllEP.__call__": _CALL,
+    f"{_EP}:AllToAllEP._dispatch_tokens": _CALL,
+    f"{_EP}:AllToAllEP._combine_tokens": "self expert_output state",
+    f"{_EP}:EPImplementationInterface.register": "key value",
+}
+_options: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
 _replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
 atexit.register(_replications.clear)  # caches may keep models until after Python's own end
 
@@ -62,15 +59,17 @@ def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None
     """Set how models that are loaded from now on replicate; the same on every rank.
 
     Args:
-        slots_per_rank: as for :class:`ultraep_comm.adapters.options.Options`.
-        live: likewise.
-        options: likewise.
+        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
+            for their gradients in fp32, once for all layers of one shape.
+        live: microbatches whose passes overlap; each takes slots of its own.
+        options: as for :func:`ultraep_comm.adapters.options.check_options`.
 
     Raises:
         InvalidArgumentError: another option.
     """
     global _options  # noqa: PLW0603 - transformers makes implementations from three arguments
-    _options = Options("configure()", slots_per_rank, live, options)
+    check_options("configure()", options, "slots_per_rank", "live")
+    _options = {"slots_per_rank": slots_per_rank, "live": live, **options}
 
 
 def layers(model: nn.Module) -> dict[str, UltraEP]:
@@ -155,8 +154,8 @@ class UltraEP(AllToAllEP):
         """Return the layer's calls; collective at first, and when other weights are trained."""
         ranks, known = self.ep_mesh.get_group(), _replications.get(self)
         # Hooks are around the dispatch.
-        calls = self._options.calls_of(
-            known, ranks, weights, self._check, self._experts, hooks=False
+        calls = calls_of(
+            known, ranks, weights, self._check, self._experts, self._options, hooks=False
         )
         # The dispatch sees a model of this many experts on every rank.
         self.num_local_experts = calls.group.topology.instances_per_rank
@@ -164,9 +163,8 @@ class UltraEP(AllToAllEP):
         return calls
 
     def _check(self) -> None:
-        check_experts(
-            self._experts, self._num_local_experts, _INSTEAD
-        )  # they may have been replaced
+        # They may have been replaced.
+        check_experts(self._experts, self._num_local_experts, _INSTEAD)
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, mains: Weights, slots: Weights
@@ -182,9 +180,8 @@ class UltraEP(AllToAllEP):
         """
         if not len(rows):
             return rows  # gradients go on through the exchange all the same
-        num_home = int(
-            (ids < self._num_local_experts).sum()
-        )  # the exchange has synchronised already
+        # The exchange has synchronised already.
+        num_home = int((ids < self._num_local_experts).sum())
         if num_home == len(rows):
             return self._run(mains, rows, ids, scale)
         order = ids[:, 0].argsort(stable=True)
@@ -234,6 +231,6 @@ def _watch_config() -> None:
     config.__post_init__ = __post_init__
 
 
-check_seam("transformers", "5.23", "5.23", SEAM)
+check_signatures("transformers", "5.23", "5.23", PATCH_POINTS)
 _watch_config()
 EPImplementationInterface.register(NAME, UltraEP)

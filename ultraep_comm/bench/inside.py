@@ -10,30 +10,32 @@ import torch
 from ultraep_comm.calls.plan import plan_objective
 from ultraep_comm.engines.cuda.engine import CudaEngine
 from ultraep_comm.engines.cuda.stages import CudaStages
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.plan.plan import Plan
 
 
 def device_stages(group: Group) -> CudaStages:
     """Return the stages of a CUDA group."""
-    engine = group.session.engine
+    engine = session_of(group).engine
     assert isinstance(engine, CudaStages)
     return engine
 
 
 def plans_at_once(group: Group) -> bool:
     """Return whether `gather_and_plan` is one launch."""
-    return bool(group.session.engine.plans_at_once)
+    engine = session_of(group).engine
+    return isinstance(engine, CudaEngine) and engine.plans_at_once
 
 
 def put(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the group's device."""
-    return group.session.engine.to_device(tensor)
+    engine = session_of(group).engine
+    return engine.to_device(tensor) if isinstance(engine, CudaStages) else tensor
 
 
 def launch_counts(group: Group) -> tuple[int, int]:
     """Return the numbers of kernels and copies that one rank has enqueued so far."""
-    engine = group.session.engine
+    engine = session_of(group).engine
     assert isinstance(engine, CudaEngine)
     shared, own = engine.launch_counts, engine.stage_launches
     return shared[0] + own[0], shared[1] + own[1]
@@ -44,12 +46,12 @@ def launch_counts(group: Group) -> tuple[int, int]:
 
 def allocate(group: Group, num_bytes: int) -> Any:
     """Allocate symmetric memory like the group's own. Collective."""
-    return group.session.engine.fabric.allocate(num_bytes)
+    return session_of(group).engine.fabric.allocate(num_bytes)
 
 
 def all_in_reach(group: Group) -> bool:
     """Return whether this rank can address the main weights of all ranks."""
-    return all(group.session.engine.memory[1].bases)
+    return all(session_of(group).engine.memory[1].bases)
 
 
 def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, int, int]]:
@@ -57,7 +59,7 @@ def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, i
 
     Only for groups with a single region of weights, from one `Group.empty_weights`.
     """
-    layout, base = group.session.engine.layout, group.session.engine.memory[1].bases[home]
+    layout, base = session_of(group).engine.layout, session_of(group).engine.memory[1].bases[home]
     offsets = zip(layout.region_offset, group.segments.items(), strict=True)
     for offset, (name, segment) in offsets:
         yield name, base + offset + layout.local_idx[expert] * segment.nbytes, segment.nbytes
@@ -65,7 +67,7 @@ def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, i
 
 def slot_grad_address(group: Group, rank: int, slot: int, segment: int, num_bytes: int) -> int:
     """Return the address of a segment's gradients, of ``num_bytes``, in a slot of a rank."""
-    session = group.session
+    session = session_of(group)
     offset = session.engine.layout.grad_offset[segment] + slot * num_bytes
     return session.engine.memory[0].bases[rank] + offset
 
@@ -78,9 +80,10 @@ def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> lis
     """Do `gather_load` for all ranks of a loopback group."""
     loads, works = [], []
     for group, own in zip(groups, ids, strict=True):
-        session = group.session
-        counted, load = session.engine.count(own, "topk_ids"), session.engine.empty_load()
-        epoch = session.engine.gather(counted, load)
+        session = session_of(group)
+        counted = session.engine.count(own, "topk_ids", for_gather=True)
+        load = session.engine.empty((group.num_ranks, group.topology.num_experts))
+        epoch, _ = session.engine.gather(counted, load)
         works.append(session.submit(epoch, (own, load), "gather_load"))
         loads.append(load)
     for work in works:
@@ -94,11 +97,13 @@ def gather_and_plan_together(
     """Do `gather_and_plan` for all ranks of a loopback group."""
     plans, works = [], []
     for group, own in zip(groups, ids, strict=True):
-        session = group.session
+        session = session_of(group)
         objective = plan_objective(target, None, group)
-        counted, load = session.engine.count(own, "topk_ids"), session.engine.empty_load()
-        epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
-        works.append(session.submit(epoch, keep, "gather_and_plan"))
+        counted = session.engine.count(own, "topk_ids", for_gather=True)
+        load = session.engine.empty((group.num_ranks, group.topology.num_experts))
+        epoch, plan = session.engine.gather(counted, load, objective)
+        assert plan is not None
+        works.append(session.submit(epoch, (counted, load, plan), "gather_and_plan"))
         plans.append(plan)
     for work in works:
         work.wait()

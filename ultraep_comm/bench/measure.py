@@ -15,8 +15,8 @@ from ultraep_comm.bench.clock import Clock, Meter
 from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.plan.bounds import find_transfer_bound
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import transfer_bound
 
 Given = TypeVar("Given", bound=Settings)
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -243,7 +243,12 @@ def describe_link(settings: Settings) -> list[str]:
 
 def link_bound_us(plan: Plan, expert_bytes: int, link_gbps: float) -> float:
     """Return T* of a plan in microseconds, over links of ``link_gbps`` one way."""
-    return transfer_bound(plan.slot_expert, home=plan.home) * expert_bytes / link_gbps / 1e3
+    return transfer_bound(plan) * expert_bytes / link_gbps / 1e3
+
+
+def transfer_bound(plan: Plan) -> float:
+    """Return T* of a plan, in experts over one link."""
+    return float(find_transfer_bound(plan.slot_expert.numpy(), plan.home.numpy())[0])
 
 
 def paired_ratio(ours: Measured, other: Measured) -> float:

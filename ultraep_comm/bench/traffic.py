@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ultraep_comm import _core
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import GROUP_BYTES, Schedule
+from ultraep_comm.plan.schedule import MODES
 
 Int64Array = NDArray[np.int64]
+GROUP_BYTES = 32 << 10  # of a flag group, if tiles are no larger
+_COST = [0, 0, 0, 0, 100]  # of a cost model that is not asked: the mode is given
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +58,39 @@ def group_offsets(segment_bytes: Sequence[int], tile_bytes: int) -> Int64Array:
     return np.array([*inner, tiles[-1]], np.int64)
 
 
+def make_schedule(
+    plan: Plan, mode: str, *, segment_bytes: Sequence[int], tile_bytes: int
+) -> dict[str, Any]:
+    """Return the core's schedule of a plan in one domain, by field."""
+    return _core.make_schedule(
+        plan.slot_expert.flatten().tolist(),
+        plan.home.tolist(),
+        [0] * plan.num_ranks,
+        plan.slots_per_rank,
+        False,
+        list(segment_bytes),
+        tile_bytes,
+        MODES[mode],
+        False,
+        _COST,
+    )
+
+
+def list_hubs(schedule: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
+    """Return the hubs of each entry: (rank, begin, end), in flag groups; first the source.
+
+    The others are the ranks of its replicas. An empty range has nothing to hand out.
+    """
+    found = []
+    for x, (first, last) in enumerate(pairwise(schedule["first"])):
+        ranks = [schedule["source_rank"][x], *schedule["replica_rank"][first:last]]
+        bounds = schedule["boundary"][first + 2 * x : last + 2 * x + 2]
+        found.append([(r, *span) for r, span in zip(ranks, pairwise(bounds), strict=True)])
+    return found
+
+
 def count_traffic(
-    schedule: Schedule, *, num_ranks: int, segment_bytes: Sequence[int], tile_bytes: int
+    plan: Plan, mode: str, *, segment_bytes: Sequence[int], tile_bytes: int
 ) -> Traffic:
     """Count what every rank loads, stores and sends under a schedule.
 
@@ -62,11 +98,12 @@ def count_traffic(
     of a hub other than itself, and the hub loads it from there. In pull the hub loads the range
     from the source and stores it to every replica, including its own.
     """
-    loads, stores, egress = (np.zeros(num_ranks, np.int64) for _ in range(3))
+    loads, stores, egress = (np.zeros(plan.num_ranks, np.int64) for _ in range(3))
     offsets = group_offsets(segment_bytes, tile_bytes)
-    for x in range(schedule.num_experts):
-        source, num = int(schedule.source_rank[x]), len(list(schedule.replicas(x)))
-        for hub, begin, end in schedule.hubs(x):
+    schedule = make_schedule(plan, mode, segment_bytes=segment_bytes, tile_bytes=tile_bytes)
+    for hubs in list_hubs(schedule):
+        source, num = hubs[0][0], len(hubs) - 1
+        for hub, begin, end in hubs:
             size = int(offsets[end] - offsets[begin])
             loads[hub] += size
             if hub == source:
@@ -75,7 +112,7 @@ def count_traffic(
                 continue
             egress[hub] += (num - 1) * size
             egress[source] += size  # stored by the source, or loaded from it
-            if schedule.mode == "push":
+            if mode == "push":
                 loads[source] += size
                 stores[source] += size
                 stores[hub] += (num - 1) * size

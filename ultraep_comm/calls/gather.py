@@ -12,6 +12,7 @@ from ultraep_comm.calls.plan import plan_objective, plan_replicas
 from ultraep_comm.engines.base import (
     REJECTED_ROW,
     Form,
+    Objective,
     check_rows,
     count_in_torch,
 )
@@ -67,29 +68,7 @@ def gather_load(
         if source is not None:
             return _count_alone(routing, form, source, session)
         return traced.gather_load(routing, form, group)
-    engine = session.engine
-    session.enter("gather_load")
-    if engine.exchange_counts is not None and source is None:
-        return _exchange(given, session, engine.exchange_counts)
-    try:
-        routing, form = _find_routing(given, session)
-        if source is not None:
-            return _count_alone(routing, form, source, session)
-        counted, load = engine.count(routing, form), engine.empty_load()
-    except Exception as error:
-        session.reject(error)
-        raise
-    try:
-        epoch = engine.gather(counted, load)
-        work = session.submit(epoch, (counted.values, load), "gather_load")
-        if engine.is_on_device(load) == engine.is_on_device(routing):
-            work.wait()
-            return load
-        work.synchronize()
-    except BaseException as error:
-        session.note_failure(error)
-        raise
-    return torch.empty(load.shape, dtype=torch.int32, device=routing.device).copy_(load)
+    return _gather("gather_load", given, session, source)[0]
 
 
 def gather_and_plan(
@@ -126,18 +105,7 @@ def gather_and_plan(
     """
     session = session_of(group)
     given = _Given(topk_ids, routing_map, counts, num_tokens)
-    engine = session.engine
-    at_once = source is None and engine.exchange_counts is None and engine.plans_at_once
-    objective = None
-    if not torch.compiler.is_dynamo_compiling():  # which checks it when the function runs
-        try:
-            objective = plan_objective(target, cost, group)
-        except Exception as error:  # of any type: peers must not wait for this rank
-            if source is None and engine.exchange_counts is not None:
-                _exchange(given, session, engine.exchange_counts, error)
-            session.reject(error)
-            raise
-    if objective is None or not (at_once and any(map(engine.is_on_device, given))):
+    if torch.compiler.is_dynamo_compiling():
         load = gather_load(
             topk_ids,
             group=group,
@@ -147,19 +115,15 @@ def gather_and_plan(
             source=source,
         )
         return plan_replicas(load, group=group, target=target, cost=cost)
-    session.enter("gather_and_plan")
     try:
-        counted, load = engine.count(*_find_routing(given, session)), engine.empty_load()
-    except Exception as error:
+        objective = plan_objective(target, cost, group)
+    except Exception as error:  # of any type: peers must not wait for this rank
+        if source is None and session.engine.exchange_counts is not None:
+            _exchange(given, session, session.engine.exchange_counts, error)
         session.reject(error)
         raise
-    try:
-        epoch, plan, keep = engine.gather_and_plan(counted, load, *objective)
-        session.submit(epoch, keep, "gather_and_plan").wait()
-    except BaseException as error:
-        session.note_failure(error)
-        raise
-    return plan
+    load, plan = _gather("gather_and_plan", given, session, source, objective)
+    return plan or plan_replicas(load, group=group, target=target, cost=cost)
 
 
 class _Given(NamedTuple):
@@ -194,6 +158,41 @@ def _find_routing(given: _Given, session: Session) -> tuple[torch.Tensor, Form]:
     return without_padding(routing, given.num_tokens, session), form
 
 
+def _gather(
+    operation: str,
+    given: _Given,
+    session: Session,
+    source: int | None,
+    objective: Objective | None = None,
+) -> tuple[torch.Tensor, Plan | None]:
+    """Return the load, on the device of the routing, and its plan if one launch made both."""
+    engine, t = session.engine, session.topology
+    session.enter(operation)
+    if engine.exchange_counts is not None and source is None:
+        return _exchange(given, session, engine.exchange_counts), None
+    try:
+        routing, form = _find_routing(given, session)
+        if source is not None:
+            return _count_alone(routing, form, source, session), None
+        counted = engine.count(routing, form, for_gather=True)
+        load = engine.empty((t.num_ranks, t.num_experts))
+    except Exception as error:
+        session.reject(error)
+        raise
+    on_device = engine.is_on_device(routing)
+    try:
+        epoch, plan = engine.gather(counted, load, objective if on_device else None)
+        work = session.submit(epoch, (counted, load, plan), operation)
+        if engine.is_on_device(load) == on_device:
+            work.wait()
+            return load, plan
+        work.synchronize()
+    except BaseException as error:
+        session.note_failure(error)
+        raise
+    return torch.empty(load.shape, dtype=torch.int32, device=routing.device).copy_(load), None
+
+
 def _count_alone(routing: torch.Tensor, form: Form, source: int, session: Session) -> torch.Tensor:
     """Return the load of tokens that every rank has, as those of one rank."""
     row, t, engine = check_source(source, session), session.topology, session.engine
@@ -201,9 +200,9 @@ def _count_alone(routing: torch.Tensor, form: Form, source: int, session: Sessio
     if compiling:
         counts = routing if form == "counts" else count_in_torch(routing, t.num_experts)
     else:
-        counts = engine.counts_of(routing, form)
+        counts = engine.count(routing, form)
     if not compiling and engine.is_on_device(routing):
-        load = engine.empty_load().zero_()
+        load = engine.empty((t.num_ranks, t.num_experts)).zero_()
     else:
         load = counts.new_zeros((t.num_ranks, t.num_experts), dtype=torch.int32)
     load[row] = counts
@@ -229,7 +228,7 @@ def _exchange(
     counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
     try:
         if rejected is None:
-            counts = engine.counts_of(*_find_routing(given, session))
+            counts = engine.count(*_find_routing(given, session))
     except Exception as error:
         rejected = error
     try:
@@ -242,4 +241,4 @@ def _exchange(
     if rejected is not None:
         session.reject(rejected)
         raise rejected
-    return engine.to_device(table) if on_device else table
+    return engine.empty(table.shape).copy_(table) if on_device else table

@@ -15,7 +15,7 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
 )
-from ultraep_comm.group.bank import Bank, bank_index
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.plan.plan import Plan, PlanCost, as_int_tensor
 from ultraep_comm.plan.planner import Costs, target_to_ppm
@@ -26,12 +26,8 @@ def plan_replicas(
     load: torch.Tensor,
     *,
     group: Group | None = None,
+    topology: Topology | None = None,
     target: float = 1.01,
-    slots_per_rank: int | None = None,
-    num_ranks: int | None = None,
-    home: IntsLike | None = None,
-    domains: IntsLike | None = None,
-    allow_cross_domain: bool = False,
     cost: PlanCost | None = None,
     bank: Bank | int = 0,
     reuse: bool = False,
@@ -57,14 +53,9 @@ def plan_replicas(
         load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns it; or
             ``[E]``, global sums, whose plan cannot be rerouted. On the CPU, or on the device of a
             CUDA group.
-        group: replaces ``slots_per_rank``, ``num_ranks``, ``home``, ``domains`` and
-            ``allow_cross_domain``.
+        group: to plan for.
+        topology: to plan for without a group: :meth:`Topology.make` of ``ultraep_comm.plan``.
         target: stop balancing when the largest rank quota is this many times the mean; at least 1.
-        slots_per_rank: S.
-        num_ranks: G; None: the rows of ``load``.
-        home: integers ``[E]``; None: contiguous, and the first E % G ranks have one more.
-        domains: integers ``[G]``; None: a single domain.
-        allow_cross_domain: replicas may lie outside their home's domain.
         cost: replaces the target.
         bank: of the group: whose slots are meant.
         reuse: plan on top of what the bank holds. False: its slots count as empty.
@@ -73,45 +64,42 @@ def plan_replicas(
     Raises:
         InvalidLoadError: wrong shape, dtype or device, a negative load, an expert with 2**31 or
             more tokens, or a total of 2**40 or more.
-        InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range; a
-            bank of another group; residents that are no legal plan, or together with ``cost``.
+        InvalidArgumentError: neither a group nor a topology, or both; a target out of range; a bank
+            of another group; residents that are no legal plan, or together with ``cost``.
         UnsupportedError: the load is on the device, and the group is too large to plan there; or
             it is on the CPU, with ``reuse``, and the current stream is being captured.
         DeviceError: the CUDA driver refused the launch.
     """
-    if group is not None:
-        session_of(group)
-    constants = (slots_per_rank, num_ranks, home, domains)
-    if group is not None and (
-        allow_cross_domain or any(constant is not None for constant in constants)
-    ):
+    if (group is None) == (topology is None):
         raise InvalidArgumentError(
-            "plan_replicas was given both a group and a topology (slots_per_rank, num_ranks, home,"
-            " domains, allow_cross_domain); expected one of them"
+            f"plan_replicas was given {'neither' if group is None else 'both'} of group= and"
+            " topology=; expected one: a group, or Topology.make(num_ranks=, num_experts=,"
+            " slots_per_rank=)"
         )
-    has_bank = reuse or bank != 0
-    if (has_bank and group is None) or (residents is not None and group is not None):
+    if residents is not None if topology is None else (reuse or bank != 0):
         raise InvalidArgumentError(
             "plan_replicas needs bank= and reuse= with a group, and residents= without one"
         )
-    if group is not None and torch.compiler.is_dynamo_compiling():
-        index = bank_index(bank, group.session) if isinstance(bank, Bank) else bank
+    if topology is not None:
+        return _plan_alone(load, topology, target, cost, residents)
+    assert group is not None
+    session_of(group)
+    if torch.compiler.is_dynamo_compiling():
+        index = group.banks.find(bank).index if isinstance(bank, Bank) else bank
         return traced.plan_replicas(load, group, target, cost, index, reuse)
-    if group is not None:
-        return _plan(load, group, target, cost, bank, reuse)
+    return _plan(load, group, target, cost, bank, reuse)
+
+
+def _plan_alone(
+    load: torch.Tensor,
+    topology: Topology,
+    target: float,
+    cost: PlanCost | None,
+    residents: torch.Tensor | IntsLike | None,
+) -> Plan:
+    if not isinstance(topology, Topology):
+        raise InvalidArgumentError(f"topology is {topology!r}; expected what Topology.make returns")
     _check_load(load, ["cpu"])
-    if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
-        raise InvalidArgumentError(
-            "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
-        )
-    topology = Topology.make(
-        num_ranks=load.shape[0] if num_ranks is None else num_ranks,
-        num_experts=load.shape[-1],
-        slots_per_rank=slots_per_rank,
-        home=home,
-        domains=domains,
-        allow_cross_domain=allow_cross_domain,
-    )
     _check_shape(load, topology)
     held = None if residents is None else _check_residents(residents, topology)
     objective = _objective_on(held is not None, target, cost, None)
@@ -168,12 +156,12 @@ def _plan(
     *,
     apart: bool = False,
 ) -> Plan:
-    engine = group.session.engine
+    engine = session_of(group).engine
     engine.raise_fault()
     devices = list(dict.fromkeys(["cpu", str(group.device)]))
     _check_load(load, devices, on_device=engine.is_on_device(load))
     _check_shape(load, group.topology)
-    index = bank_index(bank, group.session)
+    index = group.banks.find(bank).index
     objective = _objective_on(reuse, target, cost, group)
     plan = engine.plan(load, *objective, apart=apart, bank=index if reuse else None)
     return replace(plan, bank=index, reuse=reuse) if index or reuse else plan

@@ -13,6 +13,7 @@ import torch
 
 from ultraep_comm.engines.base import Form, count_in_torch
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
+from ultraep_comm.group.group import session_of
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
@@ -188,8 +189,12 @@ class TracedWork(Work):
     def _started(self) -> Work:
         token, _, slot_expert, *_, group_name = self._arguments
         filled = slot_expert if slot_expert.is_cpu else None
-        session = find_group(group_name).session
-        return Work(session, int(token), "replicate_experts", self.mode, filled)
+        return work_of(int(token), find_group(group_name), self.mode, filled)
+
+
+def work_of(epoch: int, group: Group, mode: str = "", filled: torch.Tensor | None = None) -> Work:
+    """Return the handle of a transfer that was started in a compiled function."""
+    return Work(session_of(group), epoch, "replicate_experts", mode, filled)
 
 
 def plan_replicas(

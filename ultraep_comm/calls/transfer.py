@@ -96,7 +96,8 @@ class Call:
         return plan, f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
 
     def _enter_bank(self, session: Session) -> None:
-        self.plan, self.on_device = session.engine.plan_for_bank(self.plan)
+        found = session.engine.plan_for_call(self.plan, self._operation, in_bank=True)
+        self.plan, self.on_device = found
         if self.on_device:
             self.view = view_of(self.plan)
 

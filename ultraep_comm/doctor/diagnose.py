@@ -117,7 +117,7 @@ def _driver(facts: Facts) -> Iterator[Finding]:
             text = f"there is a GPU ({gpus} on the PCI bus), but the driver has no device"
             yield Finding(WARNING, "driver", text, _CHECK)
     if driver.cuda and driver.cuda < _FIRST_CUDA:
-        text = f"the driver is for CUDA {_dotted(driver.cuda)}; 12.0 or later is needed"
+        text = f"the driver is for CUDA {dotted(driver.cuda)}; 12.0 or later is needed"
         yield Finding(WARNING, "driver", text, "update NVIDIA's driver")
     if driver.devices and facts.nvml.status:
         text = f"NVML does not answer ({facts.nvml.status}): links and MIG are unknown"
@@ -144,7 +144,7 @@ def _software(facts: Facts) -> Iterator[Finding]:
             yield Finding(WARNING, "kernels", cubin.error, _build(facts))
         elif cubin.nvshmem_error and cubin.cuda and cubin.nvshmem:
             package = f"nvidia-nvshmem-cu{cubin.cuda[0]}"
-            limits = f">={_dotted(cubin.nvshmem)},<{cubin.nvshmem[0] + 1}"
+            limits = f">={dotted(cubin.nvshmem)},<{cubin.nvshmem[0] + 1}"
             mend = f"pip install '{package}{limits}'"
             yield Finding(WARNING, "nvshmem", cubin.nvshmem_error, mend)
     yield from _nvshmem(facts)
@@ -162,22 +162,22 @@ def _nvshmem(facts: Facts) -> Iterator[Finding]:
         text = f"fabric nvshmem lacks {' and '.join(lacking)}"
         yield Finding(WARNING, "nvshmem", text, _install(facts))
     if bindings and _numbers(installed[bindings]) < FIRST_BINDINGS:
-        text = f"{bindings} is {installed[bindings]}; {_dotted(FIRST_BINDINGS)} or later is needed"
+        text = f"{bindings} is {installed[bindings]}; {dotted(FIRST_BINDINGS)} or later is needed"
         yield Finding(WARNING, "nvshmem", text, f"{_install(facts)} --upgrade")
     built_for = int(bindings[-2:]) if bindings else 0
     if facts.driver.cuda and _FIRST_CUDA[0] <= facts.driver.cuda[0] < built_for:
-        text = f"{bindings} is for CUDA {built_for}, the driver for {_dotted(facts.driver.cuda)}"
+        text = f"{bindings} is for CUDA {built_for}, the driver for {dotted(facts.driver.cuda)}"
         yield Finding(WARNING, "nvshmem", text, f"update NVIDIA's driver to CUDA {built_for}")
     fitting = [cubin for cubin in facts.kernels.cubins if not (cubin.error or cubin.nvshmem_error)]
     for cuda, built in dict.fromkeys((cubin.cuda, cubin.nvshmem) for cubin in fitting):
         if cuda and built and library.version and library.version[:2] != built:
             text = (
-                f"the kernels were built with NVSHMEM {_dotted(built)}, the library is"
-                f" {_dotted(library.version)}: safe inside a domain, but not between machines, with"
+                f"the kernels were built with NVSHMEM {dotted(built)}, the library is"
+                f" {dotted(library.version)}: safe inside a domain, but not between machines, with"
                 " allow_cross_domain=True. IBGDA's queues have another layout since 3.5.19, and"
                 " kernels with 3.4.5 hung there under 3.6.5"
             )
-            mend = f"pip install 'nvidia-nvshmem-cu{cuda[0]}=={_dotted(built)}.*'"
+            mend = f"pip install 'nvidia-nvshmem-cu{cuda[0]}=={dotted(built)}.*'"
             yield Finding(NOTE, "nvshmem", text, mend)
 
 
@@ -265,5 +265,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
+    """Return a version as it is written."""
     return ".".join(map(str, version))

@@ -79,7 +79,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """torch, and what ``find_ways`` of `engines.cuda.make` finds for "auto"."""
+    """torch, and what ``probe_backends`` of `engines.cuda.make` finds for "auto"."""
 
     version: str = ""  # empty: it is not installed
     cuda: str | None = None  # that it was built with

@@ -42,10 +42,10 @@ def probe_torch() -> Fields:
         "cuda": torch.version.cuda,
         "folder": str(Path(torch.__file__).parent),
     }
-    from ultraep_comm.engines.cuda.make import find_ways
+    from ultraep_comm.engines.cuda.make import probe_backends
 
     ways: list[dict[str, str]] = []
-    for way in find_ways("auto", "auto"):
+    for way in probe_backends("auto", "auto"):
         ways.append({"engine": way.engine, "fabric": way.fabric, "missing": way.reason})
         yield {"ways": ways}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ultraep_comm.doctor.diagnose import Finding, apart
+from ultraep_comm.doctor.diagnose import Finding, apart, dotted
 from ultraep_comm.doctor.facts import Device, Facts
 
 _LABEL = 10  # width
@@ -41,7 +41,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         part
         for part in (
             facts.nvml.version,
-            f"CUDA {_dotted(driver.cuda)}" if driver.cuda else "",
+            f"CUDA {dotted(driver.cuda)}" if driver.cuda else "",
             driver.status,
         )
         if part
@@ -53,7 +53,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "torch", f"{torch.version}, {built}: {torch.folder}"
     else:
         yield "torch", "unknown" if torch.error else "none"
-    found = f"{_dotted(nvshmem.version)}: {nvshmem.path}" if nvshmem.version else "none"
+    found = f"{dotted(nvshmem.version)}: {nvshmem.path}" if nvshmem.version else "none"
     yield "NVSHMEM", f"unknown: {nvshmem.path}" if nvshmem.error else found
     bindings = facts.nvshmem_bindings
     if bindings or driver.devices:
@@ -63,7 +63,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "kernels", f"none in {kernels.folder}" if kernels.folder else "unknown"
     for cubin in kernels.cubins:
         built = (
-            f", CUDA {_dotted(cubin.cuda)}, NVSHMEM {_dotted(cubin.nvshmem)}"
+            f", CUDA {dotted(cubin.cuda)}, NVSHMEM {dotted(cubin.nvshmem)}"
             if cubin.cuda and cubin.nvshmem
             else ""
         )
@@ -134,7 +134,3 @@ def _choice_rows(facts: Facts) -> Iterator[tuple[str, str]]:
             reasons.setdefault(way.missing, []).append(f"{way.engine} over {way.fabric}")
     for reason, ways in reasons.items():
         yield "auto", f"not {', nor '.join(ways)}: {reason}"
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

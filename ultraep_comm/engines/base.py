@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, Place, SharedRegion
-from ultraep_comm.fabrics.loopback import show_again
+from ultraep_comm.fabrics.loopback import map_alias
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -28,20 +28,10 @@ from ultraep_comm.weights.binding import Binding, PutAddresses
 
 Tensor = torch.Tensor
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+Setup = tuple[Options, _core.EngineConfig, Fabric]  # of one rank of a group
+Objective = tuple[int, Costs | None]  # the target in parts per million; costs instead of it
 Movable = TypeVar("Movable", Tensor, Plan)
 Form = Literal["topk_ids", "routing_map", "counts"]  # of a rank's routing, and how errors name it
-
-
-class Counted(NamedTuple):
-    """A rank's routing as its engine's ``gather`` takes it.
-
-    Attributes:
-        values: counts, int32 ``[E]``, or contiguous ids that a kernel counts.
-        id_bytes: of an id; 0: they are counts.
-    """
-
-    values: Tensor
-    id_bytes: int = 0
 
 
 class Engine:
@@ -64,23 +54,41 @@ class Engine:
         exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         marks: int64, zeroed: one for each plan that graphs save.
         put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
-        plans_at_once: whether :meth:`gather_and_plan` can be used.
     """
 
     config: _core.EngineConfig
     layout: _core.EngineLayout
     fabric: Fabric
     memory: list[SharedRegion]
-    exchange_counts: Callable[[Tensor], Tensor] | None
+    exchange_counts: Callable[[Tensor], Tensor] | None = None
     marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
     put_addresses: PutAddresses | None = None
-    plans_at_once = False
 
-    def __init__(self, topology: Topology, rank: int) -> None:
+    def __init__(self, topology: Topology, rank: int, setup: Setup | None = None) -> None:
+        """Allocate the memory of ``setup``; None: for stages alone, which need none."""
         self.rank = rank
         self.topology = topology
         self.home = torch.tensor(topology.home, device="cpu")
         self.domains = torch.tensor(topology.domain, device="cpu")
+        if setup is not None:
+            self._allocate(*setup)
+
+    def _allocate(self, options: Options, config: _core.EngineConfig, fabric: Fabric) -> None:
+        layout = _core.EngineLayout(config)
+        try:
+            region = fabric.allocate(layout.total_bytes)
+        except OutOfSharedMemoryError as error:
+            if options.banks > 1 and error.args:
+                slots = options.banks * self.topology.slots_per_rank
+                taken = slots * sum(segment.nbytes for segment in options.segments.values())
+                text = f"; {options.banks} banks of {self.topology.slots_per_rank} slots take"
+                text = f"{error.args[0]}{text} {taken} bytes of them: see group_memory()"
+                error.args = (text, *error.args[1:])
+            raise
+        checked = [fabric.allocate(layout.check_bytes)] if options.check else []
+        config.set_memory(region.bases, checked[0].bases if checked else [])
+        self.config, self.layout, self.fabric = config, layout, fabric
+        self.memory = [region, *checked]
 
     # ---- calls ----------------------------------------------------------------------------
 
@@ -109,7 +117,7 @@ class Engine:
             UnsupportedError: the slots' memory can be mapped only once.
             OutOfSharedMemoryError: there is not enough memory.
         """
-        return show_again(allocate(num_bytes), places)
+        return map_alias(allocate(num_bytes), places)
 
     def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).
@@ -118,8 +126,16 @@ class Engine:
         """
         raise NotImplementedError
 
-    def gather(self, counted: Counted, load: Tensor) -> int:
-        """Exchange the result of :meth:`count` into ``[G, E]``; return the epoch."""
+    def gather(
+        self, counted: Tensor, load: Tensor, objective: Objective | None = None
+    ) -> tuple[int, Plan | None]:
+        """Exchange the result of :meth:`count` into ``load [G, E]``.
+
+        ``objective``, that of :meth:`plan`: if one launch can do both, plan too.
+
+        Returns:
+            The epoch, and the plan; None: it has yet to be made.
+        """
         raise NotImplementedError
 
     def residents(self, bank: int) -> IntArray:
@@ -140,21 +156,12 @@ class Engine:
         """
         return None
 
-    def reader(self, bank: int) -> int:
-        """Return the call to a bank that :meth:`invalidate` would have to wait for; 0: none."""
-        return 0
+    def invalidate(self, bank: int) -> int:
+        """Let a bank hold nothing, of the next version; return 0.
 
-    def invalidate(self, bank: int) -> None:
-        """Let a bank hold nothing, of the next version.
-
-        The CUDA engine does so on the current stream, after the calls so far.
+        The CUDA engine does so on the current stream, after the calls so far. The others do nothing
+        while a call that fills the bank has not finished, and return that call.
         """
-        raise NotImplementedError
-
-    def gather_and_plan(
-        self, counted: Counted, load: Tensor, target_ppm: int, costs: Costs | None
-    ) -> tuple[int, Plan, tuple[Tensor, ...]]:
-        """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
         raise NotImplementedError
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
@@ -180,13 +187,13 @@ class Engine:
         """Block until a call has finished; False if it has failed."""
         raise NotImplementedError
 
-    def is_completed(self, epoch: int) -> bool:
-        """Return whether a call has finished or failed."""
-        raise NotImplementedError
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
+        """Return whether a call has finished or failed.
 
-    def slot_ready(self, epoch: int, slot: int) -> bool:
-        """Return whether what a call brings to a slot of this rank is there."""
-        return self.is_completed(epoch)
+        With ``slot``, of this rank: whether what the call brings to it is there. The CUDA engine
+        does not tell before the whole call has finished.
+        """
+        raise NotImplementedError
 
     def finished_at(self, epoch: int) -> int:
         """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.
@@ -227,11 +234,6 @@ class Engine:
         """
         raise NotImplementedError
 
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes stored so far; synchronises with a device."""
-        raise NotImplementedError
-
     # ---- devices --------------------------------------------------------------------------
 
     def is_on_device(self, value: object) -> bool:
@@ -242,11 +244,11 @@ class Engine:
         """Return whether the current stream is being captured into a graph."""
         return False
 
-    def raise_fault(self) -> None:
-        """Raise, once, the error of an earlier launch that found its input invalid."""
+    def raise_fault(self, *, wait: bool = False) -> None:
+        """Raise, once, the error of an earlier launch that found its input invalid.
 
-    def synchronize_captured(self) -> None:
-        """Wait for launches outside the engine, those of graph replays included."""
+        ``wait``: for the launches so far, those of graph replays included.
+        """
 
     def to_host(self, value: Movable, name: str) -> Movable:
         """Return a tensor or a plan on the CPU; may synchronise. Plans elsewhere stay there.
@@ -256,36 +258,40 @@ class Engine:
         """
         return value.cpu() if isinstance(value, Tensor) else value
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return a copy where the group's plans are."""
-        return tensor.clone()
+    def empty(self, shape: Sequence[int], *, of_graph: bool = False) -> Tensor:
+        """Return an uninitialised int32 tensor on the group's device.
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
-        """Return a plan where the engine reads it, and whether that is on the device.
+        ``of_graph``: in a capture, of the graph's memory.
 
         Raises:
-            UnsupportedError: it has to be copied, and the current stream is being captured.
+            UnsupportedError: of_graph, and another library than torch captures the current stream.
         """
-        return plan, False
+        return torch.empty(tuple(shape), dtype=torch.int32, device="cpu")
 
-    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
-        """Return a valid plan of a bank where the engine reads it, and whether on the device.
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
+        """Return a plan where the engine reads it, and whether that is on the device.
+
+        ``in_bank``: it is valid, and for a bank that is reused.
 
         Raises:
             UnsupportedError: it has to be copied, and the current stream is being captured; or the
-                group has too many segments.
+                group has too many segments for banks.
         """
         return plan, False
 
     # ---- stages ---------------------------------------------------------------------------
 
-    def counts_of(self, routing: Tensor, form: Form) -> Tensor:
+    def count(self, routing: Tensor, form: Form, *, for_gather: bool = False) -> Tensor:
         """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing.
 
-        Bad values on the device give a negative count, for the next stage to find.
+        Bad values on the device give a negative count, for the next stage to find. ``for_gather``:
+        as :meth:`gather` takes them, or contiguous ids ``[T, k]`` for it to count.
 
         Raises:
             InvalidLoadError: an id or a count on the CPU is out of range.
+            UnsupportedError: for_gather, on the CPU, and the current stream is being captured.
         """
         given = self.to_host(routing, form) if self.is_on_device(routing) else routing
         if form == "counts":
@@ -312,20 +318,6 @@ class Engine:
         if bad >= 0:
             raise bad_id_error(self.rank, bad, int(topk_ids.reshape(-1)[bad]), counts.numel())
         return counts
-
-    def count(self, routing: Tensor, form: Form) -> Counted:
-        """Return the input of :meth:`gather`.
-
-        Raises:
-            InvalidLoadError: an id or a count on the CPU is out of range.
-            UnsupportedError: it is on the CPU, and the current stream is being captured.
-        """
-        return Counted(self.counts_of(routing, form))
-
-    def empty_load(self) -> Tensor:
-        """Return uninitialised memory for a load, int32 ``[G, E]``, on the group's device."""
-        shape = (self.topology.num_ranks, self.topology.num_experts)
-        return torch.empty(shape, dtype=torch.int32, device="cpu")
 
     def plan(
         self,
@@ -359,7 +351,7 @@ class Engine:
         out = np.empty_like(ids)
         status = _core.reroute(ids, *_arrays(plan), self.rank if source is None else source, out)
         raise_fault(status, "topk_ids", self.rank, self.topology.num_experts)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out).to(topk_ids.device)
 
     def reroute_map(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan, source: int
@@ -411,14 +403,6 @@ class Engine:
 
     # ---- saved plans ----------------------------------------------------------------------
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return uninitialised uint8 memory for a saved plan; in a capture, of its graph.
-
-        Raises:
-            UnsupportedError: the current stream is being captured by another library than torch.
-        """
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
     ) -> None:
@@ -428,39 +412,6 @@ class Engine:
         """
         for to, source in fields:
             to.copy_(source)
-
-
-Started = TypeVar("Started", bound=Engine)
-
-
-def start_engine(
-    rank: int,
-    topology: Topology,
-    options: Options,
-    config: _core.EngineConfig,
-    fabric: Fabric,
-    start: Callable[[_core.EngineConfig], Started],
-    *,
-    exchange_counts: Callable[[Tensor], Tensor] | None = None,
-) -> Started:
-    """Allocate one rank's memory, then start its engine there."""
-    layout = _core.EngineLayout(config)
-    try:
-        region = fabric.allocate(layout.total_bytes)
-    except OutOfSharedMemoryError as error:
-        if options.banks > 1 and error.args:
-            slots = options.banks * topology.slots_per_rank
-            taken = slots * sum(segment.nbytes for segment in options.segments.values())
-            text = f"; {options.banks} banks of {topology.slots_per_rank} slots take {taken} bytes"
-            error.args = (f"{error.args[0]}{text} of them: see group_memory()", *error.args[1:])
-        raise
-    checked = [fabric.allocate(layout.check_bytes)] if options.check else []
-    config.set_memory(region.bases, checked[0].bases if checked else [])
-    engine = start(config)
-    engine.config, engine.layout = config, layout
-    engine.fabric, engine.exchange_counts = fabric, exchange_counts
-    engine.memory = [region, *checked]
-    return engine
 
 
 def plan_on_cpu(

@@ -4,51 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 
 import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, start_engine
+from ultraep_comm.engines.base import Engine, Objective, Setup
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
-from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
-from ultraep_comm.fabrics.sockets import Address, Listener
 from ultraep_comm.plan.topology import Topology
 
 # The core's methods as they are: one more call in between would take longer than some of them.
 _OF_CORE = (
-    *("add_region", "transfer", "residents", "version", "slots_to_fill", "invalidate"),
-    *("synchronize", "is_completed", "slot_ready", "finished_at", "failed_epoch", "report"),
-    *("health", "reject", "abort", "close"),
+    *("add_region", "transfer", "residents", "version", "slots_to_fill", "synchronize"),
+    *("finished_at", "failed_epoch", "report", "health", "reject", "abort", "close"),
 )
 
 
 class HostEngine(Engine):
-    """One rank of the host engine: threads that copy in shared memory.
+    """One rank of the host engine: threads that copy in shared memory."""
 
-    Raises:
-        RuntimeError: the threads could not be started.
-    """
-
-    def __init__(self, topology: Topology, rank: int, config: _core.EngineConfig) -> None:
-        super().__init__(topology, rank)
-        self._core = core = _core.Engine(config)
+    def __init__(self, topology: Topology, rank: int, setup: Setup) -> None:
+        super().__init__(topology, rank, setup)
+        self._core = core = _start_threads(rank, self.config)
         for name in _OF_CORE:
             setattr(self, name, getattr(core, name))
 
-    def reader(self, bank: int) -> int:
-        """Return the call that fills a bank, if it has not finished, else 0."""
+    def invalidate(self, bank: int) -> int:
+        """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
         last = self._core.last_call(bank)
-        return 0 if self._core.is_completed(last) else last
+        if not self._core.is_completed(last):
+            return last
+        self._core.invalidate(bank)
+        return 0
 
-    def gather(self, counted: Counted, load: torch.Tensor) -> int:
+    def gather(
+        self, counted: torch.Tensor, load: torch.Tensor, objective: Objective | None = None
+    ) -> tuple[int, None]:
         """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
-        return self._core.exchange(counted.values.data_ptr(), load.data_ptr())
+        return self._core.exchange(counted.data_ptr(), load.data_ptr()), None
+
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
+        """Return whether a call has finished or failed, or has filled a slot."""
+        if slot is None:
+            return self._core.is_completed(epoch)
+        return self._core.slot_ready(epoch, slot)
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Block until a call has finished, or has filled some slots; False if it has failed."""
@@ -60,11 +63,6 @@ class HostEngine(Engine):
     def epoch(self) -> int:
         """Return the number of submitted calls."""
         return self._core.epoch
-
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes stored so far."""
-        return self._core.bytes_stored
 
 
 def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
@@ -89,19 +87,15 @@ def make_shm_engine(
     num_cores = len(os.sched_getaffinity(0))
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
     cost = options.calibration.constants("host", num_ranks, cost_constants(num_cores))
-    with contextlib.closing(Listener(rank)) as listener:
-        records = rendezvous.exchange(
-            {"machine": machine_id(), "address": listener.address, "cost": cost}
-        )
-        topology = place(topology, [record["machine"] for record in records], given_domains)
-        addresses = [Address(*record["address"]) for record in records]
-        fabric = ShmFabric(rendezvous, listener, addresses)
+    records = rendezvous.exchange({"machine": machine_id(), "cost": cost})
+    topology = place(topology, [record["machine"] for record in records], given_domains)
+    fabric = ShmFabric(rendezvous)
     with contextlib.ExitStack() as undo:
         undo.callback(fabric.close)
         config = options.config(topology, rank, rendezvous.timeout, records[0]["cost"])
-        config.set_peers(fabric.peer_sockets, fabric.peer_processes)
+        config.set_peers(fabric.peer_pipes, fabric.peer_processes)
         config.num_workers = options.num_sms or max(1, min(8, num_cores // num_ranks))
-        engine = _start(rank, topology, options, config, fabric)
+        engine = HostEngine(topology, rank, (options, config, fabric))
         undo.callback(engine.close)
         undo.callback(engine.abort)
         rendezvous.raise_if_any_failed()
@@ -109,20 +103,9 @@ def make_shm_engine(
     return engine
 
 
-def _start(
-    rank: int,
-    topology: Topology,
-    options: Options,
-    config: _core.EngineConfig,
-    fabric: Fabric,
-) -> HostEngine:
-    start = partial(_start_threads, topology, rank)
-    return start_engine(rank, topology, options, config, fabric, start)
-
-
-def _start_threads(topology: Topology, rank: int, config: _core.EngineConfig) -> HostEngine:
+def _start_threads(rank: int, config: _core.EngineConfig) -> _core.Engine:
     try:
-        return HostEngine(topology, rank, config)
+        return _core.Engine(config)
     except RuntimeError as error:
         raise BootstrapError(
             f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
@@ -156,5 +139,6 @@ def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngi
     for rank in range(topology.num_ranks):
         config = options.config(topology, rank, DEFAULT_TIMEOUT, cost)
         config.num_workers = options.num_sms or 1
-        made.append(_start(rank, topology, options, config, LoopbackFabric(memory, rank)))
+        fabric = LoopbackFabric(memory, rank)
+        made.append(HostEngine(topology, rank, (options, config, fabric)))
     return made

@@ -31,7 +31,7 @@ ExpertSpec = Mapping[str, Segment | tuple[Sequence[int], torch.dtype]]
 _WORKS_ON = {"host": "cpu", "cuda": "cuda"}  # c10d: on what the process group has a backend for
 
 
-def allowed_ways(
+def allowed_backends(
     engine: str, fabric: str, device: torch.device | None = None
 ) -> list[tuple[str, str]]:
     """Return the engines and fabrics that these arguments of a group allow, preferred first."""
@@ -89,7 +89,7 @@ class Options:
         self.engine = engine
         self.fabric = fabric
         self.device = _as_device(device, engine)
-        if fabric != "loopback" and not allowed_ways(engine, fabric, self.device):
+        if fabric != "loopback" and not allowed_backends(engine, fabric, self.device):
             raise UnsupportedError(
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
                 " with fabric='shm', engine='cuda' with fabric='nvshmem' or fabric='torch', or"
@@ -109,7 +109,7 @@ class Options:
             raise InvalidArgumentError(f"check is {check!r}; expected True, False or None")
         self.check = bool(env.check() if check is None else check)
         if engine in ("cuda", "c10d"):
-            self.refuse_check({"cuda": "CUDA"}.get(engine, engine))
+            self.refuse_check(engine)
         self.segments = make_segments(expert)
         self.grads = make_grads(grads, self.segments)
         if isinstance(timeout, timedelta):
@@ -142,11 +142,11 @@ class Options:
             )
 
     def refuse_check(self, engine: str) -> None:
-        """Raise UnsupportedError if check mode is on: the named engine has none."""
+        """Raise UnsupportedError if check mode is on: this engine has none."""
         if self.check:
             raise UnsupportedError(
                 "check=True, or ULTRAEP_CHECK=1, requires the host engine, but this group would use"
-                f" the {engine} engine; pass engine='host', or check=False"
+                f" engine={engine!r}; pass engine='host', or check=False"
             )
 
     def arguments(self, topology: Topology, given_domains: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any
 
 from ultraep_comm import _core
 from ultraep_comm.errors import (
@@ -28,14 +28,6 @@ from ultraep_comm.plan.topology import Topology
 Fault, PlanFault, DamageKind = _core.Fault, _core.PlanFault, _core.DamageKind
 
 
-class _Places(TypedDict):
-    rank: int
-    peer: int
-    root: int
-    epoch: int
-    states: tuple[RankState, ...]
-
-
 def error_from(
     report: _core.Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
 ) -> TransferError:
@@ -50,7 +42,8 @@ def error_from(
     if report.detail:
         suffix = f" (the backend says: {report.detail}){suffix}"
     tail = f"{suffix}. Last known states:\n{describe_states(states)}" if states else suffix
-    places = _Places(rank=rank, peer=peer, root=root, epoch=report.epoch, states=states)
+    places: dict[str, Any] = {"rank": rank, "peer": peer, "root": root}
+    places |= {"epoch": report.epoch, "states": states}
     waited = f"`{report.flag.name.lower()}` from rank {report.peer}"
     if report.expert >= 0:
         waited += f" for expert {report.expert}"
@@ -69,7 +62,7 @@ def error_from(
             return PeerRejectedError(
                 f"{prefix}ended because rank {root} rejected its own input; its error says why"
                 f"{suffix}",
-                **_Places(rank=rank, peer=root, root=root, epoch=report.epoch, states=states),
+                **(places | {"peer": root}),
             )
         case Fault.CLOSED:
             return PeerGoneError(
@@ -182,10 +175,12 @@ _PLAN_FAULTS = {
 }
 
 
-def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> InvalidLoadError:
-    """Return the error for an out-of-range id at a flat position of ``topk_ids``."""
+def bad_id_error(
+    rank: int, position: int, value: int, num_experts: int, routing: str = "topk_ids"
+) -> InvalidLoadError:
+    """Return the error for an out-of-range id at a flat position of the argument ``routing``."""
     return InvalidLoadError(
-        f"rank {rank}: topk_ids has the id {value} at position {position}; expected"
+        f"rank {rank}: {routing} has the id {value} at position {position}; expected"
         f" [0, {num_experts}), or -1 for padding"
     )
 
@@ -219,20 +214,10 @@ def placement_error(
     )
 
 
-def refusal_error(
-    report: _core.Report,
-    rank: int,
-    topology: Topology,
-    names: Sequence[str],
+def _refusal_error(
+    report: _core.Report, rank: int, topology: Topology, names: Sequence[str]
 ) -> UltraEPError | None:
-    """Return the error for a call that this rank's device rejected; None: it did not.
-
-    Args:
-        report: report of the failed call.
-        rank: this rank.
-        topology: the group's topology.
-        names: the names of the group's segments.
-    """
+    """Return the error for a call that this rank's device rejected; None: it did not."""
     reason = report.seen
     if report.bad_id is None or report.fault is not Fault.REJECTED or report.root != rank:
         return None
@@ -271,10 +256,7 @@ def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_expert
     if status.fault is faults.NONE:
         return
     if status.fault is faults.ID_OUT_OF_RANGE:
-        raise InvalidLoadError(
-            f"rank {rank}: {routing} has the id {status.value} at position {status.position};"
-            f" expected [0, {num_experts}), or -1 for padding"
-        )
+        raise bad_id_error(rank, status.position, status.value, num_experts, routing)
     if status.fault is faults.COUNT_MISMATCH:
         raise InvalidLoadError(
             f"rank {rank}: {routing} has expert {status.expert} {status.counted} times, but the"
@@ -314,7 +296,7 @@ def failure_of(
         topology: the group's topology.
         names: the names of the group's segments.
     """
-    refused = refusal_error(report, rank, topology, names)
+    refused = _refusal_error(report, rank, topology, names)
     if refused is not None:
         name_call(refused, operation)
         return refused

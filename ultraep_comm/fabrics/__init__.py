@@ -45,9 +45,6 @@ class Fabric(Protocol):
     def can_pull(self) -> bool:
         """Whether all ranks of a domain can load from each other's memory."""
 
-    def begin(self, error: Exception | None) -> None:
-        """Raise on every rank if one cannot allocate, for which it gives its error. Collective."""
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on every rank. Collective; in the same order on every rank."""
 

@@ -18,8 +18,8 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
-def show_again(region: SharedRegion, places: Sequence[Place]) -> SharedRegion:
-    """Let host memory appear at places of a region of host memory too; return the region.
+def map_alias(region: SharedRegion, places: Sequence[Place]) -> SharedRegion:
+    """Map host memory at places of a region of host memory too; return the region.
 
     The region's own pages there are freed. Both have to be shared mappings, as those of every
     fabric are.
@@ -32,7 +32,7 @@ def show_again(region: SharedRegion, places: Sequence[Place]) -> SharedRegion:
             _core.map_again(region.local.data_ptr() + place.offset, place.address, place.num_bytes)
         except OSError as error:
             raise OutOfSharedMemoryError(
-                f"{place.num_bytes} bytes of slots could not be mapped once more"
+                f"{place.num_bytes} bytes of slots could not be mapped twice"
                 f" ({error.strerror}); raise vm.max_map_count, or create the group with more banks"
             ) from error
     return region
@@ -80,11 +80,6 @@ class LoopbackFabric:
     def can_pull(self) -> bool:
         """True: all ranks share one address space."""
         return True
-
-    def begin(self, error: Exception | None) -> None:
-        """Raise the error: an allocation exchanges nothing."""
-        if error is not None:
-            raise error
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Return this rank's next allocation."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,45 +38,12 @@ class OtherPesError(UnsupportedError):
     """NVSHMEM is initialised over other ranks than the group's."""
 
 
-class Runtime(Protocol):
-    """NVSHMEM in this process. Tests supply their own.
+class Runtime:
+    """NVSHMEM in this process, through nvshmem4py. Tests supply their own.
 
     Attributes:
         heap: the allocations of all groups of the process.
     """
-
-    heap: Heap
-
-    def version(self) -> tuple[int, int]:
-        """Return (major, minor) of the host library."""
-
-    def is_initialized(self) -> bool:
-        """Return whether this library or other code has initialised it."""
-
-    def unique_id(self) -> bytes:
-        """Return a new 128-byte id, to be sent to all PEs."""
-
-    def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
-        """Initialise NVSHMEM. Collective. Requires a GPU: without one it may end the process."""
-
-    def pes(self) -> tuple[int, int]:
-        """Return this PE and the number of PEs."""
-
-    def malloc(self, num_bytes: int) -> int:
-        """Allocate symmetric memory and return its address; 0: out of memory. Collective."""
-
-    def free(self, address: int) -> None:
-        """Free symmetric memory. Collective."""
-
-    def peer_address(self, address: int, pe: int) -> int:
-        """Return where this device reaches a PE's part of an allocation; 0: out of reach."""
-
-    def register(self, library: int) -> None:
-        """Initialise NVSHMEM's device state in a loaded cubin, once: that waits for the device."""
-
-
-class Nvshmem:
-    """NVSHMEM through nvshmem4py. Returned by :func:`find_runtime`."""
 
     def __init__(self) -> None:
         import nvshmem.bindings
@@ -90,7 +57,7 @@ class Nvshmem:
         self._version = parse_version(nvshmem.core.get_version().libnvshmem_version)
 
     def version(self) -> tuple[int, int]:
-        """Return the host library's version."""
+        """Return (major, minor) of the host library."""
         return self._version
 
     def is_initialized(self) -> bool:
@@ -98,11 +65,11 @@ class Nvshmem:
         return bool(INITIALIZED <= self._bindings.init_status() < INVALID)
 
     def unique_id(self) -> bytes:
-        """Return a new UID."""
+        """Return a new 128-byte id, to be sent to all PEs."""
         return bytes(undocumented(self._core.get_unique_id(), "_data").tobytes())
 
     def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
-        """Initialise with a UID, without multicast.
+        """Initialise NVSHMEM, without multicast. Collective. Without a GPU it may end the process.
 
         No kernel uses multicast, PEs that share a GPU do not support it, and it needs privileges
         that a container may lack.
@@ -128,19 +95,22 @@ class Nvshmem:
         return int(self._bindings.my_pe()), int(self._bindings.n_pes())
 
     def malloc(self, num_bytes: int) -> int:
-        """Allocate below nvshmem.core, whose buffers raise if garbage-collected late."""
+        """Allocate symmetric memory and return its address; 0: out of memory. Collective.
+
+        Below nvshmem.core, whose buffers raise if garbage-collected late.
+        """
         return int(self._bindings.malloc(num_bytes))
 
     def free(self, address: int) -> None:
-        """Free."""
+        """Free symmetric memory. Collective."""
         self._bindings.free(address)
 
     def peer_address(self, address: int, pe: int) -> int:
-        """Ask the host library, which has the addresses that the device's function returns."""
+        """Return where this device reaches a PE's part of an allocation; 0: out of reach."""
         return int(self._bindings.ptr(address, pe))
 
     def register(self, library: int) -> None:
-        """Register the cubin for the rest of the process, as it stays loaded."""
+        """Initialise NVSHMEM's device state in a loaded cubin, once: that waits for the device."""
         if library not in self._registered:
             self._core.library_init(self._core.NvshmemKernelObject.from_handle(library))
             self._registered.add(library)
@@ -163,7 +133,7 @@ def find_runtime() -> Runtime:
     """
     hint = "install the extra cuda12 or cuda13, as in pip install 'ultraep_comm[cuda13]'"
     try:
-        return Nvshmem()
+        return Runtime()
     except ImportError as error:
         raise UnsupportedError(
             f"fabric='nvshmem' needs {error.name or 'nvshmem4py'}; {hint}"
@@ -293,10 +263,6 @@ class NvshmemFabric:
         self._view = view
         self._made: list[tuple[int, int]] = []
         self.can_pull = True
-
-    def begin(self, error: Exception | None) -> None:
-        """See :class:`Fabric`."""
-        self._rendezvous.begin(error)
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.

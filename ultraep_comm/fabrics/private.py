@@ -15,9 +15,6 @@ from ultraep_comm.fabrics.memory import available_memory
 class PrivateFabric:
     """One rank's own memory.
 
-    Attributes:
-        slots: the first allocation, uint8.
-
     Args:
         rank, num_ranks: of the group.
         device: of the memory.
@@ -31,12 +28,6 @@ class PrivateFabric:
         self._allocate: Callable[[int], torch.Tensor] = host_memory
         if not self._on_cpu:
             self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
-        self.slots = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def begin(self, error: Exception | None) -> None:
-        """Raise the error: an allocation exchanges nothing."""
-        if error is not None:
-            raise error
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on this rank.
@@ -59,8 +50,6 @@ class PrivateFabric:
                 f" {hint}",
                 failed_rank=self._rank,
             ) from error
-        if len(self.slots) == 0:
-            self.slots = local
         bases = [0] * self._num_ranks
         bases[self._rank] = local.data_ptr()
         return SharedRegion(bases=bases, local=local)

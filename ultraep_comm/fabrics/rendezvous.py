@@ -222,13 +222,6 @@ class Rendezvous:
         """Return once all ranks have come here; raise if one has failed before. Collective."""
         self.exchange()
 
-    def begin(self, error: Exception | None) -> None:
-        """Begin steps outside of a creation, or tell the peers that begin them why not."""
-        with self.failure_scope():
-            if error is not None:
-                raise error
-            self.raise_if_any_failed()
-
     def _exchange(self, text: str) -> list[Any]:
         step = self._passed + 1
         self.store.set(f"{step}/{self.rank}", text)

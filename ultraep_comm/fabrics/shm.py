@@ -1,8 +1,10 @@
 """Fabric ``shm``: anonymous shared memory between the processes of one machine.
 
-Each rank owns a memfd and passes its descriptor to its peers over a socket in the abstract
-namespace, so a job killed at any moment leaves nothing behind. The sockets stay open: end-of-file,
-or the end of the peer's process, shows a peer's death at once.
+Each rank owns a memfd, so a job killed at any moment leaves nothing behind. A peer opens it as
+/proc/PID/fd/FD, which the kernel allows to processes of the same user alone, and only if the link
+there has the memfd's random name, which its owner has sent over the store: it is the right process
+of the right machine. Each rank also holds a pipe: end-of-file, or the end of the peer's process,
+shows a peer's death at once.
 """
 
 from __future__ import annotations
@@ -30,14 +32,7 @@ from ultraep_comm.errors import (
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.memory import available_memory
 from ultraep_comm.fabrics.rendezvous import PeerFailureError, Rendezvous
-from ultraep_comm.fabrics.sockets import (
-    Address,
-    Connections,
-    Listener,
-    can_reach,
-    reserve_descriptors,
-)
-from ultraep_comm.system import boot_id
+from ultraep_comm.system import Process, boot_id, watch_forks
 
 # Values of linux/fcntl.h that Python 3.10's fcntl does not export everywhere.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -71,23 +66,98 @@ def say_unknown(machines: list[str]) -> str:
     return f"{name_ranks(unknown)}: /proc has no boot id or network namespace"
 
 
-def find_apart(rendezvous: Rendezvous, addresses: Sequence[Address]) -> list[int]:
-    """Return the ranks that do not reach rank 0, though their machines' ids are equal. Collective.
+# ---- files of other ranks -----------------------------------------------------------------------
 
-    Args:
-        rendezvous: exchanges what each rank found.
-        addresses: of all ranks, which listen until this returns.
+
+def share(fd: int) -> tuple[int, str]:
+    """Return the record by which a peer finds a file that this process has open."""
+    return fd, os.readlink(f"/proc/self/fd/{fd}")
+
+
+def find_shared(process: Process, shared: Sequence[int | str]) -> str:
+    """Return the path of a file that a process shares, by its record of :func:`share`.
+
+    Raises:
+        OSError: the process has no such file: it has ended, runs in another pid namespace or on
+            another machine, or this one must not look at it.
     """
-    reached = rendezvous.rank == 0 or can_reach(addresses[0])
-    return [r for r, found in enumerate(rendezvous.exchange(reached)) if not found]
+    fd, link = shared
+    path = f"/proc/{process.pid}/fd/{fd}"
+    if not process.is_here() or os.readlink(path) != link:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return path
+
+
+def open_shared(rendezvous: Rendezvous, peer: int, shared: Sequence[int | str], flags: int) -> int:
+    """Open a file that a peer shares, or this rank itself.
+
+    Raises:
+        PeerFailureError: the peer no longer has it.
+        BootstrapError: no descriptor is left.
+    """
+    try:
+        if peer == rendezvous.rank:
+            return os.open(f"/proc/self/fd/{shared[0]}", flags)
+        return os.open(find_shared(rendezvous.processes[peer], shared), flags)
+    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+        raise PeerFailureError(
+            f"rank {rendezvous.rank}: no access to a file of rank {peer} ({error}); has its process"
+            " ended?",
+            failed_rank=peer,
+        ) from error
+    except OSError as error:
+        raise _no_descriptor(rendezvous.rank, error) from error
+
+
+def _no_descriptor(rank: int, error: OSError) -> BootstrapError:
+    return BootstrapError(
+        f"rank {rank}: files to share memory with the ranks on this machine, two for each, cannot"
+        f" be opened ({error.strerror}); raise the limit with ulimit -n, or close files",
+        failed_rank=rank,
+    )
+
+
+def create_named_memory(rank: int) -> int:
+    """Return an empty memfd that :func:`find_shared` takes for no other.
+
+    Raises:
+        BootstrapError: no descriptor is left.
+    """
+    name = f"ultraep_comm-{secrets.token_hex(16)}"
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _no_descriptor(rank, error) from error
+
+
+def find_apart(rendezvous: Rendezvous) -> list[int]:
+    """Return the ranks that cannot open rank 0's memory, of ranks with equal ids. Collective.
+
+    Raises:
+        BootstrapError: a rank failed.
+    """
+    with rendezvous.failure_scope():
+        fd = create_named_memory(rendezvous.rank)
+        try:
+            shared = rendezvous.exchange(share(fd))[0]
+            reached = rendezvous.rank == 0
+            with contextlib.suppress(OSError):
+                reached = reached or bool(find_shared(rendezvous.processes[0], shared))
+            return [r for r, found in enumerate(rendezvous.exchange(reached)) if not found]
+        finally:
+            os.close(fd)
 
 
 def say_apart(ranks: list[int]) -> str:
     """Say why there is no shared memory with the ranks that `find_apart` returned."""
     return (
-        f"{name_ranks(ranks)} cannot reach the sockets of a rank with the same boot id and network"
-        " namespace: the machines were cloned while they ran, or a sandbox is between them"
+        f"{name_ranks(ranks)} cannot open the memory of rank 0 in /proc, though the boot id and"
+        " network namespace are the same: the ranks run in different pid namespaces or as"
+        " different users, a sandbox forbids it, or the machines were cloned while they ran"
     )
+
+
+# ---- memory -------------------------------------------------------------------------------------
 
 
 def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
@@ -95,6 +165,7 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
 
     Raises:
         OutOfSharedMemoryError: the memory of the ranks here does not fit on this machine.
+        BootstrapError: no descriptor is left.
     """
     hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
     available = available_memory()
@@ -104,14 +175,7 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
             f" {available.bytes} bytes are available ({available.limit}); {hint}",
             failed_rank=rank,
         )
-    try:
-        fd = os.memfd_create("ultraep_comm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise OutOfSharedMemoryError(
-            f"rank {rank}: shared memory could not be created ({error.strerror}); raise the limit"
-            " of open files with ulimit -n",
-            failed_rank=rank,
-        ) from error
+    fd = create_named_memory(rank)
     try:
         # Reserves all pages now: running out of memory on first touch would be a SIGBUS.
         os.posix_fallocate(fd, 0, num_bytes)
@@ -131,7 +195,7 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
 
 
 def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Check and map the memory that a peer has passed; closes the descriptor.
+    """Check and map the memory that a peer shares; closes the descriptor.
 
     Raises:
         PeerFailureError: it belongs to another user, has another size, or its size is not sealed.
@@ -150,7 +214,7 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
             or seals != _FIXED_SIZE
         ):
             raise PeerFailureError(
-                f"rank {rank}: rank {peer} passed {status.st_size} bytes of user {status.st_uid}"
+                f"rank {rank}: rank {peer} shares {status.st_size} bytes of user {status.st_uid}"
                 f" with seals {seals}; expected {num_bytes} sealed bytes of user {os.geteuid()}",
                 failed_rank=peer,
             )
@@ -162,103 +226,112 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
 class ShmFabric:
     """Memory of ranks on one machine. Constructing it is collective.
 
+    Attributes:
+        peer_pipes: read ends of the peers' pipes, by rank, at end-of-file once the peer has ended
+            or closed its fabric; -1 for this rank.
+        peer_processes: pidfds of the peers, by rank, readable once they have ended, even if a child
+            holds their pipes; -1: unknown.
+
     Args:
         rendezvous: exchanges records with the peers.
-        listener: this rank's listener; the caller closes it.
-        addresses: of all ranks ``[G]``.
 
     Raises:
-        BootstrapError: a rank could not connect.
-        UnsupportedError: ranks with one id of the machine are on several.
+        BootstrapError: a rank failed.
+        UnsupportedError: a rank cannot open the others' memory.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, listener: Listener, addresses: Sequence[Address]
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
-        self._rank = rank = rendezvous.rank
-        self._peers = [peer for peer in range(rendezvous.num_ranks) if peer != rank]
-        self._connections = Connections(
-            listener, addresses, self._peers, rendezvous.timeout, rendezvous.raise_failure
-        )
+        self._opened: list[int] = []
+        self.peer_pipes = [-1] * rendezvous.num_ranks
+        self.peer_processes = [-1] * rendezvous.num_ranks
+        watch_forks(self)
         with rendezvous.failure_scope(), contextlib.ExitStack() as undo:
-            undo.callback(self._connections.close)
-            # Before any rank waits for this one's connections.
-            reserve_descriptors(rank, len(self._peers))
-            if apart := find_apart(rendezvous, addresses):
+            undo.callback(self._close_files)
+            if apart := find_apart(rendezvous):
                 raise UnsupportedError(f"{say_apart(apart)}. Use engine='c10d'")
-            try:
-                self._connections.connect()
-            except OSError as trouble:
-                raise BootstrapError(
-                    f"rank {rank}: a connection to a rank on this machine failed: {trouble}",
-                    failed_rank=rank,
-                ) from trouble
+            self._watch_peers()
             rendezvous.raise_if_any_failed()
             undo.pop_all()
 
-    @property
-    def peer_sockets(self) -> list[int]:
-        """Descriptors of the connections, by rank; -1 for this rank."""
-        return self._connections.sockets
+    def _watch_peers(self) -> None:
+        try:
+            reader, writer = os.pipe()
+        except OSError as error:
+            raise _no_descriptor(self._rendezvous.rank, error) from error
+        self._opened += [reader, writer]
+        for peer, shared in enumerate(self._rendezvous.exchange(share(writer))):
+            if peer != self._rendezvous.rank:
+                flags = os.O_RDONLY | os.O_NONBLOCK
+                self.peer_pipes[peer] = open_shared(self._rendezvous, peer, shared, flags)
+                self._opened.append(self.peer_pipes[peer])
+                self.peer_processes[peer] = self._open_process(peer)
 
-    @property
-    def peer_processes(self) -> list[int]:
-        """Descriptors of the peers' processes, by rank; -1: unknown."""
-        return self._connections.processes
+    def _open_process(self, peer: int) -> int:
+        """Return a pidfd; -1: a sandbox forbids it, or the process has ended, as its pipe shows."""
+        if not hasattr(os, "pidfd_open"):
+            return -1
+        try:
+            fd = os.pidfd_open(self._rendezvous.processes[peer].pid)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise _no_descriptor(self._rendezvous.rank, error) from error
+            return -1
+        self._opened.append(fd)
+        return fd
 
     @property
     def can_pull(self) -> bool:
         """True: every rank of a machine maps the others' memory."""
         return True
 
-    def begin(self, error: Exception | None) -> None:
-        """See :class:`Fabric`."""
-        self._rendezvous.begin(error)
-
     def allocate(self, num_bytes: int) -> SharedRegion:
-        """Create this rank's memory, pass it to the peers, and map theirs.
+        """Create this rank's memory, and map that of all ranks.
 
         Raises:
             OutOfSharedMemoryError: it does not fit on the machine.
-            BootstrapError: a peer ended, or passed something else.
+            BootstrapError: a peer ended, or shares something else.
         """
-        with self._rendezvous.failure_scope(), contextlib.ExitStack() as undo:
-            undo.callback(self._connections.shut_down)  # peers that wait see end-of-file
-            fd = create_memory(num_bytes, len(self._peers) + 1, self._rank)
+        rendezvous = self._rendezvous
+        with rendezvous.failure_scope():
+            fd = create_memory(num_bytes, rendezvous.num_ranks, rendezvous.rank)
             try:
-                self._rendezvous.raise_if_any_failed()  # before any rank waits for a descriptor
-                mappings = self._map(fd, num_bytes)
+                mappings = [
+                    self._map(rank, shared, num_bytes)
+                    for rank, shared in enumerate(rendezvous.exchange(share(fd)))
+                ]
+                rendezvous.raise_if_any_failed()  # until then the peers may be opening the memory
             finally:
                 os.close(fd)
-            self._rendezvous.raise_if_any_failed()
-            undo.pop_all()
-        own = mappings[self._rank]
-        assert own is not None
         return SharedRegion(
-            bases=[0 if m is None else m.ctypes.data for m in mappings],
-            local=torch.from_numpy(own),
+            bases=[mapping.ctypes.data for mapping in mappings],
+            local=torch.from_numpy(mappings[rendezvous.rank]),
             keep=tuple(mappings),
         )
 
-    def _map(self, fd: int, num_bytes: int) -> list[NDArray[np.uint8] | None]:
-        """Map this rank's memory and that of its peers; return the mappings by rank."""
-        mappings: list[NDArray[np.uint8] | None] = [None] * self._rendezvous.num_ranks
-
-        def take(peer: int, passed: int) -> None:
-            mappings[peer] = map_peer(passed, self._rank, peer, num_bytes)
-
+    def _map(self, rank: int, shared: Sequence[int | str], num_bytes: int) -> NDArray[np.uint8]:
+        here = self._rendezvous.rank
+        fd = open_shared(self._rendezvous, rank, shared, os.O_RDWR)
         try:
-            mappings[self._rank] = _core.map_shared(fd, num_bytes)
-            self._connections.pass_memory(fd, take)
-        except OSError as trouble:
-            full = trouble.errno == errno.ENOMEM  # the mapping does not fit
-            raise (OutOfSharedMemoryError if full else BootstrapError)(
-                f"rank {self._rank}: exchanging memory failed: {trouble}", failed_rank=self._rank
-            ) from trouble
-        return mappings
+            return map_peer(fd, here, rank, num_bytes)
+        except OSError as error:  # the mapping does not fit
+            raise OutOfSharedMemoryError(
+                f"rank {here}: {num_bytes} bytes of rank {rank} cannot be mapped"
+                f" ({error.strerror}); raise the limit with ulimit -v",
+                failed_rank=here,
+            ) from error
+
+    def leave_to_parent(self) -> None:
+        """Close this child's copies of the files, which would hide the parent's death."""
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._opened:
+            # Removed before it is closed: after Ctrl-C or a fork here, a second close could hit
+            # another file with the same number.
+            os.close(self._opened.pop())
 
     def close(self) -> None:
-        """Close the connections, by which peers see that this rank has gone."""
-        self._connections.close()
+        """Close the pipe, by which peers see that this rank has gone."""
+        self._close_files()
         self._rendezvous.leave()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,34 +32,13 @@ INSTEAD = "use fabric='nvshmem'"
 _BUGS = (TypeError, AttributeError, NameError)  # raised as they are: no failures of memory
 
 
-class SymmetricMemory(Protocol):
+class SymmetricMemory:
     """torch's symmetric memory in this process. Tests supply their own.
 
     Attributes:
         met: number of :meth:`rendezvous` calls in this process.
         counts_in_process: whether torch counts those calls per process instead of per group.
     """
-
-    met: int
-    counts_in_process: bool
-
-    def prepare(self, device: torch.device) -> None:
-        """Raise UnsupportedError unless the device supports symmetric memory."""
-
-    def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return new uint8 memory for :meth:`rendezvous`. Not collective."""
-
-    def handle_types(self, tensor: torch.Tensor) -> int:
-        """Return the allocation's shareable handle types as a bit mask; 0: unknown."""
-
-    def rendezvous(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup
-    ) -> tuple[list[int], object]:
-        """Return the ranks' base addresses on this rank, and an object that keeps them mapped."""
-
-
-class TorchMemory:
-    """torch's implementation. Returned by :func:`find_memory`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -69,7 +48,11 @@ class TorchMemory:
         self.counts_in_process = torch_version() < (2, 14)
 
     def prepare(self, device: torch.device) -> None:
-        """Select the backend, unless the process has: it is process-wide."""
+        """Select the backend, unless the process has: it is process-wide.
+
+        Raises:
+            UnsupportedError: torch has none for the device, or the process has chosen another.
+        """
         get_backend = getattr(self._module, "get_backend", None)
         if get_backend is None:
             return  # this torch has no other backend
@@ -92,15 +75,16 @@ class TorchMemory:
             )
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Allocate below ``empty``, which takes memory from a pool in newer versions.
+        """Return new uint8 memory for :meth:`rendezvous`. Not collective.
 
-        Pooled memory may have had its rendezvous on one rank, while the others wait for that rank.
+        Below ``empty``, which takes memory from a pool in newer versions: pooled memory may have
+        had its rendezvous on one rank, while the others wait for that rank.
         """
         tensor: torch.Tensor = self._raw.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         return tensor
 
     def handle_types(self, tensor: torch.Tensor) -> int:
-        """Ask the driver which handle types torch requested."""
+        """Return the allocation's shareable handle types as a bit mask; 0: unknown."""
         from cuda.bindings import driver
 
         result, handle = driver.cuMemRetainAllocationHandle(tensor.data_ptr())
@@ -113,10 +97,11 @@ class TorchMemory:
     def rendezvous(
         self, tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[list[int], object]:
-        """Rendezvous under the group's name; torch finds the group's store by it.
+        """Return the ranks' base addresses on this rank, and an object that keeps them mapped.
 
-        Without the multicast object that torch would bind the memory to where GPUs report it: no
-        kernel uses it, and where the driver refuses it after all, the rendezvous would fail.
+        Under the group's name, by which torch finds the group's store. Without the multicast object
+        that torch would bind the memory to where GPUs report it: no kernel uses it, and where the
+        driver refuses it after all, the rendezvous would fail.
         """
         self.met += 1
         with env.without_multicast():
@@ -142,7 +127,7 @@ def find_memory() -> SymmetricMemory:
     try:
         import torch.distributed._symmetric_memory as module
 
-        return TorchMemory(module)
+        return SymmetricMemory(module)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
             f"fabric='torch': torch {torch.__version__} has no symmetric memory that this library"
@@ -185,10 +170,6 @@ class TorchFabric:
         """True: every rank maps every other's memory."""
         return True
 
-    def begin(self, error: Exception | None) -> None:
-        """See :class:`Fabric`."""
-        self._rendezvous.begin(error)
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.
 
@@ -221,7 +202,7 @@ class TorchFabric:
         self._rendezvous.leave()
 
     def _check_before(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raise on every rank if ranks would wait for each other in torch for ever."""
+        """Raise on every rank if ranks would wait for each other in torch indefinitely."""
         types, met = [row[0] for row in rows], [row[1] for row in rows]
         here = self._rendezvous.rank
         if len(set(self._machines)) > 1:
@@ -246,8 +227,8 @@ class TorchFabric:
             raise UnsupportedError(
                 f"rank {here}: rank 0 has made {met[0]} rendezvous for symmetric memory, rank"
                 f" {other} {met[other]}, in groups without the other rank; torch"
-                f" {torch.__version__} would wait for ever. Create the groups of all ranks before"
-                f" those of some, or {INSTEAD}"
+                f" {torch.__version__} would wait indefinitely. Create the groups of all ranks"
+                f" before those of some, or {INSTEAD}"
             )
 
     def _check_reach(self, reaches: Sequence[Sequence[int]]) -> None:

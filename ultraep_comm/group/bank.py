@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from ultraep_comm.errors import (
     GroupBusyError,
     InvalidArgumentError,
     InvalidPlanError,
+    InvalidWeightsError,
     UnsupportedError,
 )
+from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.group.copies import Shared
+from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
+from ultraep_comm.group.slots import SlotSet
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import as_int
 
 
 class Bank(Shared):
-    """One set of S slots on every rank. Returned by :meth:`Group.bank`.
+    """One set of S slots on every rank; one of ``group.banks``.
 
     A slot holds its expert until a plan has another one there, so that a later plan of the bank
     need not move it: a *resident*, bit for bit the home's weights of the same version. All ranks
@@ -28,19 +34,18 @@ class Bank(Shared):
         slots: ``{name: [S, *shape]}``, views of this rank's slots; addresses do not change.
         slot_grads: the same for their gradients; only segments with gradients. Banks share them,
             but for what ``grad_banks`` in :func:`new_group` says.
+        holder: for :class:`nn.Replication`: whose main weights the slots hold, once it is told.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        index: int,
-        slots: dict[str, torch.Tensor],
-        slot_grads: dict[str, torch.Tensor],
-    ) -> None:
+    def __init__(self, session: Session, index: int, weights: SlotSet, grads: SlotSet) -> None:
         self.index = index
-        self.slots = slots
-        self.slot_grads = slot_grads
+        self.slots = weights.slots
+        self.slot_grads = grads.slots
+        self.holder: tuple[object, ...] = ()
         self._session = session
+        self._weights = weights
+        self._grads = grads
+        self._found_at: dict[tuple[str, int], torch.Tensor] = {}
 
     @property
     def residents(self) -> torch.Tensor:
@@ -66,6 +71,11 @@ class Bank(Shared):
             UnsupportedError: the group uses the host engine.
         """
         return self._session.engine.ready(self.index)
+
+    @property
+    def filled_by(self) -> Plan | PlanHandle | None:
+        """Return what the last transfer to the bank was given; None: there was none."""
+        return self._session.filled_by.get(self.index)
 
     @property
     def version(self) -> int:
@@ -94,7 +104,7 @@ class Bank(Shared):
                 " stands for it; call it outside, or give replicate_experts a larger version="
             )
         session.require_open("invalidate")
-        reader = session.engine.reader(self.index)
+        reader = session.engine.invalidate(self.index)
         if reader:
             raise GroupBusyError(
                 f"rank {session.rank}: invalidate() of bank {self.index} while call {reader}, which"
@@ -102,35 +112,160 @@ class Bank(Shared):
                 rank=session.rank,
                 live=[],
             )
-        session.engine.invalidate(self.index)
 
-    def is_of(self, session: Session) -> bool:
-        """Return whether the bank is one of a group's."""
-        return self._session is session
+    # ---- one tensor for all instances -----------------------------------------------------
+
+    def empty_instances(self) -> dict[str, torch.Tensor]:
+        """Allocate main weights that the slots follow, as grouped GEMMs ask. Collective.
+
+        The first call takes room that the group has; each further one, for another layer that
+        shares the bank, new memory, in which the slots themselves appear once more.
+
+        ``pull`` takes the mains, ``{name: tensor[:M]}``, where ranks reach each other by load and
+        store, and all have as many experts; on the CUDA engine only those of the first call.
+
+        Returns:
+            ``{name: tensor [M + S, *shape]}``: mains, zeroed, then :attr:`slots`, the same memory.
+
+        Raises:
+            OutOfSharedMemoryError: some rank has not enough memory.
+            UnsupportedError: the group was created without ``instances=True``; or the slots are in
+                memory of a device that can be mapped only once, and this is not the first call; or
+                the current stream is being captured.
+        """
+        session = self._session
+        session.refuse_capture("empty_instances()")
+        session.enter("empty_instances")
+        self._require_room("empty_instances()")
+        with session.allocating(UnsupportedError):  # on all ranks alike
+            region, begins, made = self._weights.take()
+        # Elsewhere mains begin at different places on the ranks.
+        is_even = len(set(session.engine.layout.num_local_experts)) == 1
+        if is_even and region.bases and session.engine.fabric.can_pull:
+            session.add_mains(region, begins)
+        self._found_at.update({(name, t.data_ptr()): t for name, t in made.items()})
+        return made
+
+    def instances_of(self, name: str, mains: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of :meth:`empty_instances` of which main weights are the first rows.
+
+        Args:
+            name: of the segment.
+            mains: ``[M, *shape]``, such as a parameter that was moved there.
+
+        Raises:
+            InvalidWeightsError: the mains are elsewhere.
+        """
+        session, whole = self._session, self._found_at.get((name, mains.data_ptr()))
+        if whole is None or mains.shape != whole[: session.num_local_experts].shape:
+            raise InvalidWeightsError(
+                f"rank {session.rank}: main weights {name!r} are not in memory of empty_instances()"
+                f" of bank {self.index}, before its slots; move them there once:"
+                " parameter.data = instances[name][:M].copy_(parameter)"
+            )
+        return whole
+
+    def empty_instance_grads(self) -> dict[str, torch.Tensor]:
+        """Allocate main gradients that the slot gradients follow. Local.
+
+        For weight-gradient GEMMs that write those of all instances at once; the first M rows are
+        main gradients for :func:`reduce_expert_grads`. Otherwise as :meth:`empty_instances`, but
+        no peer addresses them.
+
+        Returns:
+            ``{name: tensor [M + S, *shape]}`` of the slot gradients' dtype, for segments with
+            gradients: mains, zeroed, then :attr:`slot_grads`, the same memory.
+
+        Raises:
+            OutOfSharedMemoryError: this rank has not enough memory.
+            UnsupportedError: as :meth:`empty_instances`.
+        """
+        self._session.refuse_capture("empty_instance_grads()")
+        self._session.require_open("empty_instance_grads")
+        self._require_room("empty_instance_grads()")
+        return self._grads.take()[2]
+
+    def _require_room(self, operation: str) -> None:
+        if not self._session.engine.layout.instance_align:
+            raise UnsupportedError(
+                f"rank {self._session.rank}: {operation} on a group whose slots have no room for"
+                " mains before them; create it with instances=True"
+            )
 
     def __repr__(self) -> str:
         return f"Bank({self.index} of group {self._session.name!r})"
 
 
-def bank_index(bank: Bank | int, session: Session) -> int:
-    """Return the index of a bank of this group.
+class Banks:
+    """The banks of a group, by index."""
 
-    Raises:
-        InvalidArgumentError: there is none, or it is another group's.
-    """
-    if isinstance(bank, Bank):
-        if bank.is_of(session):
-            return bank.index
-        raise InvalidArgumentError(
-            f"rank {session.rank}: bank is {bank!r}; expected one of group {session.name!r}"
+    def __init__(self, banks: Sequence[Bank], rank: int) -> None:
+        self._banks, self._rank = tuple(banks), rank
+
+    def __len__(self) -> int:
+        return len(self._banks)
+
+    def __iter__(self) -> Iterator[Bank]:
+        return iter(self._banks)
+
+    def __getitem__(self, index: int) -> Bank:
+        """Return a bank.
+
+        Raises:
+            InvalidArgumentError: there is none of this index.
+        """
+        number, count = as_int(index, "bank"), len(self._banks)
+        if not 0 <= number < count:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: bank is {number}; expected 0 to {count - 1}: the group was"
+                f" created with banks={count}"
+            )
+        return self._banks[number]
+
+    def find(self, bank: Bank | int) -> Bank:
+        """Return one of these banks.
+
+        Raises:
+            InvalidArgumentError: there is none of this index, or it is another group's.
+        """
+        if not isinstance(bank, Bank):
+            return self[bank]
+        if bank not in self._banks:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: bank is {bank!r}; expected one of {list(self)}"
+            )
+        return bank
+
+
+def make_banks(session: Session) -> Banks:
+    """Return the banks of a new group."""
+    layout = session.engine.layout
+    private = PrivateFabric(session.rank, session.topology.num_ranks, session.device)
+    size, grad_size = len(session.segments), len(session.grad_segments)
+    weights = [
+        SlotSet(
+            session,
+            session.segments,
+            offsets=layout.slot_offset[i * size : (i + 1) * size],
+            places=layout.instance_offset,
+            num_bytes=layout.instance_bytes,
+            allocate=session.engine.fabric.allocate,
         )
-    index = as_int(bank, "bank")
-    if not 0 <= index < session.banks:
-        raise InvalidArgumentError(
-            f"rank {session.rank}: bank is {index}; expected 0 to {session.banks - 1}: the group"
-            f" was created with banks={session.banks}"
+        for i in range(session.banks)
+    ]
+    grads = [
+        SlotSet(
+            session,
+            session.grad_segments,
+            offsets=layout.grad_offset[i * grad_size : (i + 1) * grad_size],
+            places=layout.grad_instance_offset,
+            num_bytes=layout.grad_instance_bytes,
+            allocate=private.allocate,
         )
-    return index
+        for i in range(session.grad_banks)
+    ]
+    banks = [Bank(session, i, own, grads[i % len(grads)]) for i, own in enumerate(weights)]
+    return Banks(banks, session.rank)
 
 
 def core_bank(plan: Plan, session: Session) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ultraep_comm.calibration import from_environment
 from ultraep_comm.engines import host
 from ultraep_comm.engines.base import Engine
-from ultraep_comm.engines.options import ExpertSpec, Options, allowed_ways
+from ultraep_comm.engines.options import ExpertSpec, Options, allowed_backends
 from ultraep_comm.errors import UnsupportedError, name_ranks
 from ultraep_comm.fabrics.rendezvous import Rendezvous, check_same_arguments
 from ultraep_comm.group.group import Group
@@ -65,7 +65,7 @@ def new_group(
             step to the next; see :class:`Bank`. Each takes S experts' bytes (`group_memory`).
         grad_banks: sets of slot gradients; bank i has set i modulo their number.
         instances: leave room for main weights and gradients directly before the slots of each bank,
-            for :meth:`Group.empty_instances`; it takes as many bytes (`group_memory`).
+            for :meth:`Bank.empty_instances`; it takes as many bytes (`group_memory`).
         engine: "host" (threads, on one machine), "cuda" (one GPU per rank: torch's current device,
             so call torch.cuda.set_device first), "c10d" (messages over process groups of its own,
             with the backends of this one: gloo, NCCL or others, on any number of machines); or
@@ -139,7 +139,7 @@ def _make_engine(
     rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> Engine:
     """Create one rank's engine, the one asked for or the best one. Collective."""
-    ways = allowed_ways(options.engine, options.fabric, options.device)
+    ways = allowed_backends(options.engine, options.fabric, options.device)
     made: Engine | None = None
     reason = ""
     if ways[0][0] == "cuda":

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NoReturn
 
 import torch
-from torch.utils._pytree import register_pytree_node
 
 from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidPlanError,
-    InvalidWeightsError,
     UnsupportedError,
 )
-from ultraep_comm.fabrics.private import PrivateFabric
-from ultraep_comm.group.bank import Bank, bank_index
+from ultraep_comm.group.bank import Bank, make_banks
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.health import GroupHealth, health_of
-from ultraep_comm.group.instances import Instances
 from ultraep_comm.group.memory import GroupMemory, memory_of
 from ultraep_comm.group.names import register_group
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
+from ultraep_comm.group.slots import views
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.topology import IntsLike, as_int
+from ultraep_comm.plan.topology import as_int
 from ultraep_comm.recording.recorder import CAPACITY, Recorder
 from ultraep_comm.weights.binding import Binding
-from ultraep_comm.weights.segments import Segment, Weights, with_own_storage
+from ultraep_comm.weights.segments import Weights
 
 
 class Group(Shared):
@@ -45,48 +41,21 @@ class Group(Shared):
         slots: ``{name: [S, *shape]}``, views of this rank's slots in bank 0; addresses do not
             change.
         slot_grads: the same for their gradients, initially zero; only segments with gradients.
-        banks: all sets of slots; see :meth:`bank`.
+        banks: all sets of slots, by index, for instance of layers.
         name: the key by which operators find the group in this process.
         num_local_experts: M, the main instances on this rank.
-        session: internal state, for the package's own modules.
     """
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        grads = session.grad_segments
+        self._session = session
         self.rank = session.rank
         self.topology = session.topology
         self.device = session.device
         self.segments = session.segments
         self.num_local_experts = session.num_local_experts
         self.name = session.name
-        memory, layout = session.engine.memory[0].local, session.engine.layout
-        count = session.topology.slots_per_rank
-        slots = _bank_views(memory, layout.slot_offset, count, session.segments, session.banks)
-        slot_grads = _bank_views(memory, layout.grad_offset, count, grads, session.grad_banks)
-        self._found_at: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._instances = Instances(
-            session,
-            session.segments,
-            slot_offset=layout.slot_offset,
-            places=layout.instance_offset,
-            num_bytes=layout.instance_bytes,
-            allocate=session.engine.fabric.allocate,
-        )
-        self._grad_instances = Instances(
-            session,
-            grads,
-            slot_offset=layout.grad_offset,
-            places=layout.grad_instance_offset,
-            num_bytes=layout.grad_instance_bytes,
-            allocate=PrivateFabric(session.rank, session.topology.num_ranks, self.device).allocate,
-        )
-        self.banks = tuple(
-            Bank(session, i, slots[i], slot_grads[i % session.grad_banks])
-            for i in range(session.banks)
-        )
-        self.slots, self.slot_grads = slots[0], slot_grads[0]
-        self._grads = grads
+        self.banks = make_banks(session)
+        self.slots, self.slot_grads = self.banks[0].slots, self.banks[0].slot_grads
         register_group(self)
         _ = self.topology.instances_per_rank  # caches it: torch.compile cannot trace its property
 
@@ -95,34 +64,14 @@ class Group(Shared):
         """Return G."""
         return self.topology.num_ranks
 
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes that this rank's engine has stored into slots since creation.
-
-        Raises:
-            UnsupportedError: the current stream is being captured.
-        """
-        self.session.refuse_capture("bytes_stored")
-        return self.session.engine.bytes_stored
-
-    # ---- banks ----------------------------------------------------------------------------
-
-    def bank(self, index: int) -> Bank:
-        """Return one of the group's banks, for instance that of a layer.
-
-        Raises:
-            InvalidArgumentError: there is none of this index.
-        """
-        return self.banks[bank_index(index, self.session)]
-
     def memory(self) -> GroupMemory:
         """Return the bytes that the group has on each rank; see :func:`group_memory`."""
-        session = self.session
+        session = self._session
         return memory_of(
             session.engine.layout,
             session.topology.slots_per_rank,
             session.segments,
-            self._grads,
+            session.grad_segments,
             session.banks,
             session.grad_banks,
             session.check,
@@ -145,7 +94,7 @@ class Group(Shared):
             InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
                 strides, or bound to another group.
         """
-        return self.session.weights.bind_persistent(weights)
+        return self._session.weights.bind_persistent(weights)
 
     def bind_grads(self, grads: Weights | Binding) -> Binding:
         """Check main gradients and take their addresses, once for repeated reductions.
@@ -160,7 +109,7 @@ class Group(Shared):
             InvalidGradientsError: likewise; a segment is missing; rows share memory; or the group
                 was created without ``grads=``.
         """
-        return self.session.grads.bind_persistent(grads)
+        return self._session.grads.bind_persistent(grads)
 
     def empty_weights(self) -> dict[str, torch.Tensor]:
         """Allocate main weights that peers can address, as ``pull`` needs. Collective.
@@ -173,7 +122,7 @@ class Group(Shared):
             UnsupportedError: some ranks have no load/store access to each other, which ``pull``
                 needs; or the current stream is being captured.
         """
-        session = self.session
+        session = self._session
         session.refuse_capture("empty_weights()")
         session.enter("empty_weights")
         if not session.engine.fabric.can_pull:
@@ -187,109 +136,7 @@ class Group(Shared):
         session.engine.memory.append(region)
         session.add_mains(region, layout.region_offset)
         with torch.inference_mode(False):  # as in new_group
-            return _views(region.local, layout.region_offset, self.num_local_experts, self.segments)
-
-    def empty_instances(self, bank: Bank | int = 0) -> dict[str, torch.Tensor]:
-        """Allocate main weights that the slots of a bank follow, as grouped GEMMs ask. Collective.
-
-        The first call for a bank takes room that the group has; each further one, for another layer
-        that shares the bank, new memory, in which the slots themselves appear once more.
-
-        ``pull`` takes the mains, ``{name: tensor[:M]}``, where ranks reach each other by load and
-        store, and all have as many experts; on the CUDA engine only those of a bank's first call.
-
-        Args:
-            bank: whose slots follow.
-
-        Returns:
-            ``{name: tensor [M + S, *shape]}``: mains, zeroed, then ``bank.slots``, the same memory.
-
-        Raises:
-            OutOfSharedMemoryError: some rank has not enough memory.
-            InvalidArgumentError: the bank is not one of this group.
-            UnsupportedError: the group was created without ``instances=True``; or the bank's slots
-                are in memory of a device that can be mapped only once, and this is not the first
-                call; or the current stream is being captured.
-        """
-        session = self.session
-        session.refuse_capture("empty_instances()")
-        session.enter("empty_instances")
-        self._require_instances("empty_instances()")
-        with session.allocating(UnsupportedError):  # on all ranks alike
-            try:
-                index = bank_index(bank, session)
-            except InvalidArgumentError as error:
-                session.engine.fabric.begin(error)
-                raise
-            session.engine.fabric.begin(None)
-            region, begins = self._instances.take(index)
-        # Elsewhere mains begin at different places on the ranks.
-        is_even = len(set(session.engine.layout.num_local_experts)) == 1
-        if is_even and region.bases and session.engine.fabric.can_pull:
-            session.add_mains(region, begins)
-        with torch.inference_mode(False):
-            made = _own_views(region.local, begins, self._num_instances, self.segments)
-        for name, whole in made.items():
-            self._found_at[name, index, whole.data_ptr()] = whole
-        return made
-
-    def instances_of(self, name: str, mains: torch.Tensor, bank: Bank | int = 0) -> torch.Tensor:
-        """Return the tensor of :meth:`empty_instances` of which main weights are the first rows.
-
-        Args:
-            name: of the segment.
-            mains: ``[M, *shape]``, such as a parameter that was moved there.
-            bank: whose slots follow.
-
-        Raises:
-            InvalidWeightsError: the mains are elsewhere.
-        """
-        index = bank_index(bank, self.session)
-        whole = self._found_at.get((name, index, mains.data_ptr()))
-        if whole is None or mains.shape != whole[: self.num_local_experts].shape:
-            raise InvalidWeightsError(
-                f"rank {self.rank}: main weights {name!r} are not in memory of"
-                f" empty_instances({index}), before the bank's slots; move them there once:"
-                " parameter.data = instances[name][:M].copy_(parameter)"
-            )
-        return whole
-
-    def empty_instance_grads(self, bank: Bank | int = 0) -> dict[str, torch.Tensor]:
-        """Allocate main gradients that the slot gradients of a bank follow. Local.
-
-        For weight-gradient GEMMs that write those of all instances at once; the first M rows are
-        main gradients for :func:`reduce_expert_grads`. Otherwise as :meth:`empty_instances`, but
-        no peer addresses them.
-
-        Args:
-            bank: whose slot gradients follow.
-
-        Returns:
-            ``{name: tensor [M + S, *shape]}`` of the slot gradients' dtype, for segments with
-            gradients: mains, zeroed, then ``bank.slot_grads``, the same memory.
-
-        Raises:
-            OutOfSharedMemoryError: this rank has not enough memory.
-            InvalidArgumentError, UnsupportedError: as :meth:`empty_instances`.
-        """
-        session, index = self.session, bank_index(bank, self.session)
-        session.refuse_capture("empty_instance_grads()")
-        session.require_open("empty_instance_grads")
-        self._require_instances("empty_instance_grads()")
-        with torch.inference_mode(False):
-            region, begins = self._grad_instances.take(index % session.grad_banks)
-            return _own_views(region.local, begins, self._num_instances, self._grads)
-
-    @property
-    def _num_instances(self) -> int:
-        return self.num_local_experts + self.topology.slots_per_rank
-
-    def _require_instances(self, operation: str) -> None:
-        if not self.session.engine.layout.instance_align:
-            raise UnsupportedError(
-                f"rank {self.rank}: {operation} on a group whose slots have no room for mains"
-                " before them; create it with instances=True"
-            )
+            return views(region.local, layout.region_offset, self.num_local_experts, self.segments)
 
     def expert_pointers(
         self, weights: Weights | Binding, *, bank: Bank | int = 0
@@ -305,9 +152,9 @@ class Group(Shared):
             InvalidArgumentError: the bank is not one of this group.
             UnsupportedError: the current stream is being captured.
         """
-        session = self.session
+        session = self._session
         session.refuse_capture("expert_pointers()")
-        first = bank_index(bank, session) * len(self.segments)
+        first = self.banks.find(bank).index * len(self.segments)
         bound, mains = session.weights.bind(weights), self.num_local_experts
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
@@ -324,23 +171,6 @@ class Group(Shared):
 
     # ---- static shapes --------------------------------------------------------------------
 
-    def token_capacity(self, num_tokens: int | IntsLike, topk: int) -> int:
-        """Return the rows of a buffer for all tokens that a rank has under an exact plan.
-
-        That is ceil(sum over ranks of tokens * topk / G). Plans with ``target=1.0`` keep to it:
-        with `slots_for_exact` slots for every load, with fewer for most, and what goes beyond is
-        an error of :meth:`instance_offsets`.
-
-        Args:
-            num_tokens: tokens of every rank, or integers ``[G]`` by rank.
-            topk: experts of a token.
-
-        Raises:
-            InvalidArgumentError: an argument is negative or misshapen; or the group has several
-                domains or no slots, so that its plans cannot be exact.
-        """
-        return self.topology.token_capacity(num_tokens, topk)
-
     def instance_offsets(self, plan: Plan, *, pad_to: int) -> torch.Tensor:
         """Return where each instance's rows end in a buffer of fixed length, as grouped GEMMs ask.
 
@@ -353,7 +183,7 @@ class Group(Shared):
 
         Args:
             plan: of this group, with quotas.
-            pad_to: rows of the buffer, below 2**31; see :meth:`token_capacity`.
+            pad_to: rows of the buffer, below 2**31; see ``topology.token_capacity``.
 
         Returns:
             int32 ``[M + S]`` on the plan's device, ascending, none above ``pad_to``.
@@ -374,7 +204,7 @@ class Group(Shared):
         rows = as_int(pad_to, "pad_to")
         if not 0 <= rows < 2**31:
             raise InvalidArgumentError(f"pad_to is {rows}; expected 0 to 2**31 - 1")
-        return self.session.engine.instance_offsets(plan.home_quota, plan.slot_quota, rows)
+        return self._session.engine.instance_offsets(plan.home_quota, plan.slot_quota, rows)
 
     # ---- saved plans ----------------------------------------------------------------------
 
@@ -402,11 +232,11 @@ class Group(Shared):
             DeviceError: the CUDA driver refused the launch.
         """
         self._require_plan(plan, "save")
-        return self.session.plans.save(plan, layer, microbatch)
+        return self._session.plans.save(plan, layer, microbatch)
 
     def _require_plan(self, plan: Plan, operation: str) -> None:
         """Raise unless the group is open, earlier launches were right, and the plan fits."""
-        session = self.session
+        session = self._session
         session.require_open(operation)
         session.engine.raise_fault()
         if session.engine.is_on_device(plan):
@@ -426,9 +256,9 @@ class Group(Shared):
             PlanHandleError, InvalidLoadError, InvalidPlanError: an earlier launch on the device, or
                 a replay of one, found the error.
         """
-        self.session.require_open("assert_idle")
-        self.session.engine.raise_fault()
-        self.session.plans.assert_idle()
+        self._session.require_open("assert_idle")
+        self._session.engine.raise_fault()
+        self._session.plans.assert_idle()
 
     # ---- recording ------------------------------------------------------------------------
 
@@ -446,8 +276,8 @@ class Group(Shared):
             InvalidArgumentError: the capacity is out of range, or the group is already recorded.
             GroupClosedError: the group is closed or failed earlier.
         """
-        self.session.require_open("start_recording")
-        return self.session.start_recording(capacity, loads)
+        self._session.require_open("start_recording")
+        return self._session.start_recording(capacity, loads)
 
     # ---- health ---------------------------------------------------------------------------
 
@@ -457,7 +287,7 @@ class Group(Shared):
         May be called from any thread at any time: during a call, after a failure, after a close.
         It does not block and has no side effects.
         """
-        return health_of(self.session)
+        return health_of(self._session)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -466,7 +296,7 @@ class Group(Shared):
 
         The group takes no more calls; close it.
         """
-        self.session.abort()
+        self._session.abort()
 
     def close(self) -> None:
         """Finish submitted calls, tell the peers, and free threads and connections.
@@ -484,7 +314,7 @@ class Group(Shared):
                 nevertheless.
             UnsupportedError: the current stream is being captured; the group stays open.
         """
-        self.session.close()
+        self._session.close()
 
     def __enter__(self) -> Group:
         return self
@@ -503,7 +333,7 @@ class Group(Shared):
         t = self.topology
         return (
             f"Group(rank={self.rank}, num_ranks={t.num_ranks}, num_experts={t.num_experts},"
-            f" slots_per_rank={t.slots_per_rank}, {self.session.state})"
+            f" slots_per_rank={t.slots_per_rank}, {self._session.state})"
         )
 
 
@@ -515,51 +345,17 @@ def session_of(group: Group) -> Session:
     """
     if not isinstance(group, Group):
         raise InvalidArgumentError(f"group is {group!r}; expected what new_group returned")
-    return group.session
+    return group._session  # noqa: SLF001
 
 
-def _bank_views(
-    storage: torch.Tensor,
-    offsets: Sequence[int],
-    count: int,
-    segments: Mapping[str, Segment],
-    banks: int,
-) -> list[dict[str, torch.Tensor]]:
-    """Return each bank's views of its slots, or of their gradients; bank 0 comes first."""
-    size = len(segments)
-    return [
-        _own_views(storage, offsets[bank * size : (bank + 1) * size], count, segments)
-        for bank in range(banks)
-    ]
+def rejecting(group: Group) -> AbstractContextManager[None]:
+    """Enclose what a rank does by itself before a call that its peers wait for.
+
+    Any error in it is passed on, and fails the peers' call at once.
+    """
+    return session_of(group).rejecting()
 
 
-class _Views(dict[str, torch.Tensor]):
-    """Tensors by segment; says which there are where another is asked for."""
-
-    def __missing__(self, name: str) -> NoReturn:
-        hint = "" if self else "; slot gradients need a group created with grads="
-        raise InvalidArgumentError(f"there is no segment {name!r}; expected {list(self)}{hint}")
-
-
-# What torch.vmap, torch.utils.checkpoint and others look into, as into a dict.
-register_pytree_node(
-    _Views,
-    lambda views: (list(views.values()), list(views)),
-    lambda values, names: _Views(zip(names, values, strict=True)),
-)
-
-
-def _own_views(
-    storage: torch.Tensor, offsets: Sequence[int], count: int, segments: Mapping[str, Segment]
-) -> dict[str, torch.Tensor]:
-    views = _views(storage, offsets, count, segments)
-    return _Views((name, with_own_storage(view)) for name, view in views.items())
-
-
-def _views(
-    storage: torch.Tensor, offsets: Sequence[int], count: int, segments: Mapping[str, Segment]
-) -> dict[str, torch.Tensor]:
-    views = {}
-    for (name, segment), offset in zip(segments.items(), offsets, strict=True):
-        views[name] = segment.view(storage.narrow(0, offset, count * segment.nbytes), count)
-    return views
+def is_on_device(value: torch.Tensor | Plan, group: Group) -> bool:
+    """Return whether a tensor, or a plan, is on the group's device, and that is no CPU."""
+    return session_of(group).engine.is_on_device(value)

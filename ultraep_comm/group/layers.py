@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.group.create import new_group
-from ultraep_comm.group.group import Group
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.weights.segments import Weights, segments_like
 
@@ -77,11 +77,11 @@ def group_for(
         segments, num_local = segments_like(like)
         key = _hashable({**options, "expert": segments})
         shared = known.get(key)
-        if shared is not None and not shared.group.session.takes_calls:
+        if shared is not None and not session_of(shared.group).takes_calls:
             shared = None
         # A rank may not know a group that its peers have: it asked for other experts, or its own
         # has failed. Then all create one, and differing arguments are noticed there.
-        run = "" if shared is None else shared.group.session.run
+        run = "" if shared is None else session_of(shared.group).run
         records = rendezvous.exchange([num_local, run])
         counts = [record[0] for record in records]
         if num_experts is None:
@@ -128,7 +128,7 @@ def _hashable(value: Any) -> Hashable:
 def _close_all() -> None:
     """Close groups at the end of the process, before modules that they need are gone."""
     for shared in [s for known in _groups.values() for s in known.values()]:
-        session = shared.group.session
+        session = session_of(shared.group)
         if session.takes_calls and session.engine.is_completed(session.engine.epoch):
             with contextlib.suppress(UltraEPError):  # plans that nobody will reduce any more
                 shared.group.close()

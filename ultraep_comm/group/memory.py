@@ -22,7 +22,7 @@ class GroupMemory:
         mains: room for main weights and gradients before them, in a group with ``instances=True``.
         other: flags, loads, what reductions add up in, and padding; in check mode also copies of
             the main weights. Not included: main weights of ``group.empty_weights()``, and of
-            further ``group.empty_instances()`` of a bank.
+            further ``empty_instances()`` of a bank.
     """
 
     slots: int

@@ -320,7 +320,7 @@ class PlanStore:
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):  # autograd may save these tensors
-            memory = self._engine.allocate(4 * total).view(torch.int32)
+            memory = self._engine.empty((total,), of_graph=True)
             return {
                 name: memory[begins[name] :][: math.prod(shape)].view(shape)
                 for name, shape in shapes.items()

@@ -54,9 +54,6 @@ class Session(Shared):
         grads: binds main gradients.
         plans: saved plans.
         filled_by: the plan or handle of the last transfer to each bank.
-        held_for: of each bank, whose main weights its slots hold; see `nn.Replication`.
-        recomputed: forward passes made in a backward pass, until that reduces: the number of the
-            backward pass, the layer, and the plan's ``slot_expert``.
         recorder: records calls; None: recording is off.
         run: names this group in its recordings; the same on all ranks.
         on_close: called at the end of a close.
@@ -93,8 +90,6 @@ class Session(Shared):
             engine=engine,
         )
         self.filled_by: dict[int, Plan | PlanHandle] = {}
-        self.held_for: dict[int, object] = {}
-        self.recomputed: list[tuple[int, int, torch.Tensor]] = []
         self.recorder: Recorder | None = None
         self.run = ""
         self.on_close: Callable[[], object] | None = None
@@ -357,8 +352,7 @@ class Session(Shared):
                 epoch=engine.epoch,
             )
         if not self.aborted:
-            engine.synchronize_captured()
-            engine.raise_fault()
+            engine.raise_fault(wait=True)
             if busy is not None and failed == 0:
                 raise busy
 

@@ -87,7 +87,7 @@ class Work:
         """
         self._refuse_captured("slot_ready()")
         self._session.require_own_process(f"slot_ready() of a {self._operation}")
-        return self._session.engine.slot_ready(self.epoch, self._filled_slot(slot))
+        return self._session.engine.is_completed(self.epoch, self._filled_slot(slot))
 
     def _filled_slot(self, slot: int) -> int:
         """Return a slot that the call's plan has an expert in, on this rank."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.interop.tables import Tokens, as_count, fit_slots, make_plan, read_rows
-from ultraep_comm.plan.plan import Plan, as_int_tensor
-from ultraep_comm.plan.topology import IntsLike, contiguous_home
+from ultraep_comm.interop.tables import Tokens, make_plan, read_homes, read_rows
+from ultraep_comm.plan.certificate import read_load
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import IntsLike, as_int
 
 
 def from_eplb(
@@ -46,11 +47,11 @@ def from_eplb(
         InvalidPlanError: an expert is out of range, has no row, none on its home, or two on a rank
             without ``merge``; rows do not divide by ranks, or do not fit into the slots; or as in
             :meth:`Plan.from_slots`.
+        InvalidLoadError: as in :func:`ultraep_comm.verify_plan`.
     """
-    num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
+    num_ranks, num_experts, homes = read_homes(num_ranks, num_experts, home)
     rows, device = read_rows(physical_to_logical, num_ranks, num_experts)
     per_rank, rows_of = len(rows) // num_ranks, _rows_of(rows, num_experts)
-    homes = _homes(home, num_ranks, num_experts)
     for expert, own in enumerate(rows_of):
         ranks = [row // per_rank for row in own]
         if homes[expert] not in ranks:
@@ -74,14 +75,17 @@ def from_eplb(
             slots[rank].append(-1 if again else expert)
     by_source, tokens = None, None
     if load is not None:
-        totals, by_source = _totals(load, num_ranks, num_experts)
-        tokens = _even_shares(rows, per_rank, totals)
+        given = read_load(load, num_ranks, num_experts)
+        by_source = torch.from_numpy(given) if given.ndim == 2 else None
+        tokens = _even_shares(rows, per_rank, given.reshape(-1, num_experts).sum(axis=0).tolist())
     return make_plan(
-        fit_slots(slots, slots_per_rank, "have EPLB place fewer redundant experts"),
+        slots,
         homes,
         tokens,
-        device,
-        by_source,
+        load=by_source,
+        slots_per_rank=slots_per_rank,
+        advice="have EPLB place fewer redundant experts",
+        device=device,
     )
 
 
@@ -109,11 +113,13 @@ def home_from_eplb(
         InvalidPlanError: as in :func:`from_eplb`, or some ranks have all rows of more experts than
             ``max_local_experts`` each. The message names them.
     """
-    num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
+    num_ranks, num_experts, contiguous = read_homes(num_ranks, num_experts)
     rows, _ = read_rows(physical_to_logical, num_ranks, num_experts)
     limit = len(rows) // num_ranks  # always suffices: every expert has a row
     if max_local_experts is not None:
-        limit = min(limit, as_count(max_local_experts, "max_local_experts"))
+        limit = min(limit, as_int(max_local_experts, "max_local_experts"))
+        if limit < 1:
+            raise InvalidPlanError(f"max_local_experts is {limit}; expected at least 1")
     per_rank = len(rows) // num_ranks
     ranks_of = [
         list(dict.fromkeys(row // per_rank for row in own)) for own in _rows_of(rows, num_experts)
@@ -123,7 +129,7 @@ def home_from_eplb(
     stuck: list[int] = []
     # Raise the capacity step by step: a path never takes a local expert from a rank for good.
     for capacity in range(min(num_experts // num_ranks, limit), limit + 1):
-        for expert, rank in enumerate(_homes(None, num_ranks, num_experts)):
+        for expert, rank in enumerate(contiguous):
             if home[expert] < 0 and rank in ranks_of[expert] and len(local[rank]) < capacity:
                 home[expert] = rank
                 local[rank].add(expert)
@@ -185,37 +191,6 @@ def _rows_of(rows: Sequence[int], num_experts: int) -> list[list[int]]:
         if expert >= 0:
             found[expert].append(row)
     return found
-
-
-def _homes(home: IntsLike | None, num_ranks: int, num_experts: int) -> list[int]:
-    if home is None:
-        return [int(rank) for rank in contiguous_home(num_experts, num_ranks)]
-    tensor = as_int_tensor(home, "home")
-    if tensor.shape != (num_experts,):
-        raise InvalidPlanError(f"home has shape {tuple(tensor.shape)}; expected [{num_experts}]")
-    ranks: list[int] = tensor.tolist()
-    for expert, rank in enumerate(ranks):
-        if not 0 <= rank < num_ranks:
-            raise InvalidPlanError(f"home[{expert}] is {rank}; expected a rank in [0, {num_ranks})")
-    return ranks
-
-
-def _totals(
-    load: torch.Tensor, num_ranks: int, num_experts: int
-) -> tuple[list[int], torch.Tensor | None]:
-    """Return the tokens of each expert, and the load by source rank if it is that."""
-    tensor = as_int_tensor(load, "load").cpu()
-    if tensor.shape not in ((num_experts,), (num_ranks, num_experts)):
-        raise InvalidPlanError(
-            f"load has shape {tuple(tensor.shape)}; expected [{num_experts}], or"
-            f" [{num_ranks}, {num_experts}] by source rank"
-        )
-    if (tensor < 0).any():
-        where = (tensor < 0).nonzero()[0].tolist()
-        raise InvalidPlanError(f"load{where} is {int(tensor[tuple(where)])}; expected at least 0")
-    if tensor.dim() == 1:
-        return tensor.tolist(), None
-    return tensor.sum(dim=0, dtype=torch.int64).tolist(), tensor
 
 
 def _even_shares(rows: Sequence[int], per_rank: int, totals: Sequence[int]) -> Tokens:

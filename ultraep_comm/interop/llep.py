@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.interop.tables import as_count, fit_slots, local_experts_of_each, make_plan
+from ultraep_comm.interop.tables import make_plan, read_homes
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import as_int
 
@@ -38,9 +38,7 @@ def from_llep(
         InvalidPlanError: an expert or a rank is out of range, chunks leave a gap or overlap, a rank
             needs more than ``slots_per_rank``; or as in :meth:`Plan.from_slots`.
     """
-    num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
-    per_rank = local_experts_of_each(num_ranks, num_experts, "LLEP")
-    homes = [expert // per_rank for expert in range(num_experts)]
+    num_ranks, num_experts, homes = read_homes(num_ranks, num_experts, even_in="LLEP")
     if not isinstance(lpt_plan, Mapping):
         raise InvalidPlanError(
             f"lpt_plan is a {type(lpt_plan).__name__}; expected a mapping from experts to chunks:"
@@ -74,11 +72,11 @@ def from_llep(
                 slots[rank].append(expert)
             tokens[rank, expert] += end - start
             done = end
-    advice = "raise LLEP's max_tokens_factor or min_tokens_per_gemm, or use plan_replicas"
     return make_plan(
-        fit_slots(slots, slots_per_rank, advice),
+        slots,
         homes,
         tokens,
-        torch.device("cpu"),
-        load,
+        load=load,
+        slots_per_rank=slots_per_rank,
+        advice="raise LLEP's max_tokens_factor or min_tokens_per_gemm, or use plan_replicas",
     )

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.interop.tables import (
-    as_count,
-    check_experts,
-    fit_slots,
-    local_experts_of_each,
-    make_plan,
-)
+from ultraep_comm.interop.tables import check_experts, make_plan, read_homes
 from ultraep_comm.plan.plan import Plan, as_int_tensor
 from ultraep_comm.plan.topology import IntsLike
 
@@ -40,18 +34,15 @@ def from_moonep(
             owns nor copies the expert, a rank needs more than ``slots_per_rank``; or as in
             :meth:`Plan.from_slots`.
     """
-    num_experts = as_count(num_experts, "num_experts")
     copies = as_int_tensor(experts_to_copy, "experts_to_copy")
     if copies.dim() != 2 or len(copies) == 0:
         raise InvalidPlanError(
             f"experts_to_copy has shape {tuple(copies.shape)}; expected [R, B], all ranks' rows"
         )
-    num_ranks = len(copies)
+    num_ranks, num_experts, homes = read_homes(len(copies), num_experts, even_in="MoonEP")
     slots: list[list[int]] = copies.tolist()
     for rank, row in enumerate(slots):
         check_experts(row, f"experts_to_copy[{rank}]", num_experts)
-    per_rank = local_experts_of_each(num_ranks, num_experts, "MoonEP")
-    homes = [expert // per_rank for expert in range(num_experts)]
     tokens = None
     if alloc is not None:
         given = as_int_tensor(alloc, "alloc").cpu()
@@ -69,9 +60,11 @@ def from_moonep(
                 " plan, and give MoonEP's Buffer more slots (B) if it has a limit"
             )
     return make_plan(
-        fit_slots(slots, slots_per_rank, "use plan_replicas: MoonEP fills up to E / R slots"),
+        slots,
         homes,
         tokens,
-        copies.device,
-        load,
+        load=load,
+        slots_per_rank=slots_per_rank,
+        advice="use plan_replicas: MoonEP fills up to E / R slots",
+        device=copies.device,
     )

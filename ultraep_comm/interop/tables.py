@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.plan.plan import Plan, as_int_tensor
-from ultraep_comm.plan.topology import MAX_COUNT, IntsLike, as_int
+from ultraep_comm.plan.topology import MAX_COUNT, IntsLike, Topology, as_int
 
 # Tokens that a rank computes of an expert, by (rank, expert). Python's integers do not overflow.
 Tokens: TypeAlias = "Mapping[tuple[int, int], int]"
 
 
-def as_count(value: int, name: str) -> int:
-    """Return a number of ranks or experts."""
-    number = as_int(value, name)
-    if not 1 <= number <= MAX_COUNT:
-        raise InvalidPlanError(f"{name} is {number}; expected 1 to {MAX_COUNT}")
-    return number
+def read_homes(
+    num_ranks: int, num_experts: int, home: IntsLike | None = None, *, even_in: str = ""
+) -> tuple[int, int, list[int]]:
+    """Return the number of ranks, that of experts, and each expert's home, checked.
+
+    ``even_in`` is a system that has equally many local experts on each rank.
+    """
+    checked = Topology.make(
+        num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=0, home=home
+    )
+    if even_in and checked.num_experts % checked.num_ranks:
+        raise InvalidPlanError(
+            f"num_experts is {num_experts} for {num_ranks} ranks; expected a multiple: {even_in}"
+            " has as many experts at home on each rank"
+        )
+    return checked.num_ranks, checked.num_experts, checked.home.tolist()
 
 
 def read_rows(table: IntsLike, num_ranks: int, num_experts: int) -> tuple[list[int], torch.device]:
@@ -47,43 +57,47 @@ def check_experts(row: Sequence[int], name: str, num_experts: int) -> None:
             )
 
 
-def local_experts_of_each(num_ranks: int, num_experts: int, system: str) -> int:
-    """Return E / G, for systems with equally many local experts on each rank."""
-    if num_experts % num_ranks:
-        raise InvalidPlanError(
-            f"num_experts is {num_experts} for {num_ranks} ranks; expected a multiple: {system} has"
-            " as many experts at home on each rank"
-        )
-    return num_experts // num_ranks
-
-
-def fit_slots(slots: Iterable[list[int]], slots_per_rank: int | None, advice: str) -> torch.Tensor:
+def fit_slots(slots: list[list[int]], slots_per_rank: int | None, advice: str) -> list[list[int]]:
     """Return slots ``[G, S]``: rows cut to their filled slots, then padded with empty ones."""
-    rows = list(slots)
-    size = (
-        max(map(len, rows)) if slots_per_rank is None else as_int(slots_per_rank, "slots_per_rank")
-    )
+    size = max(map(len, slots))
+    if slots_per_rank is not None:
+        size = as_int(slots_per_rank, "slots_per_rank")
     if not 0 <= size <= MAX_COUNT:
         raise InvalidPlanError(f"slots_per_rank is {size}; expected 0 to {MAX_COUNT}")
-    for rank, row in enumerate(rows):
+    rows = []
+    for rank, row in enumerate(slots):
         kept = row if len(row) <= size else [expert for expert in row if expert >= 0]
         if len(kept) > size:
             raise InvalidPlanError(
                 f"rank {rank} needs {len(kept)} slots, for experts {kept}, but slots_per_rank is"
                 f" {size}. Give the group that many slots, or {advice}"
             )
-        rows[rank] = kept + [-1] * (size - len(kept))
-    return torch.tensor(rows, dtype=torch.int32, device="cpu")
+        rows.append(kept + [-1] * (size - len(kept)))
+    return rows
 
 
 def make_plan(
-    slots: torch.Tensor,
-    homes: Sequence[int],
+    slots: list[list[int]],
+    homes: list[int],
     tokens: Tokens | None,
-    device: torch.device,
+    *,
     load: torch.Tensor | None,
+    slots_per_rank: int | None,
+    advice: str,
+    device: torch.device | None = None,
 ) -> Plan:
-    """Return a plan on a device; ``tokens`` of all instances, or None: no quotas."""
+    """Return a plan.
+
+    Args:
+        slots: the experts that each rank needs slots for; -1: unused.
+        homes: ``[E]``.
+        tokens: of all instances; None: no quotas.
+        load: ``[G, E]``, or None.
+        slots_per_rank: S; None: as many as the rank with most needs.
+        advice: how the system needs fewer slots.
+        device: of the plan; None: the CPU.
+    """
+    rows = fit_slots(slots, slots_per_rank, advice)
     slot_quota = home_quota = None
     if tokens is not None:
         for (rank, expert), count in tokens.items():
@@ -94,13 +108,13 @@ def make_plan(
                 )
         counts = [
             [tokens.get((rank, expert), 0) if expert >= 0 else 0 for expert in row]
-            for rank, row in enumerate(slots.tolist())
+            for rank, row in enumerate(rows)
         ]
         slot_quota = torch.tensor(counts, dtype=torch.int64, device="cpu")
         at_home = [tokens.get((rank, expert), 0) for expert, rank in enumerate(homes)]
         home_quota = torch.tensor(at_home, dtype=torch.int64, device="cpu")
     return Plan.from_slots(
-        slots.to(device),
+        torch.tensor(rows, dtype=torch.int32, device=device or "cpu"),
         num_experts=len(homes),
         home=homes,
         slot_quota=slot_quota,

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.interop.tables import (
-    Tokens,
-    as_count,
-    fit_slots,
-    local_experts_of_each,
-    make_plan,
-    read_rows,
-)
+from ultraep_comm.interop.tables import Tokens, make_plan, read_homes, read_rows
 from ultraep_comm.plan.plan import Plan, as_int_tensor
 from ultraep_comm.plan.topology import IntsLike
 
@@ -48,12 +41,9 @@ def from_ultraep(
             and quotas contradict each other; a rank needs more than ``slots_per_rank``; or as in
             :meth:`Plan.from_slots`.
     """
-    num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
+    num_ranks, num_experts, _ = read_homes(num_ranks, num_experts, even_in="UltraEP")
     rows, device = read_rows(physical_to_logical, num_ranks, num_experts)
-    per_rank, masters = (
-        len(rows) // num_ranks,
-        local_experts_of_each(num_ranks, num_experts, "UltraEP"),
-    )
+    per_rank, masters = len(rows) // num_ranks, num_experts // num_ranks
     if per_rank < masters:
         raise InvalidPlanError(
             f"a rank has {per_rank} of {len(rows)} rows; expected its {masters} masters, then its"
@@ -87,11 +77,13 @@ def from_ultraep(
         tokens = _by_instance(rows, per_rank, places.tolist(), counts.tolist())
     slots = [rows[at + masters : at + per_rank] for at in range(0, len(rows), per_rank)]
     return make_plan(
-        fit_slots(slots, slots_per_rank, "have UltraEP use fewer redundant experts on a rank"),
+        slots,
         homes,
         tokens,
-        device,
-        load,
+        load=load,
+        slots_per_rank=slots_per_rank,
+        advice="have UltraEP use fewer redundant experts on a rank",
+        device=device,
     )
 
 

@@ -91,8 +91,7 @@ def predict(
             memory to model.
         InvalidPlanError: the plan is not legal.
         UnsupportedError: the plan crosses domains and the machine has no links between them, or the
-            mode is "pull", which needs load/store access; or the bound needs SciPy, which is not
-            installed.
+            mode is "pull", which needs load/store access.
     """
     if mode != "auto" and mode not in MODES:
         raise InvalidArgumentError(f"mode is {mode!r}; expected one of auto, {', '.join(MODES)}")

@@ -1,27 +1,29 @@
 """Hooks: identities on a layer's tensors whose backward passes make the layer's calls.
 
-In the order of a forward pass::
+In the order of a forward pass, as :class:`ultraep_comm.nn.replication.LayerPass` calls them::
 
-    x, mains = join_reduction(x, pass_, mains)                  # on the layer's input
-    x, mains, slots = start_reduction(x, pass_, mains, group.slots)   # on the experts' input
-    y = restore_replicas(experts(x, mains, slots), pass_, anchor=x)   # on the experts' output
+    x, weights = join_reduction(x, run, weights)                # on the layer's input
+    x, weights, slots = start_reduction(x, run, weights, slots)     # on the experts' input
+    y = restore_replicas(experts(x, weights, slots), run, anchor=x) # on the experts' output
+    y = prefetch_replicas(y, run)                               # on the layer's output
 
 The backward pass runs them from the bottom up: replica weights are restored before the experts need
 them, the gradient reduction starts when the experts are done, and it is joined before the gradient
 of the layer's input leaves. Data dependences enforce this order: each hook takes what the previous
 one returned.
 
-Without ``mains`` and ``slots`` the hooks take activations only, for frameworks whose experts
-accumulate gradients by themselves; the pass is then given ``main_grads``.
+A pass is given ``main_grads`` where the experts accumulate gradients by themselves: then only
+activations go through :func:`start_reduction`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,32 +32,20 @@ import ultraep_comm as uec
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.bank import Bank
+from ultraep_comm.group.group import is_on_device, rejecting
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import Binding
 from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
-Tensors = Mapping[str, Tensor]
-# Of each segment one tensor [M, *shape], or one of each expert: what the hooks return is alike.
-Mains = Mapping[str, "Tensor | Sequence[Tensor]"]
 Grads = tuple[Tensor | None, ...]
+# Forward passes made in a backward pass, until that reduces: the number of the backward pass, the
+# layer, and the plan's slot_expert.
+_recomputed: WeakKeyDictionary[uec.Group, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
 
-@dataclass
-class PassCalls:
-    """The calls of a pass's hooks that are in flight, whether replicas were restored, and where.
-
-    ``owner`` is for :func:`start_transfer`.
-    """
-
-    restored_by: Callable[[], object] = lambda: None  # weakly: the node would reference itself
-    owner: object = None
-    restoring: uec.Work | None = None
-    reducing: uec.Work | None = None
-    has_restored: bool = False
-
-
+@dataclass(eq=False, repr=False)
 class ExpertPass:
     """The state that the hooks of one forward and backward pass of a layer's experts share.
 
@@ -64,77 +54,71 @@ class ExpertPass:
     released when the pass is dropped.
 
     Attributes:
-        handle: of the forward pass's plan.
-        weights: main weights, from which replicas are restored.
+        handle: of the forward pass's plan; this pass is its last use.
+        weights: the main weights; their addresses are read in the backward pass.
         main_grads: where the experts accumulate the gradients of main weights, and the reduction
-            adds those of replicas; None: autograd passes them through :func:`start_reduction`.
-        calls: the hooks' calls in flight.
+            adds those of replicas; None: autograd has them.
+        mode: of the transfers.
+        reduce_mode: of the reduction.
+        segments: segments that the backward pass needs; None: all.
+        owner: for :func:`start_transfer`.
         slot_expert: the expert in each slot, by rank; None: the plan is on a device.
         is_empty: the plan is known to have no replicas: the backward pass makes no calls.
+        restored_by: the node of the graph that restores the replicas, weakly: it references this.
+        restoring: the transfer that was prefetched.
+        reducing: the reduction in flight.
+        has_restored: this pass has filled the slots in the backward pass.
     """
 
-    def __init__(
-        self,
-        handle: uec.PlanHandle,
-        weights: Weights | Binding,
-        *,
-        main_grads: Weights | Binding | None = None,
-        mode: str = "auto",
-        reduce_mode: str = "auto",
-        segments: Sequence[str] | None = None,
-    ) -> None:
-        """Describe a pass.
+    # Not the group: graphs reference passes, and errors of groups reference graphs.
+    handle: uec.PlanHandle
+    weights: Weights | Binding
+    _: KW_ONLY
+    main_grads: Weights | Binding | None = None
+    mode: str = "auto"
+    reduce_mode: str = "auto"
+    segments: Sequence[str] | None = None
+    owner: object = None
+    slot_expert: list[list[int]] | None = field(init=False)
+    is_empty: bool = field(init=False)
+    restored_by: weakref.ref[object] | None = field(init=False, default=None)
+    restoring: uec.Work | None = field(init=False, default=None)
+    reducing: uec.Work | None = field(init=False, default=None)
+    has_restored: bool = field(init=False, default=False)
 
-        Args:
-            handle: of the plan; this pass is its last use.
-            weights: as for ``replicate_experts``; their addresses are read in the backward pass.
-            main_grads: as for ``reduce_expert_grads``: ``{name: tensor [M, *shape] or sequence of
-                M}``, or what ``group.bind_grads`` returned for them.
-            mode: of the transfers.
-            reduce_mode: of the reduction.
-            segments: segments that the backward pass needs; None: all.
-        """
-        # Not the group: graphs reference passes, and errors of groups reference graphs.
-        self.handle = handle
-        self.weights = weights
-        self.main_grads = main_grads
-        self.mode = mode
-        self.reduce_mode = reduce_mode
-        self.segments = segments
-        self.calls = PassCalls()
+    def __post_init__(self) -> None:
+        handle = self.handle
         slots = handle.saved.plan.slot_expert
-        self.slot_expert: list[list[int]] | None = (
-            None if handle.group.session.engine.is_on_device(slots) else slots.tolist()
-        )
+        self.slot_expert = None if is_on_device(slots, handle.group) else slots.tolist()
         self.is_empty = self.slot_expert is not None and not any(
             expert >= 0 for row in self.slot_expert for expert in row
         )
         weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
         task = _graph_task()
         if task >= 0:  # a forward pass in a backward pass: recomputed
-            session = handle.group.session
+            known = _recomputed.get(handle.group, [])
             # A copy: the handle ends with the recomputed graph, long before it is compared.
-            session.recomputed = [
-                *(known for known in session.recomputed if known[0] == task),
+            _recomputed[handle.group] = [
+                *(one for one in known if one[0] == task),
                 (task, handle.layer, slots.clone()),
             ]
 
     @property
     def bank(self) -> Bank:
         """Return the bank of the handle's plan."""
-        return self.handle.group.bank(self.handle.saved.plan.bank)
+        return self.handle.group.banks[self.handle.saved.plan.bank]
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------
 
 
 def _prefetch(run: ExpertPass, grads: Grads) -> Grads:
-    node = run.calls.restored_by()
+    node = run.restored_by() if run.restored_by is not None else None
     # Rule: a transfer is started only if the same backward pass waits for it, before the weights
     # that it reads may be freed. The experts may need no gradient, or inputs= may leave them out.
     if node is not None and _will_run(node):
         if not run.is_empty:
-            run.calls.restoring = _replicate(run)
+            run.restoring = _replicate(run)
     elif node is not None and not _keeps_graph():
         run.handle.release()
     return grads
@@ -142,7 +126,7 @@ def _prefetch(run: ExpertPass, grads: Grads) -> Grads:
 
 def _restore(run: ExpertPass, grads: Grads) -> Grads:
     if not run.is_empty:
-        work, run.calls.restoring = run.calls.restoring or _replicate(run), None
+        work, run.restoring = run.restoring or _replicate(run), None
         work.wait()
     return grads[0], None
 
@@ -154,9 +138,9 @@ def _replicate(run: ExpertPass) -> uec.Work:
         run.handle.group,
         mode=run.mode,
         segments=run.segments,
-        owner=run.calls.owner,
+        owner=run.owner,
     )
-    run.calls.has_restored = True
+    run.has_restored = True
     return work
 
 
@@ -175,12 +159,11 @@ def start_transfer(
     What their bank holds is not reused if the last transfer was that of another ``owner``, such as
     a copy of a layer; None: not known.
     """
-    held_for, version = group.session.held_for, None
-    given = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan
-    holder = held_for.setdefault(given.bank, owner)
-    if given.reuse and owner is not None and holder is not owner:
-        version = group.bank(given.bank).version + 1
-    held_for[given.bank] = owner
+    given, version = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan, None
+    bank = group.banks[given.bank]
+    if given.reuse and owner is not None and bank.holder and bank.holder[0] is not owner:
+        version = bank.version + 1
+    bank.holder = (owner,)
     work = uec.replicate_experts(
         weights,
         plan,
@@ -216,14 +199,14 @@ def _keeps_graph() -> bool:
 
 def _fail(run: ExpertPass, text: str) -> NoReturn:
     error = InvalidArgumentError(f"rank {run.handle.group.rank}: {text}")
-    run.handle.group.session.reject(error)
-    raise error
+    with rejecting(run.handle.group):
+        raise error
 
 
 def _check_slots(run: ExpertPass, direction: str) -> None:
     """Raise InvalidArgumentError if another pass has filled the slots since this one's transfer."""
     mine = run.handle
-    last = mine.group.session.filled_by.get(run.bank.index)
+    last = run.bank.filled_by
     if last is None or _brings_the_same(last, mine):
         return
     found = "another plan"
@@ -243,9 +226,9 @@ def _check_recomputed(run: ExpertPass) -> None:
 
     The graph has the hooks of the first pass, but the saved tensors of the recomputed one.
     """
-    mine, session = run.handle, run.handle.group.session
-    key = (_graph_task(), mine.layer)
-    found = [known for known in session.recomputed if known[:2] == key]
+    mine = run.handle
+    known, key = _recomputed.get(mine.group, []), (_graph_task(), mine.layer)
+    found = [one for one in known if one[:2] == key]
     if not found:
         return
     same = _find_same(mine, [slots for _, _, slots in found])
@@ -257,7 +240,7 @@ def _check_recomputed(run: ExpertPass) -> None:
             " belong to other replicas. Save the router's ids, or keep the router and the plan out"
             " of what is recomputed",
         )
-    session.recomputed = [known for known in session.recomputed if known is not found[same]]
+    _recomputed[mine.group] = [one for one in known if one is not found[same]]
 
 
 def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
@@ -267,7 +250,7 @@ def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
     the handle's plan there. The next call with the handle then fails and reports the cause.
     """
     mine = handle.saved.plan.slot_expert
-    if handle.group.session.engine.is_on_device(mine):
+    if is_on_device(mine, handle.group):
         alike = [other for other in others if other.device == mine.device]
         if alike:
             differs = torch.stack([(mine != other).any() for other in alike]).all()
@@ -277,16 +260,16 @@ def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
     return equal[-1] if equal else None
 
 
-def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) -> Grads:
-    """Start the reduction. ``grads`` are those of the input, of ``mains``, of ``slots``."""
+def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]) -> Grads:
+    """Start the reduction. ``grads`` are those of the input, of ``weights``, of ``slots``."""
     _check_recomputed(run)
-    if run.calls.has_restored:
+    if run.has_restored:
         _check_slots(run, "backward")
     grad_x, *rest = grads
-    tensors = _spread(mains)
-    if run.is_empty or (run.main_grads is None and not mains):  # nothing to reduce
+    tensors = _spread(weights)
+    if run.is_empty or (run.main_grads is None and not weights):  # nothing to reduce
         if run.is_empty:  # as the reduction does: a second backward pass is refused
-            plans = run.handle.group.session.plans
+            plans = run.handle.saved.store
             plans.plan_of(run.handle, "reduce_expert_grads")
             plans.spend(run.handle.saved, on_device=False)
         run.handle.release()
@@ -294,10 +277,10 @@ def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) ->
         return grad_x, *own, *(None for _ in slots)
     for name, grad in zip(slots, rest[len(tensors) :], strict=True):
         _keep_slot_gradients(run, run.bank.slot_grads[name], grad)
-    own = _own_gradients(run, mains, rest[: len(tensors)])
-    run.calls.reducing = uec.reduce_expert_grads(
+    own = _own_gradients(run, weights, rest[: len(tensors)])
+    run.reducing = uec.reduce_expert_grads(
         # Detached: autograd reuses a gradient's memory only if nothing else holds the tensor.
-        _collect(mains, [grad.detach() for grad in own])
+        _collect(weights, [grad.detach() for grad in own])
         if run.main_grads is None
         else run.main_grads,
         run.handle,
@@ -309,14 +292,14 @@ def _start(run: ExpertPass, grads: Grads, mains: Mains, slots: Sequence[str]) ->
 
 
 def _join(run: ExpertPass, grads: Grads) -> Grads:
-    if run.calls.reducing is None and run.handle.is_live:
+    if run.reducing is None and run.handle.is_live:
         _fail(
             run,
             f"the reduction of layer {run.handle.layer}, microbatch {run.handle.microbatch} is"
-            " joined but has not been started; pass the experts' input, and the main weights,"
-            " through start_reduction after join_reduction",
+            " joined but has not been started; pass the experts' input through before_experts, and"
+            " use the weights that it returns",
         )
-    work, run.calls.reducing = run.calls.reducing, None
+    work, run.reducing = run.reducing, None
     if work is not None:
         work.wait()
     return grads
@@ -330,7 +313,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     if last is handle:
         return True
     mine = handle.saved.plan.slot_expert
-    on_device = handle.group.session.engine.is_on_device(mine)
+    on_device = is_on_device(mine, handle.group)
     if not on_device and not (mine >= 0).any():
         return True  # no replicas: frameworks may skip the transfer
     if isinstance(last, uec.PlanHandle):
@@ -361,7 +344,9 @@ def _keep_slot_gradients(run: ExpertPass, kept: Tensor, grad: Tensor | None) -> 
         kept[slot].zero_() if grad is None else kept[slot].copy_(grad[slot])
 
 
-def _own_gradients(run: ExpertPass, mains: Mains, grads: Sequence[Tensor | None]) -> list[Tensor]:
+def _own_gradients(
+    run: ExpertPass, weights: Weights, grads: Sequence[Tensor | None]
+) -> list[Tensor]:
     """Return gradients to which the reduction may add; zeros for None, as replicas may have one.
 
     Copies, as autograd may share one tensor among several gradients; but not of experts without
@@ -372,10 +357,9 @@ def _own_gradients(run: ExpertPass, mains: Mains, grads: Sequence[Tensor | None]
     if run.slot_expert is not None:
         placed = {expert for row in run.slot_expert for expert in row}
         has_replicas = [e in placed for e in group.topology.local_experts(group.rank).tolist()]
-    for main in mains.values():
-        stacked = isinstance(main, Tensor)
-        added = [any(has_replicas)] if stacked else has_replicas
-        for like, is_added, grad in zip([main] if stacked else main, added, rest, strict=False):
+    for name, weight in weights.items():
+        added = [any(has_replicas)] if isinstance(weight, Tensor) else has_replicas
+        for like, is_added, grad in zip(_spread({name: weight}), added, rest, strict=False):
             own = _or_zeros(like, grad)
             # The reduction takes no memory twice, nor other strides than those of the weights.
             if is_added or own.data_ptr() in seen or own.stride() != like.stride():
@@ -409,18 +393,19 @@ class Hook(torch.autograd.Function):
         return None, None, *ctx.at_backward(grads)
 
 
-def _hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor) -> Any:
+def hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor) -> Any:
+    """Return the first ``num_outputs`` tensors, whose gradients go through ``at_backward``."""
     return Hook.apply(at_backward, num_outputs, *tensors)  # type: ignore[no-untyped-call]
 
 
-def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = None) -> Tensor:
+def restore_replicas(y: Tensor, run: ExpertPass, *, anchor: Tensor | None = None) -> Tensor:
     """Return the experts' output; in the backward pass, fill the slots again before the experts.
 
     Without a gradient for the experts there is no such backward pass, and the handle is released.
 
     Args:
         y: the experts' output.
-        pass_: of this layer and microbatch.
+        run: of this layer and microbatch.
         anchor: the experts' input from :func:`start_reduction`: keeps the backward pass in the
             collective calls when ``y`` does not depend on it, because the rank got no tokens.
 
@@ -430,112 +415,95 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
     """
     if not isinstance(y, Tensor):
         raise InvalidArgumentError(
-            f"rank {pass_.handle.group.rank}: the output of the experts of layer"
-            f" {pass_.handle.layer} is a {type(y).__name__}; expected one tensor: pass other"
+            f"rank {run.handle.group.rank}: the output of the experts of layer"
+            f" {run.handle.layer} is a {type(y).__name__}; expected one tensor: pass other"
             " outputs around the hook"
         )
     if torch.is_grad_enabled():
-        _check_slots(pass_, "forward")
+        _check_slots(run, "forward")
     tensors = (y, y if anchor is None else anchor)
-    result: Tensor = _hook(partial(_restore, pass_), 1, *tensors)[0]
+    result: Tensor = hook(partial(_restore, run), 1, *tensors)[0]
     if result.grad_fn is not None:
-        pass_.calls.restored_by = weakref.ref(result.grad_fn)
+        run.restored_by = weakref.ref(result.grad_fn)
     elif torch.is_grad_enabled():  # no backward pass comes here
-        pass_.handle.release()
+        run.handle.release()
     return result
 
 
-def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
+def prefetch_replicas(y: Tensor, run: ExpertPass) -> Tensor:
     """Return ``y``, a later tensor of the layer; its backward pass starts to restore replicas.
 
     The transfer then overlaps the backward pass of what lies between ``y`` and the experts' output,
     such as the combine. :func:`restore_replicas` waits for it; if that is not in the backward pass,
     nothing is started.
     """
-    return _hook(partial(_prefetch, pass_), 1, y)[0]  # type: ignore[no-any-return]
+    return hook(partial(_prefetch, run), 1, y)[0]  # type: ignore[no-any-return]
 
 
 def start_reduction(
-    x: Tensor, pass_: ExpertPass, mains: Mains | None = None, slots: Tensors | None = None
+    x: Tensor, run: ExpertPass, weights: Weights, slots: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
     """Return the experts' input and weights; their gradients start the reduction.
 
-    Gradients of filled slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of
-    main weights with replicas are copied, and the reduction adds the replicas' to them. All go on
-    to :func:`join_reduction`: take ``mains`` from there, and use them for nothing else.
+    Gradients of filled slots go to ``slot_grads`` of the plan's bank. Gradients of main weights
+    with replicas are copied, and the reduction adds the replicas' to them. All go on to
+    :func:`join_reduction`. With ``main_grads`` whatever computes the gradient of ``x`` has by then
+    accumulated into those and into ``slot_grads``.
 
     Args:
         x: the experts' input.
-        pass_: of this layer and microbatch.
-        mains: ``{name: [M, *shape] or M tensors}``; None: the pass has ``main_grads``, and whatever
-            computes the gradient of ``x`` has by then accumulated into those and into
-            ``group.slot_grads``.
-        slots: ``{name: [S, *shape]}``, ``group.slots``, or those of the plan's bank.
+        run: of this layer and microbatch.
+        weights: main weights, from :func:`join_reduction`.
+        slots: of the plan's bank.
 
     Raises:
-        InvalidArgumentError: both ``mains`` and ``main_grads``, or neither; main weights whose
-            gradients the group does not reduce, that have no slots, or that do not come from
-            :func:`join_reduction`; or ``main_grads`` and an ``x`` that needs no gradient.
+        InvalidArgumentError: main weights whose gradients the group does not reduce, or that do not
+            come from :func:`join_reduction`; or ``main_grads`` and an ``x`` that needs no gradient.
     """
-    mains, slots = dict(mains or {}), dict(slots or {})
-    group = pass_.handle.group
-    if bool(mains) == (pass_.main_grads is not None):
-        raise InvalidArgumentError(
-            f"rank {group.rank}: start_reduction was given {len(mains)} main weights, and a pass"
-            f" {'without' if pass_.main_grads is None else 'with'} main_grads; expected either"
-            " main weights or main_grads"
-        )
-    wanted = find_trained(mains, group)
-    missing = [name for name in wanted if name not in slots]
-    if missing:
-        raise InvalidArgumentError(
-            f"rank {group.rank}: start_reduction was given no slots for {missing}, whose main"
-            " weights need gradients; pass group.slots"
-        )
+    wanted = [] if run.main_grads is not None else find_trained(weights, run.handle.group)
+    passed = {name: weights[name] for name in wanted}
     if torch.is_grad_enabled():
-        _check_graph(x, pass_, {name: mains[name] for name in wanted})
-    passed_mains = {name: mains[name] for name in wanted}
+        _check_graph(x, run, passed)
     passed_slots = {name: slot for name, slot in slots.items() if name in wanted}
-    own = _spread(passed_mains)
-    like = _collect(passed_mains, [main.detach() for main in own])  # without their graph
+    own = _spread(passed)
+    like = _collect(passed, [weight.detach() for weight in own])  # without their graph
     names = list(passed_slots)
     tensors = (x, *own, *passed_slots.values())
-    x, *rest = _hook(lambda grads: _start(pass_, grads, like, names), len(tensors), *tensors)
-    mains.update(_collect(passed_mains, rest[: len(own)]))
-    slots.update(zip(names, rest[len(own) :], strict=True))
-    return x, mains, slots
+    x, *rest = hook(lambda grads: _start(run, grads, like, names), len(tensors), *tensors)
+    after = zip(names, rest[len(own) :], strict=True)
+    return x, {**weights, **_collect(passed, rest[: len(own)])}, {**slots, **dict(after)}
 
 
-def _spread(mains: Mains) -> list[Tensor]:
+def _spread(weights: Weights) -> list[Tensor]:
     """Return all tensors of main weights in their order."""
     tensors: list[Tensor] = []
-    for main in mains.values():
-        tensors += [main] if isinstance(main, Tensor) else main
+    for weight in weights.values():
+        tensors += [weight] if isinstance(weight, Tensor) else weight
     return tensors
 
 
-def _collect(mains: Mains, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def _collect(weights: Weights, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Return other tensors in the form of main weights: the inverse of `_spread`."""
     rest = iter(tensors)
     return {
-        name: next(rest) if isinstance(main, Tensor) else tuple(next(rest) for _ in main)
-        for name, main in mains.items()
+        name: next(rest) if isinstance(weight, Tensor) else tuple(next(rest) for _ in weight)
+        for name, weight in weights.items()
     }
 
 
-def _needs_gradient(main: Tensor | Sequence[Tensor]) -> bool:
-    return any(t.requires_grad for t in ([main] if isinstance(main, Tensor) else main))
+def _names_with_gradient(weights: Weights) -> list[str]:
+    return [n for n, w in weights.items() if any(t.requires_grad for t in _spread({n: w}))]
 
 
-def find_trained(mains: Mains, group: uec.Group) -> list[str]:
+def find_trained(weights: Weights, group: uec.Group) -> list[str]:
     """Return the names of the main weights that need gradients.
 
     Raises:
         InvalidArgumentError: only some of the weights that the group reduces need gradients.
         UnsupportedError: their dtype is neither float32 nor bfloat16.
     """
-    check_trained(mains, group.rank)
-    wanted = [name for name, main in mains.items() if _needs_gradient(main)]
+    check_trained(weights, group.rank)
+    wanted = _names_with_gradient(weights)
     if wanted and set(wanted) != set(group.slot_grads):
         raise InvalidArgumentError(
             f"rank {group.rank}: main weights {sorted(wanted)} need gradients; expected all that"
@@ -544,39 +512,34 @@ def find_trained(mains: Mains, group: uec.Group) -> list[str]:
     return wanted
 
 
-def _check_graph(x: Tensor, pass_: ExpertPass, mains: Mains) -> None:
+def _check_graph(x: Tensor, run: ExpertPass, weights: Weights) -> None:
     """Raise InvalidArgumentError if gradients would bypass the reduction or leave before it."""
-    rank = pass_.handle.group.rank
-    if pass_.main_grads is not None and not x.requires_grad:
+    rank = run.handle.group.rank
+    if run.main_grads is not None and not x.requires_grad:
         raise InvalidArgumentError(
-            f"rank {rank}: the experts' input of layer {pass_.handle.layer} needs no gradient, so"
+            f"rank {rank}: the experts' input of layer {run.handle.layer} needs no gradient, so"
             " its backward pass would not start the reduction; call x.requires_grad_() first"
         )
-    for name, main in mains.items():
-        hook = undocumented(Hook, "_backward_cls")
-        if not all(isinstance(t.grad_fn, hook) for t in _spread({name: main})):
+    for name, weight in weights.items():
+        node = undocumented(Hook, "_backward_cls")
+        if not all(isinstance(t.grad_fn, node) for t in _spread({name: weight})):
             raise InvalidArgumentError(
-                f"rank {rank}: main weights {name!r} of layer {pass_.handle.layer} do not come from"
-                " join_reduction, so their gradients would leave before they are complete; pass"
-                " what it returns"
+                f"rank {rank}: main weights {name!r} of layer {run.handle.layer} have not been"
+                " through before_dispatch, so their gradients would leave before they are complete;"
+                " call it on the layer's input first"
             )
 
 
-def join_reduction(
-    x: Tensor, pass_: ExpertPass, mains: Mains | None = None
-) -> tuple[Tensor, dict[str, Any]]:
+def join_reduction(x: Tensor, run: ExpertPass, weights: Weights) -> tuple[Tensor, dict[str, Any]]:
     """Return the layer's input and main weights; their gradients wait for the reduction.
 
     Args:
         x: the layer's input: the tensor whose gradient leaves the layer last.
-        pass_: of this layer and microbatch.
-        mains: the parameters, ``{name: [M, *shape] or M tensors}``; the experts have to use the
-            returned ones, which have the same form. None: the pass has ``main_grads``, and no code
-            takes a parameter's hook or ``.grad`` as a sign that those are complete.
+        run: of this layer and microbatch.
+        weights: the parameters; the experts have to use the returned ones, which have the same
+            form. With ``main_grads`` hooks on parameters run after the reduction then.
     """
-    mains = dict(mains or {})
-    trained = {name: main for name, main in mains.items() if _needs_gradient(main)}
+    trained = {name: weights[name] for name in _names_with_gradient(weights)}
     tensors = (x, *_spread(trained))
-    x, *rest = _hook(partial(_join, pass_), len(tensors), *tensors)
-    mains.update(_collect(trained, rest))
-    return x, mains
+    x, *rest = hook(partial(_join, run), len(tensors), *tensors)
+    return x, {**weights, **_collect(trained, rest)}

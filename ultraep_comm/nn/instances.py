@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.group.bank import Bank
+from ultraep_comm.nn.hooks import Grads, hook
 
 Tensor = torch.Tensor
-
-
-class _Join(torch.autograd.Function):
-    """Mains and slots as the tensor that they are parts of."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, mains: Tensor, _slots: Tensor) -> Tensor:
-        ctx.num_local_experts = len(mains)
-        return whole.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        return None, grad[: ctx.num_local_experts], grad[ctx.num_local_experts :]
 
 
 def join_instances(
@@ -37,8 +24,8 @@ def join_instances(
     """Return the weights of all of a rank's instances as one tensor of each segment, not copied.
 
     Args:
-        mains: in memory of ``group.empty_instances(bank)``, ``{name: tensor [M, *shape]}``, as
-            :meth:`LayerPass.before_experts` or :func:`start_reduction` return them.
+        mains: in memory of the bank's ``empty_instances()``, ``{name: tensor [M, *shape]}``, as
+            :meth:`LayerPass.before_experts` returns them.
         slots: likewise, ``{name: [S, *shape]}``.
         group: whose memory it is.
         bank: whose slots they are.
@@ -49,8 +36,14 @@ def join_instances(
     Raises:
         InvalidWeightsError: mains are elsewhere; :func:`grouped_mm` takes both all the same.
     """
+    found, count = group.banks.find(bank), group.num_local_experts
+
+    def divide(grads: Grads) -> Grads:
+        (grad,) = grads
+        return (None, None, None) if grad is None else (None, grad[:count], grad[count:])
+
     return {
-        name: _Join.apply(group.instances_of(name, main, bank), main, slots[name])  # type: ignore[no-untyped-call]
+        name: hook(divide, 1, found.instances_of(name, main), main, slots[name])[0]
         for name, main in mains.items()
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.group.bank import Bank
-from ultraep_comm.group.group import session_of
+from ultraep_comm.group.group import is_on_device, rejecting, session_of
 from ultraep_comm.nn.hooks import (
     ExpertPass,
     find_trained,
@@ -20,7 +21,7 @@ from ultraep_comm.nn.hooks import (
     start_reduction,
     start_transfer,
 )
-from ultraep_comm.nn.weights import Mains, local_weights
+from ultraep_comm.nn.weights import local_weights
 from ultraep_comm.plan.topology import as_int
 from ultraep_comm.weights.binding import Binding
 from ultraep_comm.weights.segments import Weights
@@ -76,7 +77,7 @@ class Replication:
                 of the group; they use these in turn.
             bank: the first of the banks that this layer uses.
             reuse: they are its own, and keep what they hold from call to call: call
-                ``group.bank(bank).invalidate()`` whenever main weights have changed. False: layers
+                ``group.banks[bank].invalidate()`` whenever main weights have changed. False: layers
                 may share them, and every pass fills them.
             target: of the plans; see ``plan_replicas``.
             cost: replaces the target, and cannot be combined with ``reuse``.
@@ -120,7 +121,7 @@ class Replication:
 
     def begin(
         self,
-        weights: Mapping[str, Mains] | Binding,
+        weights: Weights | Binding,
         topk_ids: Tensor | None = None,
         *,
         routing_map: Tensor | None = None,
@@ -144,7 +145,8 @@ class Replication:
             source: likewise.
             microbatch: as for ``group.save``.
             main_grads: where the experts accumulate the gradients of main weights themselves, as
-                for ``ExpertPass``; None: autograd has them.
+                for ``reduce_expert_grads``; None: autograd has them. Whatever returns the gradient
+                of the experts' input has by then accumulated into these, and into ``slot_grads``.
 
         Raises:
             InvalidWeightsError, InvalidLoadError, InvalidArgumentError: wrong input; peers fail
@@ -153,11 +155,12 @@ class Replication:
                 gradients and are neither float32 nor bfloat16.
         """
         group = self.group
-        with group.session.rejecting():
+        with rejecting(group):
             given = weights.tensors if isinstance(weights, Binding) else weights
-            mains = local_weights(given, group)
+            local = local_weights(given, group)
+            sources = weights if isinstance(weights, Binding) else local
             if torch.is_grad_enabled() and main_grads is None:
-                find_trained(mains, group)
+                find_trained(local, group)
             bank = group.banks[self._first + self._calls % self._live]
             self._calls += 1
             if plan is None:
@@ -170,15 +173,15 @@ class Replication:
                 saved = group.save(plan, layer=self.layer, microbatch=microbatch)
                 run = ExpertPass(
                     saved,
-                    mains,
+                    sources,
                     main_grads=main_grads,
                     mode=self._mode,
                     reduce_mode=self._reduce_mode,
                     segments=self._segments,
+                    owner=self._owner,
                 )
-                run.calls.owner = self._owner
             work = start_transfer(
-                weights if isinstance(weights, Binding) else mains,
+                sources,
                 saved,
                 group,
                 mode=self._mode,
@@ -194,9 +197,9 @@ class Replication:
             return LayerPass(
                 plan=plan,
                 work=work,
-                mains=mains,
-                slots=group.bank(plan.bank).slots,
-                run=run,
+                _weights=local,
+                _slots=group.banks[plan.bank].slots,
+                _run=run,
                 topk_ids=topk_ids,
                 routing_map=routing_map,
                 probs=probs,
@@ -218,7 +221,7 @@ class Replication:
             )
         load = uec.gather_load(topk_ids, **given, group=group, source=source)
         if self._min_tokens:
-            if group.session.engine.is_on_device(load):
+            if is_on_device(load, group):
                 raise UnsupportedError(
                     f"rank {group.rank}: min_tokens={self._min_tokens} with a load on the device,"
                     " which the host does not read; use cost=PlanCost(...), by which small batches"
@@ -232,6 +235,7 @@ class Replication:
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LayerPass:
     """One forward pass of a layer, and its backward pass. Returned by :meth:`Replication.begin`.
 
@@ -243,31 +247,20 @@ class LayerPass:
         work: the transfer, under way.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: uec.Plan,
-        work: uec.Work,
-        mains: dict[str, Mains],
-        slots: Mapping[str, Tensor],
-        run: ExpertPass | None,
-        topk_ids: Tensor | None,
-        routing_map: Tensor | None,
-        probs: Tensor | None,
-    ) -> None:
-        self.plan, self.work = plan, work
-        self.topk_ids, self.routing_map, self.probs = topk_ids, routing_map, probs
-        self._mains: dict[str, Any] = mains
-        self._slots = slots
-        self._run = run
-        self._anchor: Tensor | None = None
+    plan: uec.Plan
+    work: uec.Work
+    topk_ids: Tensor | None
+    routing_map: Tensor | None
+    probs: Tensor | None
+    _weights: dict[str, Any]
+    _slots: Mapping[str, Tensor]
+    _run: ExpertPass | None
+    _anchor: Tensor | None = None
 
     def before_dispatch(self, x: Tensor) -> Tensor:
         """Return the layer's input; backward, its gradient waits for the reduction."""
         if self._run is not None:
-            given = None if self._run.main_grads is not None else self._mains
-            x, mains = join_reduction(x, self._run, given)
-            self._mains = mains or self._mains
+            x, self._weights = join_reduction(x, self._run, self._weights)
         return x
 
     def before_experts(self, x: Tensor) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
@@ -278,16 +271,15 @@ class LayerPass:
 
         Returns:
             The input, main weights ``{name: [M, *shape] or M tensors}`` and slots ``{name: [S,
-            *shape]}``, for the experts to use. With ``main_grads`` they are the given weights.
+            *shape]}``, for the experts to use. With ``main_grads`` too, if hooks on parameters take
+            any gradient as a sign that those are complete.
         """
         self.work.wait()
-        mains, slots = self._mains, dict(self._slots)
-        if self._run is not None and self._run.main_grads is not None:
-            x, _, _ = start_reduction(x, self._run)
-        elif self._run is not None:
-            x, mains, slots = start_reduction(x, self._run, mains, slots)
+        weights, slots = self._weights, dict(self._slots)
+        if self._run is not None:
+            x, weights, slots = start_reduction(x, self._run, weights, slots)
         self._anchor = x
-        return x, mains, slots
+        return x, weights, slots
 
     def after_experts(self, y: Tensor) -> Tensor:
         """Return the experts' output; backward, the replicas are there again before the experts."""

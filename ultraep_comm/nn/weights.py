@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.group.group import is_on_device
 from ultraep_comm.weights.binding import GRAD_TYPES
-from ultraep_comm.weights.segments import Segment, local_part, plain_mapping
+from ultraep_comm.weights.segments import Segment, Weights, local_part, plain_mapping
 
 Tensor = torch.Tensor
-Mains: TypeAlias = "Tensor | Sequence[Tensor]"
 
 
-def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, Mains]:
+def local_weights(weights: Weights, group: uec.Group) -> dict[str, Tensor | Sequence[Tensor]]:
     """Return main weights as this library's calls take them, without a copy.
 
     Args:
@@ -48,7 +47,9 @@ def local_weights(weights: Mapping[str, Mains], group: uec.Group) -> dict[str, M
     }
 
 
-def _local(value: Mains, what: str, segment: Segment, group: uec.Group) -> Mains:
+def _local(
+    value: Tensor | Sequence[Tensor], what: str, segment: Segment, group: uec.Group
+) -> Tensor | Sequence[Tensor]:
     if not isinstance(value, Tensor):
         if not isinstance(value, Iterable) or not all(isinstance(t, Tensor) for t in value):
             raise InvalidWeightsError(
@@ -61,7 +62,7 @@ def _local(value: Mains, what: str, segment: Segment, group: uec.Group) -> Mains
     return tensor
 
 
-def check_trained(weights: Mapping[str, Mains], rank: int) -> None:
+def check_trained(weights: Weights, rank: int) -> None:
     """Raise UnsupportedError if gradients are needed of a dtype that no reduction takes."""
     for name, value in weights.items():
         for tensor in [value] if isinstance(value, Tensor) else value:
@@ -73,14 +74,14 @@ def check_trained(weights: Mapping[str, Mains], rank: int) -> None:
                 )
 
 
-def unbind_slots(slots: Tensor, plan: uec.Plan, rank: int) -> Sequence[Tensor]:
+def unbind_slots(slots: Tensor, plan: uec.Plan, group: uec.Group) -> Sequence[Tensor]:
     """Return the tensors of a rank's slots ``[S, *shape]``, without a graph where one is empty.
 
     Nobody needs an empty slot's gradient, which would be computed, as zeros. On a device the host
     does not know which slots are empty.
     """
     parts = slots.unbind()
-    if plan.slot_expert.device.type != "cpu":
+    if is_on_device(plan, group):
         return parts
-    held = plan.slot_expert[rank].tolist()
+    held = plan.slot_expert[group.rank].tolist()
     return [part if e >= 0 else part.detach() for e, part in zip(held, parts, strict=True)]

@@ -1,1 +1,1 @@
-"""Plans as pure data, and the NumPy definitions of planner, schedule and reroute."""
+"""Plans as pure data: topology, rules, bounds, certificates and forecasts."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from heapq import heappop, heappush
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,22 +15,9 @@ Int64Array = NDArray[np.int64]
 # ---- balance ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBound:
-    """Why no plan brings the fullest rank below some tokens; see :func:`find_token_bound`.
-
-    Attributes:
-        tokens: of the fullest rank.
-        reason: "mean" of all ranks; "domains", if that of one domain is larger; or "slots".
-        ranks: all; the domain; or the ranks whose experts find too little room. Ascending.
-    """
-
-    tokens: int
-    reason: str
-    ranks: tuple[int, ...]
-
-
-def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: int) -> TokenBound:
+def find_token_bound(
+    load: IntArray, home: IntArray, domains: IntArray, slots: int
+) -> tuple[int, str, tuple[int, ...]]:
     """Return how many tokens the fullest rank has at least, under any plan inside the domains.
 
     Let it have t, in a domain of G ranks with S slots each, and let q of these ranks own experts
@@ -55,20 +40,25 @@ def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: i
         home: ``[E]``, in ``[0, G)``.
         domains: ``[G]``; equal for ranks that may hold each other's experts.
         slots: S.
+
+    Returns:
+        Tokens of the fullest rank; the reason: "mean" of all ranks, "domains" if that of one domain
+        is larger, or "slots"; and, ascending, all ranks, the domain, or the ranks whose experts
+        find too little room.
     """
     ends = np.bincount(home, minlength=len(domains)).cumsum()
     local_loads = np.split(load[np.argsort(home, kind="stable")], ends[:-1])
-    found = TokenBound(tokens=-1, reason="", ranks=())
+    max_tokens, reason, found = -1, "", tuple[int, ...]()
     for name in np.unique(domains):
         inside = np.flatnonzero(domains == name)
         tokens, ranks = _bound_in_domain([local_loads[r].tolist() for r in inside], slots)
-        if tokens > found.tokens:
-            reason = "slots" if len(ranks) < len(inside) else "mean"
-            found = TokenBound(tokens=tokens, reason=reason, ranks=tuple(inside[ranks].tolist()))
+        if tokens > max_tokens:
+            reason = "slots" if len(ranks) < len(inside) else "domains"
+            max_tokens, found = tokens, tuple(inside[ranks].tolist())
     mean = -(-int(load.sum(dtype=np.int64)) // len(domains))
-    if found.tokens == mean:
-        return TokenBound(tokens=mean, reason="mean", ranks=tuple(range(len(domains))))
-    return replace(found, reason="domains") if found.reason == "mean" else found
+    if max_tokens == mean:
+        return mean, "mean", tuple(range(len(domains)))
+    return max_tokens, reason, found
 
 
 def _bound_in_domain(local_loads: list[list[int]], slots: int) -> tuple[int, list[int]]:
@@ -114,101 +104,102 @@ def _bound_in_domain(local_loads: list[list[int]], slots: int) -> tuple[int, lis
 # ---- transfers ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferBound:
-    """Why no schedule of a plan is faster than T*; see :func:`find_transfer_bound`.
-
-    Attributes:
-        experts: T* in units of W / B: experts over one link.
-        reason: "exports" of a rank, "imports" of a rank, the "set" of ranks that is to send most
-            for its size, or "none": there are no replicas. The first of them that is T*.
-        ranks: all that export, or import, as much; or the set. Ascending.
-        max_exports: largest number of distinct replicated experts at home on a rank.
-        max_imports: largest number of filled slots of a rank.
-    """
-
-    experts: Fraction
-    reason: str
-    ranks: tuple[int, ...]
-    max_exports: int
-    max_imports: int
-
-
-def find_transfer_bound(slot_expert: IntArray, home: IntArray) -> TransferBound:
-    """Return the exact T* of a plan, and which ranks are why.
-
-    Every slot is filled once, and every replicated expert leaves its home once. And a set of ranks
-    that has the home and all n replicas of an expert sends n - 1 copies more, since nobody else
-    can. T* is the most that a rank imports, or that a set sends on average over its ranks. Where no
-    rank both exports and imports, no set sends more on average than one of its ranks exports or
-    imports: linear in filled slots. Otherwise `densest_set`.
+def list_transfers(
+    slot_expert: IntArray, home: IntArray, residents: IntArray | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Return the ranks that hold each expert to be sent, and the ranks that it is sent to.
 
     Args:
         slot_expert: ``[G, S]``, a legal plan; -1: empty.
         home: ``[E]``.
+        residents: ``[G, S]``, the expert that each slot holds already, so that it is not filled if
+            that is the plan's, and may send it; -1, or None: none.
     """
-    rank, slot = np.nonzero(slot_expert >= 0)
-    expert = slot_expert[rank, slot]
-    replicated = np.unique(expert)
-    num_ranks = len(slot_expert)
-    exports = np.bincount(home[replicated], minlength=num_ranks)
-    imports = np.bincount(rank, minlength=num_ranks)
-    max_exports, max_imports = int(exports.max()), int(imports.max())
-    experts, reason = Fraction(max(max_exports, max_imports)), "none"
-    ranks: tuple[int, ...] = ()
-    if ((exports > 0) & (imports > 0)).any():
-        experts, ranks = densest_set(rank, expert, home, num_ranks, above=experts)
-    if ranks:
-        reason = "set"
-    elif experts > 0:
-        reason, of = ("exports", exports) if experts == max_exports else ("imports", imports)
-        ranks = tuple(np.flatnonzero(of == experts).tolist())
-    return TransferBound(
-        experts=experts,
-        reason=reason,
-        ranks=ranks,
-        max_exports=max_exports,
-        max_imports=max_imports,
-    )
+    filled = slot_expert >= 0
+    keeps = filled & (slot_expert == (-1 if residents is None else residents))
+    targets: dict[int, list[int]] = {}
+    for rank, slot in np.argwhere(filled & ~keeps).tolist():
+        targets.setdefault(int(slot_expert[rank, slot]), []).append(rank)
+    holders = {expert: [int(home[expert])] for expert in targets}
+    for rank, slot in np.argwhere(keeps).tolist():
+        if slot_expert[rank, slot] in holders:
+            holders[int(slot_expert[rank, slot])].append(rank)
+    return [(holders[expert], targets[expert]) for expert in sorted(targets)]
 
 
-def densest_set(
-    rank: Int64Array, expert: IntArray, home: IntArray, num_ranks: int, *, above: Fraction
-) -> tuple[Fraction, tuple[int, ...]]:
-    """Return the set of ranks that is to send most on average, and how many experts that is.
+def count_ends(
+    transfers: list[tuple[list[int], list[int]]], num_ranks: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return the experts that only a rank can send, and those sent to it, ``[G]`` each."""
+    exports, imports = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for holders, targets in transfers:
+        exports[holders] += len(holders) == 1
+        imports[targets] += 1
+    return exports, imports
 
-    The maximum, over sets Q of ranks, of the replicated experts at home in Q, plus n - 1 for each
-    expert with the home and all n replicas in Q, divided by the ranks of Q; ``(above, ())`` if none
-    is above ``above``. By Dinkelbach's method: for the best average so far find the set that
-    exceeds it by most, in all its ranks together. Such sets get smaller and smaller, so there are
-    at most G rounds; each is one maximum flow.
+
+def find_transfer_bound(
+    slot_expert: IntArray, home: IntArray, residents: IntArray | None = None
+) -> tuple[Fraction, str, tuple[int, ...]]:
+    """Return the exact T* of a plan, and which ranks are why.
+
+    Every slot without its expert is filled once, and every such expert leaves its holders once. And
+    a set of ranks that has all holders and all n ranks to fill sends n - 1 copies more, since
+    nobody else can. T* is the most that a rank imports, or that a set sends on average over its
+    ranks. Where homes are the only holders, and no rank both exports and imports, no set sends more
+    on average than one of its ranks exports or imports: linear in filled slots. Otherwise
+    `find_busiest_set`.
 
     Args:
-        rank: ``[R]``, of every filled slot.
-        expert: ``[R]``, in that slot.
-        home: ``[E]``.
-        num_ranks: G.
-        above: at least the largest number of replicated experts at home on a rank.
+        slot_expert, home, residents: as in `list_transfers`.
+
+    Returns:
+        T* in units of W / B: experts over one link; the reason: "exports" of a rank, "imports" of a
+        rank, the "set" of ranks that is to send most for its size, or "none": nothing is sent, the
+        first of them that is T*; and, ascending, all ranks that export, or import, as much, or the
+        set.
     """
-    exports = np.bincount(home[np.unique(expert)], minlength=num_ranks).tolist()
-    by_expert = np.argsort(expert, kind="stable")
-    names, first = np.unique(expert[by_expert], return_index=True)
-    spans = pairwise([*first.tolist(), len(expert)])
-    instances = [
-        [int(home[e]), *rank[by_expert[a:b]].tolist()]
-        for e, (a, b) in zip(names, spans, strict=True)
-        if b - a > 1
-    ]
+    transfers = list_transfers(slot_expert, home, residents)
+    exports, imports = count_ends(transfers, len(slot_expert))
+    experts = Fraction(int(max(exports.max(), imports.max())))
+    if ((exports > 0) & (imports > 0)).any() or any(len(held) > 1 for held, _ in transfers):
+        experts, ranks = find_busiest_set(transfers, exports, above=experts)
+        if ranks:
+            return experts, "set", ranks
+    if not transfers:
+        return experts, "none", ()
+    reason, of = ("exports", exports) if experts == exports.max() else ("imports", imports)
+    return experts, reason, tuple(np.flatnonzero(of == experts).tolist())
+
+
+def find_busiest_set(
+    transfers: list[tuple[list[int], list[int]]], exports: Int64Array, *, above: Fraction
+) -> tuple[Fraction, tuple[int, ...]]:
+    """Return how many experts a rank has to send, on average over the busiest set of ranks, and it.
+
+    The maximum, over sets Q of ranks, of the experts with all holders in Q, plus n - 1 for each
+    with all n targets in Q too, divided by the ranks of Q; ``(above, ())`` if none is above
+    ``above``. By Dinkelbach's method: for the best average so far find the set that exceeds it by
+    most, in all its ranks together. Such sets get smaller and smaller, so there are at most G
+    rounds; each is one maximum flow.
+
+    Args:
+        transfers: of `list_transfers`.
+        exports: ``[G]``, of `count_ends`.
+        above: at least the largest of these.
+    """
+    copies = [(len(to) - 1, [*held, *to]) for held, to in transfers if len(to) > 1]
+    copies += [(1, held) for held, _ in transfers if len(held) > 1]
+    instances = [ranks for _, ranks in copies]
     best, found = above, set[int]()
     while True:
-        scale, rooms = best.denominator, [best.numerator - best.denominator * k for k in exports]
-        supply = [scale * (len(ranks) - 2) for ranks in instances]
-        exceeding = _exceeding_set(supply, instances, rooms)
+        room = [best.numerator - best.denominator * k for k in exports.tolist()]
+        exceeding = _exceeding_set([best.denominator * n for n, _ in copies], instances, room)
         if not exceeding:
             return best, tuple(sorted(found))
         found = exceeding
-        sends = sum(exports[r] for r in found)
-        sends += sum(len(ranks) - 2 for ranks in instances if found.issuperset(ranks))
+        sends = int(exports[list(found)].sum())
+        sends += sum(n for n, ranks in copies if found.issuperset(ranks))
         best = Fraction(sends, len(found))
 
 

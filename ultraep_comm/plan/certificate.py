@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan.bounds import find_token_bound, find_transfer_bound
-from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.plan import Plan, expert_tokens, sum_by_rank
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD
 from ultraep_comm.plan.topology import IntsLike
 
@@ -125,7 +125,7 @@ def verify_plan(plan: Plan, load: IntsLike, *, allow_cross_domain: bool = False)
     """
     if not isinstance(plan, Plan):
         raise InvalidPlanError(f"plan is a {type(plan).__name__}; expected a Plan")
-    given = _read_load(load, plan.num_ranks, plan.num_experts)
+    given = read_load(load, plan.num_ranks, plan.num_experts)
     plan = plan.cpu()
     plan.validate(allow_cross_domain=allow_cross_domain)
     total: Int64Array = given.sum(axis=0) if given.ndim == 2 else given
@@ -134,23 +134,23 @@ def verify_plan(plan: Plan, load: IntsLike, *, allow_cross_domain: bool = False)
     domains = np.zeros(plan.num_ranks, np.int32)
     if plan.domains is not None and not allow_cross_domain:
         domains = plan.domains.numpy()
-    balance = find_token_bound(total, home, domains, plan.slots_per_rank)
-    transfer = find_transfer_bound(slots, home)
+    bound, bound_reason, bound_ranks = find_token_bound(total, home, domains, plan.slots_per_rank)
+    experts, transfer_reason, transfer_ranks = find_transfer_bound(slots, home)
     return PlanCertificate(
         rank_tokens=tuple(_count_tokens(plan, total).tolist()),
-        bound_tokens=balance.tokens,
-        bound_reason=balance.reason,
-        bound_ranks=balance.ranks,
-        num_replicas=int((slots >= 0).sum()),
-        max_exports=transfer.max_exports,
-        max_imports=transfer.max_imports,
-        transfer_experts=transfer.experts,
-        transfer_reason=transfer.reason,
-        transfer_ranks=transfer.ranks,
+        bound_tokens=bound,
+        bound_reason=bound_reason,
+        bound_ranks=bound_ranks,
+        num_replicas=plan.num_replicas,
+        max_exports=plan.max_exports,
+        max_imports=plan.max_imports,
+        transfer_experts=experts,
+        transfer_reason=transfer_reason,
+        transfer_ranks=transfer_ranks,
     )
 
 
-def _read_load(load: IntsLike, num_ranks: int, num_experts: int) -> Int64Array:
+def read_load(load: IntsLike, num_ranks: int, num_experts: int) -> Int64Array:
     """Return a load on the CPU, ``[G, E]`` or ``[E]`` as given, whose sums do not overflow."""
     try:
         array = load.detach().cpu().numpy() if isinstance(load, torch.Tensor) else np.asarray(load)
@@ -199,15 +199,11 @@ def _count_tokens(plan: Plan, load: Int64Array) -> Int64Array:
             "the plan has no quotas, so it does not say how many tokens a rank gets; expected"
             " slot_quota and home_quota: pass both to Plan.from_slots, or use plan_replicas"
         )
-    slots, home = plan.slot_expert.numpy(), plan.home.numpy()
-    quota, at_home = plan.slot_quota.numpy(), plan.home_quota.numpy()
-    served = at_home.astype(np.int64)
-    np.add.at(served, slots[slots >= 0], quota[slots >= 0])
+    served = expert_tokens(plan)
     for e in np.flatnonzero(served != load)[:1]:
         raise InvalidPlanError(
-            f"the quotas of expert {e}, whose home is rank {home[e]}, sum to {served[e]};"
+            f"the quotas of expert {e}, whose home is rank {plan.home[e]}, sum to {served[e]};"
             f" expected its load, {load[e]}: make the plan from this load"
         )
-    tokens: Int64Array = quota.sum(axis=1, dtype=np.int64)
-    np.add.at(tokens, home, at_home)
+    tokens: Int64Array = sum_by_rank(plan.slot_quota, plan.home_quota, plan.home).numpy()
     return tokens

@@ -178,22 +178,15 @@ class Plan:
     def _validate_placement(self, allow_cross_domain: bool) -> None:
         slots, home = self.slot_expert.cpu().numpy(), self.home.cpu().numpy()
         num_ranks, num_experts = slots.shape[0], home.shape[0]
-        _reject_first(
-            (slots < -1) | (slots >= num_experts),
-            slots,
-            f"expected an expert in [0, {num_experts}) or -1 for an empty slot",
-        )
-        _reject_first_1d(
-            (home < 0) | (home >= num_ranks), home, "home", f"a rank in [0, {num_ranks})"
-        )
+        expected = f"expected an expert in [0, {num_experts}) or -1 for an empty slot"
+        _reject_first((slots < -1) | (slots >= num_experts), "slot_expert", slots, expected)
+        expected = f"expected a rank in [0, {num_ranks})"
+        _reject_first((home < 0) | (home >= num_ranks), "home", home, expected)
         filled = slots >= 0
         homes = np.where(filled, home[slots], -1)
         ranks = np.arange(num_ranks)[:, None]
-        _reject_first(
-            filled & (homes == ranks),
-            slots,
-            "the slot is on the expert's home; expected another rank",
-        )
+        on_home = "the slot is on the expert's home; expected another rank"
+        _reject_first(filled & (homes == ranks), "slot_expert", slots, on_home)
         for rank, row in enumerate(slots):
             used = row[row >= 0]
             values, counts = np.unique(used, return_counts=True)
@@ -206,6 +199,7 @@ class Plan:
             domains = self.domains.cpu().numpy()
             _reject_first(
                 filled & (domains[homes] != domains[:, None]),
+                "slot_expert",
                 slots,
                 "the slot is outside the domain of the expert's home; place the replica inside, or"
                 " pass allow_cross_domain=True",
@@ -217,18 +211,15 @@ class Plan:
             raise InvalidPlanError(f"only {given} was given; expected both quotas or neither")
         if self.slot_quota is None or self.home_quota is None:
             return
-        slots = self.slot_expert.cpu().numpy()
-        quota = self.slot_quota.cpu().numpy().astype(np.int64)
-        sums = self.home_quota.cpu().numpy().astype(np.int64)
-        _reject_first(quota < 0, quota, "expected a quota of at least 0", what="slot_quota")
-        _reject_first_1d(sums < 0, sums, "home_quota", "a quota of at least 0")
-        _reject_first(
-            (slots < 0) & (quota != 0), quota, "the slot is empty; expected 0", what="slot_quota"
-        )
-        np.add.at(sums, slots[slots >= 0], quota[slots >= 0])
+        is_empty, quota = self.slot_expert.cpu().numpy() < 0, self.slot_quota.cpu().numpy()
+        at_home = self.home_quota.cpu().numpy()
+        _reject_first(quota < 0, "slot_quota", quota, "expected a quota of at least 0")
+        _reject_first(at_home < 0, "home_quota", at_home, "expected a quota of at least 0")
+        empty = "the slot is empty; expected 0"
+        _reject_first(is_empty & (quota != 0), "slot_quota", quota, empty)
         if self.load is None:
             return
-        load = self.load.cpu().numpy()
+        load, sums = self.load.cpu().numpy(), expert_tokens(self)
         if (load < 0).any():
             raise InvalidPlanError(f"load has the value {load.min()}; expected at least 0")
         total = load.sum(axis=0, dtype=np.int64)
@@ -282,11 +273,7 @@ class Plan:
     @property
     def imbalance(self) -> float:
         """Return the largest rank quota over the mean; 1.0 without load; nan without quotas."""
-        ranks = self._rank_tokens()
-        if ranks is None:
-            return float("nan")
-        total = int(ranks.sum())
-        return int(ranks.max()) * self.num_ranks / total if total else 1.0
+        return _imbalance(_rank_tokens(self))
 
     @property
     def imbalance_before(self) -> float:
@@ -295,14 +282,7 @@ class Plan:
             return float("nan")
         tokens = self.load.sum(dim=0, dtype=torch.int64)
         ranks = tokens.new_zeros(self.num_ranks).index_add_(0, self.home.long(), tokens)
-        total = int(ranks.sum())
-        return int(ranks.max()) * self.num_ranks / total if total else 1.0
-
-    def _rank_tokens(self) -> torch.Tensor | None:
-        """Return int64 ``[G]``, the quotas of each rank's instances; None without quotas."""
-        if self.slot_quota is None or self.home_quota is None:
-            return None
-        return _sum_by_rank(self.slot_quota, self.home_quota, self.home)
+        return _imbalance(ranks)
 
     def _domains(self) -> IntArray:
         """Return ``[G]``, the domains; a single one if a replica lies outside its home's."""
@@ -312,15 +292,6 @@ class Plan:
         rank, slot = np.nonzero(slots >= 0)
         return one if (domains[home[slots[rank, slot]]] != domains[rank]).any() else domains
 
-    def _expert_tokens(self) -> npt.NDArray[np.int64]:
-        """Return ``[E]``, the sums of each expert's quotas; the plan must have quotas."""
-        assert self.slot_quota is not None
-        assert self.home_quota is not None
-        slots, quota = self.slot_expert.cpu().numpy(), self.slot_quota.cpu().numpy()
-        tokens: npt.NDArray[np.int64] = self.home_quota.cpu().numpy().astype(np.int64)
-        np.add.at(tokens, slots[slots >= 0], quota[slots >= 0])
-        return tokens
-
     @property
     def is_exact(self) -> bool:
         """Return whether every rank has the mean, rounded down or up; False without quotas.
@@ -328,7 +299,7 @@ class Plan:
         Plans with a target of 1.0 in a single domain are exact for every load with
         `slots_for_exact` slots, and for most loads with one.
         """
-        ranks = self._rank_tokens()
+        ranks = _rank_tokens(self)
         return ranks is not None and int(ranks.max() - ranks.min()) <= 1
 
     @property
@@ -339,16 +310,16 @@ class Plan:
         plan with a target of 1.0 is not exact either, with fewer slots than `slots_for_exact`.
         "target": a plan with a target of 1.0 is.
         """
-        ranks = self._rank_tokens()
+        ranks = _rank_tokens(self)
         if ranks is None or self.is_exact:
             return None
         home, domains = self.home.cpu(), self._domains()
         if (domains != domains[0]).any():
             return "domains"
         _, slot_quota, home_quota = _core.plan_replicas(
-            self._expert_tokens(), home.numpy(), domains, self.slots_per_rank, False, PPM, None
+            expert_tokens(self), home.numpy(), domains, self.slots_per_rank, False, PPM, None
         )
-        ranks = _sum_by_rank(torch.from_numpy(slot_quota), torch.from_numpy(home_quota), home)
+        ranks = sum_by_rank(torch.from_numpy(slot_quota), torch.from_numpy(home_quota), home)
         return "target" if int(ranks.max() - ranks.min()) <= 1 else "slots"
 
     @property
@@ -380,13 +351,38 @@ class Plan:
         """
         if self.slot_quota is None or self.home_quota is None:
             return float("nan")
-        load, home = self._expert_tokens(), self.home.cpu().numpy()
+        load, home = expert_tokens(self), self.home.cpu().numpy()
         total = int(load.sum())
-        found = find_token_bound(load, home, self._domains(), self.slots_per_rank)
-        return found.tokens * self.num_ranks / total if total else 1.0
+        tokens, _, _ = find_token_bound(load, home, self._domains(), self.slots_per_rank)
+        return tokens * self.num_ranks / total if total else 1.0
 
 
-def _sum_by_rank(
+def _imbalance(ranks: torch.Tensor | None) -> float:
+    """Return the largest over the mean; 1.0 of zeros; nan of None."""
+    if ranks is None:
+        return float("nan")
+    total = int(ranks.sum())
+    return int(ranks.max()) * len(ranks) / total if total else 1.0
+
+
+def _rank_tokens(plan: Plan) -> torch.Tensor | None:
+    """Return int64 ``[G]``, the quotas of each rank's instances; None without quotas."""
+    if plan.slot_quota is None or plan.home_quota is None:
+        return None
+    return sum_by_rank(plan.slot_quota, plan.home_quota, plan.home)
+
+
+def expert_tokens(plan: Plan) -> npt.NDArray[np.int64]:
+    """Return ``[E]``, the sums of each expert's quotas; the plan must have quotas."""
+    assert plan.slot_quota is not None
+    assert plan.home_quota is not None
+    slots, quota = plan.slot_expert.cpu().numpy(), plan.slot_quota.cpu().numpy()
+    tokens: npt.NDArray[np.int64] = plan.home_quota.cpu().numpy().astype(np.int64)
+    np.add.at(tokens, slots[slots >= 0], quota[slots >= 0])
+    return tokens
+
+
+def sum_by_rank(
     slot_quota: torch.Tensor, home_quota: torch.Tensor, home: torch.Tensor
 ) -> torch.Tensor:
     """Return int64 ``[G]``, the tokens of each rank."""
@@ -433,19 +429,9 @@ def _optional(
     return None if value is None else _shaped(as_int_tensor(value, name), name, shape).to(device)
 
 
-def _reject_first(
-    bad: np.ndarray, values: np.ndarray, expected: str, *, what: str = "slot_expert"
-) -> None:
-    where = np.argwhere(bad)
-    if where.size:
-        rank, slot = where[0]
-        raise InvalidPlanError(f"{what}[{rank}, {slot}] is {values[rank, slot]}: {expected}")
-
-
-def _reject_first_1d(bad: np.ndarray, values: np.ndarray, name: str, expected: str) -> None:
-    where = np.flatnonzero(bad)
-    if where.size:
-        raise InvalidPlanError(f"{name}[{where[0]}] is {values[where[0]]}; expected {expected}")
+def _reject_first(bad: np.ndarray, name: str, values: np.ndarray, expected: str) -> None:
+    for index in np.argwhere(bad)[:1].tolist():
+        raise InvalidPlanError(f"{name}{index} is {values[tuple(index)]}: {expected}")
 
 
 _BITS = Costs(per_token=22, per_transfer=40, per_replica=40)  # as `Objective` in plan/search.hpp

@@ -115,11 +115,13 @@ class Topology:
         num_ranks = as_int(num_ranks, "num_ranks")
         num_experts = as_int(num_experts, "num_experts")
         slots_per_rank = as_int(slots_per_rank, "slots_per_rank")
-        minima = {"num_ranks": (num_ranks, 1), "num_experts": (num_experts, 1)}
-        minima["slots_per_rank"] = (slots_per_rank, 0)
-        for name, (value, least) in minima.items():
-            if not least <= value <= MAX_COUNT:
-                raise InvalidArgumentError(f"{name} is {value}; expected {least} to {MAX_COUNT}")
+        for name, value, minimum in (
+            ("num_ranks", num_ranks, 1),
+            ("num_experts", num_experts, 1),
+            ("slots_per_rank", slots_per_rank, 0),
+        ):
+            if not minimum <= value <= MAX_COUNT:
+                raise InvalidArgumentError(f"{name} is {value}; expected {minimum} to {MAX_COUNT}")
         if slots_per_rank > num_experts:
             raise InvalidArgumentError(
                 f"slots_per_rank is {slots_per_rank}, but there are {num_experts} experts; expected"
@@ -194,15 +196,15 @@ class Topology:
 
     @property
     def max_local_experts(self) -> int:
-        """Return the largest number of mains on a rank."""
+        """Return M, the largest number of local experts on a rank."""
         return int(np.bincount(self.home, minlength=self.num_ranks).max())
 
     @cached_property
     def instances_per_rank(self) -> int:
-        """Return P, the most mains of a rank plus its slots.
+        """Return P, the largest number of local experts on a rank plus its slots.
 
-        Physical ids of rank r begin at ``r * P``: its M mains, then its slots, with slot s at
-        ``r * P + M + s``. Where M is less than on other ranks, the last ids are unused.
+        Physical ids of rank r begin at ``r * P``: its M local experts, then its slots, with slot s
+        at ``r * P + M + s``. Where M is less than on other ranks, the last ids are unused.
         """
         return self.max_local_experts + self.slots_per_rank
 
@@ -216,10 +218,10 @@ def slots_for_exact(
 ) -> int:
     """Return the slots of a rank with which a target of 1.0 is exact for every load.
 
-    That is ceil(M * (G - 1) / G), where M is the largest number of mains on a rank; the proof is at
-    ``level_probe()`` in ``core/plan/probe.hpp``. Fewer are not enough if G - 1 ranks have M mains
-    with as many tokens each, since the last rank has to take the mean, M * (G - 1) / G mains'
-    worth, and each of its slots takes one main's at most. Most loads need a single slot.
+    That is ceil(M * (G - 1) / G), where M is the largest number of local experts on a rank; the
+    proof is at ``level_probe()`` in ``core/plan/probe.hpp``. Fewer are not enough if G - 1 ranks
+    own M experts with as many tokens each: the last rank has to take the mean, M * (G - 1) / G
+    experts' worth, and each of its slots takes one expert's at most. Most loads need a single slot.
 
     Args:
         num_ranks: G.

@@ -68,25 +68,7 @@ CALL = np.dtype(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
-    """One rank's calls; the module's docstring describes the arrays.
-
-    Attributes:
-        source: the file or rank, for messages.
-        run: names one group of one run.
-        rank: the rank that made the calls.
-        machine: ranks with the same one share a monotonic clock.
-        epoch_ns: added to times of ``calls``, gives nanoseconds since 1970.
-        num_calls: calls made while recording; ``calls`` has the last N of them.
-        failed_epoch: the first call that failed, which may not be in ``calls``; 0: none.
-        home: int32 ``[E]``.
-        domain: int32 ``[G]``.
-        calls: ``[N]`` of :data:`CALL`, oldest first.
-        slot_expert: int32 ``[N, G, S]``.
-        moves: bool ``[N, G, S]``, the slots that a call writes to or, of a reduction, reads.
-        slot_quota: int32 ``[N, G, S]``.
-        home_quota: int32 ``[N, E]``.
-        load: int32 ``[N, G, E]``, or ``[0, G, E]``: loads were not recorded.
-    """
+    """One rank's calls: the arrays of the file; ``source`` is the file or rank, for messages."""
 
     source: str
     run: str

@@ -31,6 +31,7 @@ from ultraep_comm.bench.traces import open_trace
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording, load_recordings
 from ultraep_comm.system import FAILED
 from ultraep_comm.viz.bound import draw_bound, load_results
@@ -189,7 +190,8 @@ def _generated(options: argparse.Namespace) -> tuple[Chart, Chart]:
         num_tokens=ranks * _TOKENS * _TOPK,
         seed=options.seed,
     )
-    plan = plan_replicas(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=options.slots)
+    topology = Topology.make(num_ranks=ranks, num_experts=experts, slots_per_rank=options.slots)
+    plan = plan_replicas(torch.from_numpy(load), topology=topology)
     if not plan.num_replicas:
         raise InvalidArgumentError(
             f"a load with --imbalance {options.imbalance:g} and --slots {options.slots} gets no"

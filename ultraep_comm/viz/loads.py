@@ -19,7 +19,7 @@ from ultraep_comm.bench.report import show_progress
 from ultraep_comm.bench.traces import Trace
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.plan.topology import contiguous_home
+from ultraep_comm.plan.topology import Topology, contiguous_home
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording
 from ultraep_comm.viz.style import (
     BLUE,
@@ -156,14 +156,15 @@ def plan_trace(
     experts = trace.num_experts
     slots = np.full((*shape, num_ranks, slots_per_rank), -1, np.int64)
     slot_quota, home_quota = np.zeros_like(slots), np.zeros((*shape, experts), np.int64)
+    topology = Topology.make(
+        num_ranks=num_ranks, num_experts=experts, slots_per_rank=slots_per_rank
+    )
     for i, step in enumerate(steps):
         for j, layer in enumerate(layers):
             load = trace.load(
                 num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens_per_rank
             )
-            plan = plan_replicas(
-                torch.from_numpy(load), slots_per_rank=slots_per_rank, target=target
-            )
+            plan = plan_replicas(torch.from_numpy(load), topology=topology, target=target)
             assert plan.slot_quota is not None
             assert plan.home_quota is not None
             slots[i, j] = plan.slot_expert.numpy()

@@ -1,6 +1,6 @@
 // The planner: from the exact load of a microbatch to replicas and quotas.
 //
-// The readable definition of the same algorithm is `ultraep_comm/plan/planner.py`; the two agree in
+// The readable definition of the same algorithm is `tests/reference/planner.py`; the two agree in
 // every integer, and the tests hold them to it. Integers only, every tie broken by order or id: the
 // result is the same on every rank, host and device. A plan is the best of a fixed set of probes
 // (probe.hpp), which may run in parallel (search.hpp).

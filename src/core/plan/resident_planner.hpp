@@ -1,9 +1,9 @@
 // The planner on top of residents: experts that slots still hold from earlier calls.
 //
-// The readable definition of the same algorithm is `ultraep_comm/plan/residents.py`; the two agree
-// in every integer. The residents first: if tokens can flow to them (resident_flow.hpp) until no
-// rank has too many, nothing moves. Otherwise one expert at a time moves, to where it relieves the
-// most (resident_search.hpp).
+// The readable definition of the same algorithm is `tests/reference/resident_planner.py`; the two
+// agree in every integer. The residents first: if tokens can flow to them (resident_flow.hpp) until
+// no rank has too many, nothing moves. Otherwise one expert at a time moves, to where it relieves
+// the most (resident_search.hpp).
 #pragma once
 
 #include <cstddef>

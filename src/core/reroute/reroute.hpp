@@ -3,7 +3,7 @@
 // Two steps. compute_shares() decides, from the plan and the load alone, how many tokens of each
 // expert this source rank sends to each instance: every rank could compute every other's. Then
 // reroute_tokens() or reroute_map() hands out the shares in row-major order of the routing, a list
-// of ids or a map. The readable definition of the same is `ultraep_comm/plan/reroute.py`; the two
+// of ids or a map. The readable definition of the same is `tests/reference/reroute.py`; the two
 // agree in every integer.
 #pragma once
 

@@ -1,6 +1,6 @@
 // For your own kernels: waiting for one slot, while replicate_experts() still fills others.
 //
-// `ready` is group.bank(i).ready, a word for each of the bank's slots on this rank: more than the
+// `ready` is group.banks[i].ready, a word for each of the bank's slots on this rank: more than the
 // number of each call by which the slot was complete, 0 before the first. A call sets the words of
 // the slots that its plan has an expert in: at once where a bank's slot holds that expert already,
 // else when its last sender has reported and this rank has sent what it owes. After a failed call
@@ -8,7 +8,7 @@
 // undefined, and the next call on the group says why.
 //
 // Wait for `work.epoch`. In a CUDA graph, whose replays have no number of their own, clear the
-// words on the stream before the call (group.bank(i).ready.zero_()), and wait for 0.
+// words on the stream before the call (group.banks[i].ready.zero_()), and wait for 0.
 //
 // A call's blocks begin together, so a kernel that waits must not keep them from the device: leave
 // room for the call's blocks (24, or num_sms), or have its stream wait for one slot,

@@ -12,7 +12,7 @@ from ranks import loopback, raised
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.adapters.seams import warn_idle
+from ultraep_comm.adapters.checks import warn_idle
 
 G, E, S, H, T, K = 4, 8, 2, 5, 32, 2
 M, P = E // G, E // G + S

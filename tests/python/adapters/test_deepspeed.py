@@ -1,4 +1,4 @@
-"""The adapter for DeepSpeed: on a fake of its seam, and on AutoEP itself where it is installed."""
+"""The adapter for DeepSpeed: on a fake of it, and on AutoEP itself where it is installed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ranks import RankPool, raised, run_python, run_training
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
 
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters import deepspeed as adapter
-from ultraep_comm.adapters import seams
 
 G, E, D, F, K, B, L = 4, 8, 16, 48, 2, 2, 6
 M = E // G
@@ -168,14 +168,14 @@ def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> No
 def largest(pg: Any, copies: bool) -> tuple[int, int, int]:
     engine = engine_of(pg)
     layer, _ = replicate(engine)
-    inner = seams.run_grouped
+    inner = checks.run_grouped
 
     def joined(experts: Any, rows: Any, counts: Any, mains: Any, slots: Any) -> Any:
         torch.cat([mains["w1"], slots["w1"]])  # what the test has to notice
         return inner(experts, rows, counts, mains, slots)
 
     with (
-        mock.patch.object(seams, "run_grouped", joined if copies else inner),
+        mock.patch.object(checks, "run_grouped", joined if copies else inner),
         NewTensors() as found,
     ):
         layer(tokens(pg.rank())[:1, :2].requires_grad_())
@@ -191,7 +191,7 @@ def test_no_tensor_as_large_as_main_weights_is_created(ranks: RankPool) -> None:
 
 
 def test_one_rank_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    seams.warn_idle.cache_clear()
+    checks.warn_idle.cache_clear()
     engine = DeepSpeedEngine(Model())
     before = [type(m) for m in engine.module.modules()]
     assert on_the_fake(0, engine, replicate) == []

@@ -142,7 +142,7 @@ def refusals(pg: Any) -> dict[str, str]:
     note("buffer", model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_megatron.MoELayer, "combine", lambda self, output, shared: output)
-        patch.setitem(megatron.SEAM, f"{fake_path('MoELayer')}.combine", "self output bias")
+        patch.setitem(megatron.PATCH_POINTS, f"{fake_path('MoELayer')}.combine", "self output bias")
         note("signature", Model(pg))
     return found
 

@@ -253,7 +253,6 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
                 own = getattr(layer, name)[: EXPERTS // group.size()]
                 assert torch.equal(own, value[mains])
         assert fake_sglang.STATE.graphs == 0  # SGLang's compiler has seen nothing of it
-        assert [layer.ultraep.copied for layer in model] == [3 * SLOTS] * LAYERS
     return [max(found), imbalances, computed]
 
 

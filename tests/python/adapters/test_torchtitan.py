@@ -1,4 +1,4 @@
-"""The adapter for torchtitan: on a fake of its seam, and its debug model where it is installed."""
+"""The adapter for torchtitan: on a fake of it, and its debug model where it is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiers import cases, sampled
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from ultraep_comm.adapters.seams import warn_idle
+from ultraep_comm.adapters.checks import warn_idle
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 G, E, D, F, K, B, L = 4, 8, 16, 32, 2, 2, 6
@@ -324,7 +324,7 @@ def test_other_versions_and_signatures() -> None:
 
 
 @needs_torchtitan
-def test_the_seam_is_that_of_the_installed_release() -> None:
+def test_the_patch_points_are_those_of_the_installed_release() -> None:
     assert fake.differences() == []
 
 

@@ -1,4 +1,4 @@
-"""The adapter for transformers: on a fake of its seam, and its own models where it is installed."""
+"""The adapter for transformers: on a fake of it, and its own models where it is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiers import cases, sampled
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from ultraep_comm.adapters.seams import check_experts, warn_idle
+from ultraep_comm.adapters.checks import check_experts, warn_idle
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.recording import load_recordings
 

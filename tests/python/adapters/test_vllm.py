@@ -18,7 +18,7 @@ from fake_vllm import FakeBase, FakeElastic, FakeVllm, original
 from ranks import RankPool, own_group, raised, run_python
 
 from ultraep_comm import errors
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters import vllm as adapter
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 
@@ -271,12 +271,12 @@ def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
         adapter.register()
         coordinator = SimpleNamespace(cpu_group=own, device_group=own)
         with pytest.MonkeyPatch.context() as patient:  # set-up may take longer on a busy machine
-            patient.setattr(seams, "Rendezvous", lambda group, **_: Rendezvous(group))
+            patient.setattr(checks, "Rendezvous", lambda group, **_: Rendezvous(group))
             mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
         mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
         if rank == 1:
             return []
-        found = [raised(mover.execute), raised(lambda: seams.gather_json(own, "here"))]
+        found = [raised(mover.execute), raised(lambda: checks.gather_json(own, "here"))]
     mover.group.abort()
     return [f"{type(error).__name__}: {error}" for error in found]
 

@@ -368,7 +368,7 @@ def test_options(config: Any) -> None:
     config.additional_config = {"ultraep": {"cost": {"token": 1e-9, "expert_byte": 1e-12}}}
     assert checks.read_options(layer)["cost"].token == 1e-9
     config.additional_config = {"ultraep": {"slots": 2}}
-    with pytest.raises(errors.InvalidArgumentError, match=r"options \['slots'\]; expected some of"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"option \['slots'\]; expected some of"):
         checks.read_options(layer)
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from benched import check_csv
 from benched import table_cells as cells
+from ranks import plan_alone
 
-from ultraep_comm import Plan, plan_replicas
+from ultraep_comm import Plan
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import PEER_NAMES
 from ultraep_comm.bench.commands.plan.against import (
@@ -24,9 +25,9 @@ from ultraep_comm.bench.commands.plan.against import (
     transfer_times_us,
 )
 from ultraep_comm.bench.loads import make_loads
+from ultraep_comm.bench.peers.relay import predict_relay
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.model import predict
-from ultraep_comm.model.relay import predict_relay
 
 SMALL = ["plan", "--sizes", "8/32/2", "--tokens", "512", "--topk", "4", "--seeds", "2"]
 PLANNERS = ("ours", "ours exact", *PEER_NAMES)
@@ -80,7 +81,7 @@ def test_all_get_the_same_loads(tmp_path: Path) -> None:
         "lognormal", num_ranks=8, num_experts=32, num_tokens=8 * 512, topk=4, seeds=2
     )
     plans = [
-        plan_replicas(torch.from_numpy(x.copy()), num_ranks=8, slots_per_rank=2, target=1.1)
+        plan_alone(torch.from_numpy(x.copy()), num_ranks=8, slots_per_rank=2, target=1.1)
         for x in loads
     ]
     assert records[0]["imbalance"]["mean"] == np.mean([plan.imbalance for plan in plans])
@@ -191,4 +192,4 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
     )
     assert main([*SMALL, "--against"]) == 2
-    assert "pip install 'ultraep_comm[model]'" in capsys.readouterr().err
+    assert "pip install 'ultraep_comm[bench]'" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.clock import Gpu, view_mapped
-from ultraep_comm.engines.cuda.device import CudaDevice
+from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.errors import DeviceError
 
 
@@ -176,7 +176,7 @@ def test_mapped_memory_is_seen_not_copied(cuda: FakeCuda, monkeypatch: pytest.Mo
 def test_a_copy_in_place_of_a_view_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch copies memory that it assigns to another device, and symmetric memory would be lost."""
     memory = torch.arange(10, dtype=torch.uint8)
-    made = CudaDevice.__new__(CudaDevice)
+    made = Device.__new__(Device)
     made.torch_device = torch.device("cpu")
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)
     assert made.view(memory.data_ptr(), 10) is memory

@@ -114,7 +114,7 @@ def test_what_is_wrong_is_found(
 
     def run(calls: PathCalls) -> Found:
         found = calls.path_and_reroute()
-        emulated.settle()
+        emulated.synchronize()
         slots = [group.slots["w13"][0] for group in calls.groups]
         filled = found.plans[0].slot_expert[:, 0] >= 0
         assert filled.any()

@@ -19,9 +19,9 @@ from ultraep_comm.bench.commands.replicate.device import sms_needed
 from ultraep_comm.bench.commands.replicate.run import hub_plan
 from ultraep_comm.bench.measure import describe_link, with_link
 from ultraep_comm.bench.ranks import WeightRanks
+from ultraep_comm.bench.traffic import list_hubs, make_schedule
 from ultraep_comm.calibration import MeasuredCosts, make_calibration
 from ultraep_comm.driver import Links
-from ultraep_comm.plan.schedule import make_schedule
 
 FEW = ["replicate", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
 RECORD_KEYS = ONE_PLAN_KEYS | {
@@ -185,10 +185,8 @@ def test_the_plan_through_a_hub_has_one() -> None:
     load = np.ones((4, 8), np.int32)
     plan = hub_plan(load, 1)
     assert plan is not None
-    schedule = make_schedule(
-        plan.slot_expert, home=plan.home, segment_bytes=[32768], tile_bytes=32768, mode="push"
-    )
-    home, *replicas = [end - begin for _, begin, end in schedule.hubs(0)]
+    schedule = make_schedule(plan, "push", segment_bytes=[32768], tile_bytes=32768)
+    home, *replicas = [end - begin for _, begin, end in list_hubs(schedule)[0]]
     assert home == 0
     assert sorted(replicas) == [0, 1]
     assert hub_plan(load[:2], 1) is None

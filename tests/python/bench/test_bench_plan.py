@@ -13,8 +13,9 @@ from benched import check_csv
 from benched import table_cells as cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import plan_alone
 
-from ultraep_comm import Plan, plan_replicas, verify_plan
+from ultraep_comm import Plan, verify_plan
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, parse_plan_sizes
 from ultraep_comm.bench.commands.plan.cells import plan_load
@@ -213,7 +214,7 @@ def test_a_row_says_what_the_planner_does(tmp_path: Path) -> None:
     assert main(["plan", *arguments, "--seeds", "3", "--target", "1.1", "--json", str(path)]) == 0
     (record,) = json.loads(path.read_text())["records"]
     loads = [torch.from_numpy(tuned_load(8, 16, 2.0, 8 * 4096 * 8, seed)) for seed in range(3)]
-    plans = [plan_replicas(x, slots_per_rank=2, num_ranks=8, target=1.1) for x in loads]
+    plans = [plan_alone(x, slots_per_rank=2, num_ranks=8, target=1.1) for x in loads]
     assert record["imbalance_before"] == pytest.approx(2, rel=0.01)
     assert record["imbalance"]["worst"] == max(plan.imbalance for plan in plans)
     assert record["replicas"] == np.mean([plan.num_replicas for plan in plans])
@@ -247,7 +248,7 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         )
         found = []
         for i, load in enumerate(loads):
-            plan = plan_replicas(torch.from_numpy(load), slots_per_rank=1, num_ranks=8, target=1.0)
+            plan = plan_alone(torch.from_numpy(load), slots_per_rank=1, num_ranks=8, target=1.0)
             found.append(verify_plan(plan, load))
             assert f"# 8/16/1 {record['family']} {i}: {found[-1]}" in printed
         exact, at_bound = (sum(x.is_exact for x in found), sum(not x.over_bound for x in found))

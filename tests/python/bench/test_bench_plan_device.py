@@ -11,9 +11,10 @@ import pytest
 import torch
 from benched import run_on, settings_of
 from emulated_device import EmulatedDevice
+from ranks import plan_alone
 from stand_in import Emulated
 
-from ultraep_comm import Plan, _core, plan_replicas
+from ultraep_comm import Plan, _core
 from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.plan import device as plan_device
 from ultraep_comm.bench.commands.plan.device import AllRanks, ids_of
@@ -127,7 +128,7 @@ def test_what_is_wrong_with_all_ranks_is_found(
     settings = settings_of(*TINY, "--sizes", "3/8/1")
     (size,) = settings.sizes
     load = torch.tensor([[9, 1, 0, 0, 2, 0, 1, 1]] * 3, dtype=torch.int32)
-    plan = plan_replicas(load, slots_per_rank=1, num_ranks=3, home=size.home, target=1.01)
+    plan = plan_alone(load, slots_per_rank=1, num_ranks=3, home=size.home, target=1.01)
     filled = (plan.slot_expert >= 0).flatten().tolist()
     assert sorted(set(filled)) == [False, True]
     every = AllRanks.of(Emulated(), size)
@@ -163,7 +164,7 @@ def test_a_wrong_integer_is_found(
 
     def wrong(self: CudaStages, *arguments: Any) -> Any:
         found = call(self, *arguments)
-        emulated.settle()
+        emulated.synchronize()
         tensor: torch.Tensor = found.home_quota if isinstance(found, Plan) else found
         tensor.view(-1)[0] += 1
         return found

@@ -8,23 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import fan_out_plan, loopback, random_plan
+from ranks import bytes_stored, fan_out_plan, loopback, random_plan
+from reference.schedule import make_schedule
 
 import ultraep_comm as uec
 from ultraep_comm.bench.traffic import count_traffic, group_offsets, interpolate_sms
-from ultraep_comm.plan.schedule import MODES, Schedule, make_schedule
+from ultraep_comm.plan.schedule import MODES
 
 SIZES = [100_003, 65_536, 37, 1]
-
-
-def _schedule(plan: uec.Plan, sizes: list[int], tile: int, mode: str) -> Schedule:
-    return make_schedule(
-        plan.slot_expert.numpy(),
-        home=plan.home.numpy(),
-        segment_bytes=sizes,
-        tile_bytes=tile,
-        mode=mode,
-    )
 
 
 def _tiles(sizes: list[int], tile: int) -> list[int]:
@@ -37,7 +28,9 @@ def _tiles(sizes: list[int], tile: int) -> list[int]:
 
 def _count(plan: uec.Plan, sizes: list[int], tile: int, mode: str) -> dict[str, list[int]]:
     """Follow every tile from its home to every slot."""
-    schedule = _schedule(plan, sizes, tile, mode)
+    schedule = make_schedule(
+        plan.slot_expert, home=plan.home, segment_bytes=sizes, tile_bytes=tile, mode=mode
+    )
     slots, home = plan.slot_expert.tolist(), plan.home.tolist()
     num_ranks = len(slots)
     loads, stores, egress = ([0] * num_ranks for _ in range(3))
@@ -77,9 +70,7 @@ def test_traffic_is_what_following_every_tile_gives(mode: str, tile: int) -> Non
         uec.Plan.from_slots([[-1], [-1]], num_experts=2),
     ]
     for plan in plans:
-        schedule = _schedule(plan, SIZES, tile, mode)
-        num_ranks = len(plan.slot_expert)
-        found = count_traffic(schedule, num_ranks=num_ranks, segment_bytes=SIZES, tile_bytes=tile)
+        found = count_traffic(plan, mode, segment_bytes=SIZES, tile_bytes=tile)
         expected = _count(plan, SIZES, tile, mode)
         for name, values in expected.items():
             assert getattr(found, name).tolist() == values, name
@@ -90,8 +81,7 @@ def test_traffic_is_what_following_every_tile_gives(mode: str, tile: int) -> Non
 
 def test_direct_moves_a_copy_for_every_replica_and_reads_each_expert_once() -> None:
     plan = uec.Plan.from_slots([[-1], [0], [0]], num_experts=3)
-    schedule = _schedule(plan, [1000], 1024, "direct")
-    found = count_traffic(schedule, num_ranks=3, segment_bytes=[1000], tile_bytes=1024)
+    found = count_traffic(plan, "direct", segment_bytes=[1000], tile_bytes=1024)
     assert found.loads.tolist() == [1000, 0, 0]
     assert found.stores.tolist() == found.egress.tolist() == [2000, 0, 0]
 
@@ -112,13 +102,12 @@ def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
     def call(rank: int) -> int:
         weights = groups[rank].empty_weights()
         uec.replicate_experts(weights, plan, group=groups[rank], mode=mode)
-        return groups[rank].bytes_stored
+        return bytes_stored(groups[rank])
 
     stored = loopback(num_ranks, call)
     for group in groups:
         group.close()
-    schedule = _schedule(plan, SIZES, tile, mode)
-    found = count_traffic(schedule, num_ranks=num_ranks, segment_bytes=SIZES, tile_bytes=tile)
+    found = count_traffic(plan, mode, segment_bytes=SIZES, tile_bytes=tile)
     assert stored == found.stores.tolist()
 
 

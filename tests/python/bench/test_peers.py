@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_tokens import EPLB_ROWS, EPLB_WEIGHT
+from ranks import plan_alone
 
-from ultraep_comm import Plan, plan_replicas
+from ultraep_comm import Plan
 from ultraep_comm.bench.commands.plan import PEER_NAMES
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.peers import PEERS
@@ -143,7 +144,7 @@ def test_their_cases_are_exact(index: int, ranks: int) -> None:
     level = case.tokens * case.topk
     assert load.sum() == ranks * level
     theirs = plan_of("moonep", load, ranks)
-    ours = plan_replicas(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=2, target=1.0)
+    ours = plan_alone(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=2, target=1.0)
     for plan in (theirs, ours):
         assert plan.slot_quota is not None
         assert plan.home_quota is not None

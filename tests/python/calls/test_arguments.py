@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import plan_alone
 
 import ultraep_comm as uec
 from ultraep_comm import errors, nn
 
 IDS, LOAD = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[3, 1]])
 W: Any = {"w": torch.zeros(2, 2)}
-PLAN = uec.plan_replicas(LOAD, slots_per_rank=1)
+PLAN = plan_alone(LOAD, slots_per_rank=1)
 BALANCER = uec.adapters.balancer.Balancer  # an attribute of the package, as the README has it
 
 
@@ -59,7 +60,13 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
     "map, int": (lambda g: uec.gather_load(routing_map=IDS.repeat(1, 2), group=g), r"_map\.bool"),
     "counts, array": (lambda g: uec.gather_load(counts=np.ones(2), group=g), "counts is a ndarray"),
     "load, float": (lambda g: uec.plan_replicas(LOAD.float(), group=g), r"pass load\.long\(\)"),
-    "load, list": (lambda _: uec.plan_replicas([[3]], slots_per_rank=1), "load is list; expected"),
+    "load, list": (lambda g: uec.plan_replicas([[3]], topology=g.topology), "load is list; exp"),
+    "no group": (lambda _: uec.plan_replicas(LOAD), "neither of group= and topology=; expected"),
+    "a topology too": (
+        lambda g: uec.plan_replicas(LOAD, group=g, topology=g.topology),
+        "both of group= and topology=; expected one",
+    ),
+    "topology, int": (lambda _: uec.plan_replicas(LOAD, topology=2), "topology is 2; expected"),
     "target, text": (lambda g: uec.plan_replicas(LOAD, group=g, target="1"), "target is '1'; exp"),
     "target, None": (lambda g: uec.gather_and_plan(IDS, group=g, target=None), "target is None"),
     "cost": (lambda g: uec.gather_and_plan(IDS, group=g, cost=3), "cost is 3; expected a PlanCost"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import close_all, loopback
+from ranks import bytes_stored, close_all, loopback
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
@@ -75,7 +75,7 @@ def steps(
     loads: Tensors, weights: Any, group: uec.Group, bank: Any, async_op: bool
 ) -> list[torch.Tensor]:
     """Plan each load on top of what the last one has left, and use the slots before and after."""
-    slots = group.bank(bank).slots if isinstance(bank, int) else bank.slots
+    slots = group.banks[bank].slots if isinstance(bank, int) else bank.slots
     results = []
     for load in loads:
         plan = uec.plan_replicas(load, group=group, bank=bank, reuse=True)
@@ -90,7 +90,7 @@ def steps(
 
 
 def stored(groups: list[uec.Group]) -> int:
-    return sum(group.bytes_stored for group in groups)
+    return sum(bytes_stored(group) for group in groups)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -106,7 +106,7 @@ def test_compiled_steps_move_what_eager_ones_do(
         def run(
             fn: Callable[..., Tensors], among: list[uec.Group], loads: Any = loads, at: int = index
         ) -> list[Tensors]:
-            banks = [group.bank(at) if at else at for group in among]
+            banks = [group.banks[at] if at else at for group in among]
             return loopback(
                 RANKS, lambda r: fn(loads, make_weights(r), among[r], banks[r], async_op)
             )
@@ -172,7 +172,7 @@ def test_another_version_compiles_nothing_anew(groups: list[uec.Group]) -> None:
         assert (moved == 0) == (len(counts) == 1)
         counts.append(counter.frame_count)
         for group in groups:
-            bank = group.bank(1)
+            bank = group.banks[1]
             assert bank.version == version
             for slot, expert in enumerate(bank.residents[group.rank].tolist()):
                 if expert >= 0:
@@ -196,11 +196,11 @@ def test_compiled_reductions_leave_out_what_slots_keep(
     )
 
     def reduce(grads: Any, group: uec.Group) -> torch.Tensor:
-        before = group.bank(1).slot_grads["w"].sum()
+        before = group.banks[1].slot_grads["w"].sum()
         work = uec.reduce_expert_grads(grads, plan, group=group, async_op=async_op)
         if work is not None:
             work.wait()
-        return before + group.bank(1).slot_grads["w"].sum()
+        return before + group.banks[1].slot_grads["w"].sum()
 
     def run(fn: Callable[..., torch.Tensor]) -> tuple[Tensors, Tensors]:
         made = new_groups(
@@ -214,11 +214,11 @@ def test_compiled_reductions_leave_out_what_slots_keep(
         )
         for group in made:
             group.slot_grads["w"].fill_(1000.0)
-            group.bank(1).slot_grads["w"].fill_(group.rank + 1.0)
+            group.banks[1].slot_grads["w"].fill_(group.rank + 1.0)
         mains = [{"w": torch.full((EXPERTS // RANKS, 4), 100.0)} for _ in made]
         totals = loopback(RANKS, lambda r: fn(mains[r], made[r]))
         assert all((group.slot_grads["w"] == 1000.0).all() for group in made)
-        slots = [group.bank(1).slot_grads["w"] for group in made]
+        slots = [group.banks[1].slot_grads["w"] for group in made]
         return [*totals, *(main["w"] for main in mains)], slots
 
     got, left = run(torch.compile(reduce, fullgraph=True, backend="aot_eager"))
@@ -241,7 +241,7 @@ def test_operators_with_a_bank() -> None:
     plan = uec.plan_replicas(load, group=group, bank=1, reuse=True)
     fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     weights, names = list(make_weights(0, 1).values()), list(group.slots)
-    slots = list(group.bank(1).slots.values())
+    slots = list(group.banks[1].slots.values())
     for version, reuse in ((None, True), (2, True), (None, False)):
         arguments = (
             *(weights, [-1, -1], names, *fields, slots, names),
@@ -313,9 +313,9 @@ def test_errors_of_banks_keep_their_types() -> None:
         with pytest.raises(errors.InvalidArgumentError, match=text):
             compiled(plan)(*arguments)
     with pytest.raises(Exception, match=r"Bank\(0 of group"):
-        compiled(plan)(other.bank(0))
+        compiled(plan)(other.banks[0])
     with pytest.raises(Exception, match=r"invalidate\(\) of bank 1 in a compiled function"):
-        compiled(lambda: group.bank(1).invalidate())()
+        compiled(group.banks[1].invalidate)()
     elsewhere = uec.Plan.from_slots([[-1, -1]], num_experts=EXPERTS, bank=BANKS)
     with pytest.raises(errors.InvalidPlanError, match="the plan is for bank 2"):
         compiled(lambda: uec.replicate_experts(weights, elsewhere, group=group))()

@@ -298,9 +298,9 @@ def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
 
     ids, weights = make_ids(0, 0, 24), make_mains(0, 0, 1)
     plan = uec.plan_replicas(uec.gather_load(ids, group=alone), group=alone)
-    before = alone.session.engine.epoch
+    before = alone.health().epoch
     result = torch.compile(calls, fullgraph=True, backend=backend)(ids, weights, plan)
-    assert alone.session.engine.epoch == before + 5
+    assert alone.health().epoch == before + 5
     assert torch.equal(result, 2 * uec.gather_load(ids, group=alone))
 
 
@@ -309,10 +309,10 @@ def test_backward_makes_no_call_again(alone: uec.Group) -> None:
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
     tokens = make_tokens(0, 0, 24).requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    before = alone.session.engine.epoch
+    before = alone.health().epoch
     out, *_ = compiled(tokens, ids, parameters, alone, True)
     out.sum().backward()
-    assert alone.session.engine.epoch == before + 2
+    assert alone.health().epoch == before + 2
     assert tokens.grad is not None
     got, got_w = tokens.grad.clone(), parameters["w"].grad
     tokens.grad = parameters["w"].grad = None

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import plan_alone
+from reference.reroute import reroute_dense
 from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.plan.reroute import reroute_dense
 
 HOME = [2, 0, 0, 2, 0]  # rank 1 has no mains
 G, E, S = 3, len(HOME), 2
@@ -50,7 +51,7 @@ def random_maps(seed: int, most_tokens: int) -> list[torch.Tensor]:
 
 def plan_of(maps: list[torch.Tensor]) -> uec.Plan:
     load = torch.stack([routing_map.sum(dim=0) for routing_map in maps])
-    return uec.plan_replicas(load, slots_per_rank=S, num_ranks=len(maps), home=HOME, target=1.0)
+    return plan_alone(load, slots_per_rank=S, num_ranks=len(maps), home=HOME, target=1.0)
 
 
 def arrays_of(plan: uec.Plan) -> dict[str, np.ndarray]:
@@ -257,14 +258,14 @@ def test_what_is_wrong_with_a_plan_is_said(groups: list[uec.Group]) -> None:
     assert plan.load is not None
     assert plan.home_quota is not None
     constants = {"slots_per_rank": S, "num_ranks": G, "home": HOME}
-    sums = uec.plan_replicas(plan.load.sum(dim=0), **constants)
+    sums = plan_alone(plan.load.sum(dim=0), **constants)
     assert np.isnan(sums.local_share)
     rejects("rank 0: a plan without quotas or .* load cannot be rerouted", sums)
     by_hand = uec.Plan.from_slots(plan.slot_expert, num_experts=E, home=HOME)
     assert np.isnan(by_hand.local_share)
     rejects("cannot be rerouted", by_hand)
     rejects("plan is a NoneType", None)
-    other = uec.plan_replicas(plan.load, slots_per_rank=S + 1, num_ranks=G, home=HOME)
+    other = plan_alone(plan.load, slots_per_rank=S + 1, num_ranks=G, home=HOME)
     rejects("the plan is for 3 ranks, 3 slots", other)
     plan.home_quota[0] += 1
     rejects(f"quotas of expert 0 sum to {plan.load[:, 0].sum() + 1}; expected", plan)

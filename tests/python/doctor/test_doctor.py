@@ -501,7 +501,7 @@ def test_auto_is_decided_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDevice()
     monkeypatch.setattr(make, "find_nvshmem_device", missing)
     monkeypatch.setattr(make, "find_torch_device", lambda: (fake, "memory", fake.kernels))
-    found = list(make.find_ways("auto", "auto"))
+    found = list(make.probe_backends("auto", "auto"))
     assert [(w.engine, w.fabric, w.reason) for w in found] == [
         ("cuda", "nvshmem", "no NVSHMEM here"),
         ("cuda", "torch", ""),
@@ -509,5 +509,5 @@ def test_auto_is_decided_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
         ("c10d", "none", ""),
     ]
     assert found[1].found[1] == "memory"
-    assert [w.fabric for w in make.find_ways("cuda", "auto")] == ["nvshmem", "torch"]
-    assert [w.engine for w in make.find_ways("auto", "shm")] == ["host"]
+    assert [w.fabric for w in make.probe_backends("cuda", "auto")] == ["nvshmem", "torch"]
+    assert [w.engine for w in make.probe_backends("auto", "shm")] == ["host"]

@@ -31,8 +31,9 @@ from tiers import cases
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.c10d import make
-from ultraep_comm.engines.c10d.agreement import Agreement, Record
+from ultraep_comm.engines.c10d.agreement import Agreement
 from ultraep_comm.engines.c10d.order import DeviceOrder
+from ultraep_comm.engines.options import Options
 from ultraep_comm.fabrics.shm import UNKNOWN
 from ultraep_comm.group import create
 
@@ -147,7 +148,7 @@ def test_the_limit_is_of_all_waits_for_a_call_together() -> None:
 
     channel: Any = SimpleNamespace(post=lambda messages: [Late() for _ in messages])
     agreement = Agreement(channel, channel, 0, 8, E)
-    agreement.begin(Record(_core.RecordKind.CALL, 1, 1))
+    agreement.begin(_core.RecordKind.CALL, 1, 1)
     agreement.finish(5.0)
     assert len(limits) == 6  # three steps, each way
     assert all(later < sooner for sooner, later in pairwise(limits))
@@ -240,6 +241,21 @@ def test_the_accelerator_comes_first_and_device_settles_it(monkeypatch: pytest.M
 # ---- engine="auto" ----------------------------------------------------------------------------
 
 
+def test_check_mode_names_the_engine_that_has_none() -> None:
+    options = Options(
+        expert={"w": Segment((4,), torch.uint8)},
+        engine="auto",
+        fabric="auto",
+        timeout=None,
+        num_sms=None,
+        tile_bytes=None,
+        check=True,
+    )
+    nothing: Any = None
+    with pytest.raises(errors.UnsupportedError, match="this group would use engine='c10d'; pass"):
+        make.make_group_engine(nothing, options, nothing, False)
+
+
 @pytest.mark.parametrize(
     ("machines", "devices", "reached", "expected"),
     [
@@ -327,12 +343,10 @@ def test_calls_on_a_device_run_behind_the_caller_and_before_what_waits(
     streams = _Streams()
     monkeypatch.setattr(torch, "get_device_module", streams.get)
     order = DeviceOrder(torch.device("cuda", 0))
-    mark = order.enter()
-    assert not mark.issued
-    with order.running(mark):
+    begin, end = order.enter()
+    with order.running(begin, end):
         streams.log.append(f"messages on {streams.current}")
-    assert mark.issued
-    mark.wait()
+    end.wait()
     assert streams.log == [
         "record on caller",
         "engine waits",

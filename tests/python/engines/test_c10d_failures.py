@@ -47,6 +47,7 @@ from ultraep_comm.engines.c10d.movement import Movement, Step
 from ultraep_comm.engines.c10d.transfer import Transfer
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.fabrics.shm import UNKNOWN
+from ultraep_comm.group.group import session_of
 
 E, S, ODD, LATE = 8, 2, 1, 3
 EXPERT = {"w": Segment((300, 200), torch.bfloat16), "s": Segment((5,), torch.uint8)}
@@ -292,7 +293,7 @@ def test_a_group_that_is_collected_in_its_own_thread_ends(monkeypatch: pytest.Mo
     close_all(groups)
     held = holdings()  # with what the first use leaves
     groups = _pair()
-    finish, finalizers = Movement.finish, [groups[0].session._finalizer]
+    finish, finalizers = Movement.finish, [session_of(groups[0])._finalizer]
 
     def collects(self: Movement, limit: float) -> None:
         if threading.current_thread().name == "ultraep-c10d-0":
@@ -305,7 +306,7 @@ def test_a_group_that_is_collected_in_its_own_thread_ends(monkeypatch: pytest.Mo
     ids = torch.zeros(1, 1).long()
     assert isinstance(raised(partial(uec.gather_load, ids, group=groups[1])), errors.UltraEPError)
     groups[1].close()
-    groups[0].session.state = "closed"
+    session_of(groups[0]).state = "closed"
     monkeypatch.undo()
     groups, works = [], []
     assert more_than(held) == []
@@ -364,7 +365,7 @@ def test_an_error_of_the_backend_names_rank_expert_and_chunk(
 ) -> None:
     groups = _pair()
     weights = [make_weights(group) for group in groups]
-    mover = groups[0].session.engine._channel  # type: ignore[attr-defined]
+    mover = session_of(groups[0]).engine._channel  # type: ignore[attr-defined]
     post, wait = GlooChannel.post, Pending.wait
 
     def refuses(message: Message) -> None:

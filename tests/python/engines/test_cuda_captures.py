@@ -12,6 +12,7 @@ from emulated_device import EmulatedDevice
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 
 EXPERT = {"w": ((8,), torch.float32)}
 
@@ -20,7 +21,7 @@ EXPERT = {"w": ((8,), torch.float32)}
 def group(emulated: EmulatedDevice) -> Iterator[uec.Group]:
     made = make_group()
     yield made
-    emulated.settle()
+    emulated.synchronize()
     made.abort()
     made.close()
 
@@ -72,12 +73,12 @@ def test_calls_beside_a_capture_of_somebody_else(
     assert work.is_completed()
     assert work.exception() is None
     uec.plan_replicas(load, group=group)
-    assert group.session.engine is not None
-    group.session.engine.finish()
+    assert session_of(group).engine is not None
+    session_of(group).engine.finish()
     group.assert_idle()
     with emulated.on(other):
         emulated.end_capture()  # it is still valid
-    assert group.session.engine.epoch == 8
+    assert group.health().epoch == 8
 
 
 def test_what_a_call_reads_is_kept_though_the_driver_refuses(
@@ -91,10 +92,10 @@ def test_what_a_call_reads_is_kept_though_the_driver_refuses(
         raise errors.DeviceError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(group.session.engine, "is_completed", refuse)
+        patch.setattr(session_of(group).engine, "is_completed", refuse)
         with pytest.raises(errors.DeviceError, match="refused"):
             call()
-    assert group.session._in_flight[-1][0] == 3
+    assert session_of(group)._in_flight[-1][0] == 3
 
 
 def test_calls_outside_while_the_groups_own_stream_is_in_a_capture(
@@ -162,7 +163,6 @@ def test_two_captures_take_turns(emulated: EmulatedDevice, group: uec.Group) -> 
 def test_what_says_when_to_call_it(emulated: EmulatedDevice, group: uec.Group) -> None:
     weights = {"w": torch.zeros(4, 8)}
     calls: dict[str, Callable[[], object]] = {
-        "bytes_stored": lambda: group.bytes_stored,
         "empty_weights()": group.empty_weights,
         "expert_pointers()": lambda: group.expert_pointers(weights),
         "close()": group.close,
@@ -175,7 +175,7 @@ def test_what_says_when_to_call_it(emulated: EmulatedDevice, group: uec.Group) -
     group.assert_idle()
     emulated.end_capture()
     caller(emulated, group)
-    for name in ("bytes_stored", "empty_weights()", "expert_pointers()"):
+    for name in ("empty_weights()", "expert_pointers()"):
         calls[name]()
 
 
@@ -215,7 +215,7 @@ def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: ue
     routing = emulated.put(torch.zeros(3, 4, dtype=torch.bool))
     plan = uec.plan_replicas(load, group=group)
     uec.reroute(ids, plan, group=group)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     spoil(emulated)
     calls: list[Callable[[], object]] = [
@@ -239,7 +239,7 @@ def test_a_stage_that_the_driver_refuses_in_a_capture_leaves_the_group(
     emulated: EmulatedDevice, group: uec.Group
 ) -> None:
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
-    stages = group.session.engine
+    stages = session_of(group).engine
     assert stages is not None
     emulated.begin_capture()
     with pytest.MonkeyPatch.context() as patch:
@@ -275,7 +275,7 @@ def test_closing_behind_a_replay_of_stages_alone(emulated: EmulatedDevice) -> No
     group = make_group()
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
     uec.plan_replicas(load, group=group)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     uec.plan_replicas(load, group=group)
     graph = emulated.end_capture()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from ranks import MIXED, loopback, make_weights, prepare_all, wrong_bytes
+from ranks import MIXED, loopback, make_weights, plan_alone, prepare_all, wrong_bytes
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -65,7 +65,7 @@ class Layer:
                 for ids in self.ids
             ]
         )
-        expected = uec.plan_replicas(
+        expected = plan_alone(
             load,
             slots_per_rank=topology.slots_per_rank,
             num_ranks=topology.num_ranks,
@@ -103,7 +103,7 @@ def test_every_stage_is_that_of_the_host(
     for epoch in range(1, 5):
         layer.prepare(epoch)
         found = loopback(size[0], lambda rank: layer.path(rank, at_once))
-        emulated.settle()
+        emulated.synchronize()
         replicas += layer.check(found, epoch)
     assert replicas > 0
 
@@ -115,7 +115,7 @@ def test_one_graph_replays_with_fresh_ids_and_weights(
 ) -> None:
     layer = layer_of(size)
     layer.prepare(1)
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     captured = loopback(size[0], lambda rank: layer.path(rank, at_once))
     graph = emulated.end_capture()
@@ -127,7 +127,7 @@ def test_one_graph_replays_with_fresh_ids_and_weights(
         else:
             emulated.replay(graph)
             found = captured
-        emulated.settle()
+        emulated.synchronize()
         replicas += layer.check(found, epoch)
     assert replicas > 0
 
@@ -170,7 +170,7 @@ def test_bad_ids_leave_an_empty_plan_and_an_error(emulated: EmulatedDevice, laye
     layer.ids[1][3, 1] = 6
     emulated.delay(50_000)  # the calls return before they fail
     plans = loopback(2, lambda rank: uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank]))
-    emulated.settle()
+    emulated.synchronize()
     assert all(plan.num_replicas == 0 and not plan.home_quota.any() for plan in plans)
     with pytest.raises(uec.errors.GroupClosedError) as raised:
         uec.gather_and_plan(layer.ids[1], group=layer.groups[1])
@@ -185,5 +185,5 @@ def test_ids_on_the_host_give_a_plan_on_the_host(emulated: EmulatedDevice, layer
         2, lambda rank: uec.gather_and_plan(layer.ids[rank].clone(), group=layer.groups[rank])
     )
     for plan in plans:
-        assert not emulated.holds(plan.slot_expert)
+        assert not emulated.is_on_device(plan.slot_expert)
         assert torch.equal(plan.slot_expert, plans[0].slot_expert)

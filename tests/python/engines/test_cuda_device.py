@@ -1,4 +1,4 @@
-"""The calls that CudaDevice makes to the driver, logged by a stand-in."""
+"""The calls that Device makes to the driver, logged by a stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.driver import Links
 from ultraep_comm.engines.cuda import device as device_module
-from ultraep_comm.engines.cuda.device import CudaDevice, CudaKernels
+from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.errors import DeviceError, UnsupportedError
 
 KERNEL = 0x77
@@ -117,8 +117,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> FakeDriver:
     return fake
 
 
-def device_of(driver: FakeDriver) -> CudaDevice:
-    device = CudaDevice.__new__(CudaDevice)
+def device_of(driver: FakeDriver) -> Device:
+    device = Device.__new__(Device)
     device.index, device._context, device.bindings = 5, 0xC, driver
     device.torch_device = torch.device("cuda", 5)
     return device
@@ -129,7 +129,7 @@ def test_a_kernel_is_on_the_device_before_its_first_launch(
 ) -> None:
     """Otherwise that launch could wait for kernels that wait for it."""
     loading = ["push", "find", f"load function of {KERNEL:#x}", "pop"]
-    kernels = CudaKernels(7, device_of(driver))
+    kernels = Kernels(7, device_of(driver))
     assert kernels.handle("k", 1000) == KERNEL
     assert log == loading
     log.clear()
@@ -138,7 +138,7 @@ def test_a_kernel_is_on_the_device_before_its_first_launch(
 
 
 def test_a_kernel_that_cannot_be_loaded(driver: FakeDriver) -> None:
-    kernels = CudaKernels(7, device_of(driver))
+    kernels = Kernels(7, device_of(driver))
     driver.loaded = RuntimeError('Function "cuFuncLoad" not found')  # an old driver
     assert kernels.handle("k", 0) == KERNEL
     driver.loaded = (2,)
@@ -163,10 +163,10 @@ def test_bindings_that_are_missing_or_too_old(
     with pytest.raises(
         UnsupportedError, match=r"cuda-bindings 13\.0\.1 has no cuKernelGetFunction"
     ):
-        CudaDevice(5)
+        Device(5)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(UnsupportedError, match=r"needs cuda-bindings .*ultraep_comm\[cuda13\]"):
-        CudaDevice(5)
+        Device(5)
 
 
 def test_a_device_has_to_take_cooperative_launches(
@@ -175,7 +175,7 @@ def test_a_device_has_to_take_cooperative_launches(
     kind = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kind)
     monkeypatch.setattr(torch, "empty", lambda count, device: None)
-    found = CudaDevice(5)
+    found = Device(5)
     assert (found.compute_capability, found.num_sms, found.max_shared_bytes) == (
         (9, 0),
         132,
@@ -185,7 +185,7 @@ def test_a_device_has_to_take_cooperative_launches(
     with pytest.raises(
         UnsupportedError, match=r"GPU 5 takes no cooperative launches.*engine='host'"
     ):
-        CudaDevice(5)
+        Device(5)
 
 
 def test_nvml_is_asked_by_the_address_of_the_device(

@@ -16,6 +16,7 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda import kernels as kernels_module
 from ultraep_comm.engines.cuda.kernels import choose_background_sms, choose_num_sms
+from ultraep_comm.group.group import session_of
 from ultraep_comm.model import MACHINES
 
 E, S = 6, 2
@@ -234,7 +235,7 @@ def test_nothing_waits_for_the_whole_device(device: FakeDevice) -> None:
     for group in groups:
         group.bind(make_weights(group))
     close_all(groups)
-    assert device.settled == 0
+    assert device.synchronized == 0
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_captured_streams_are_refused_before_anything_is_done(device: FakeDevice
     with pytest.raises(errors.UnsupportedError, match="CUDA graph"):
         uec.replicate_experts(make_weights(groups[0]), PLAN, group=groups[0])
     device.capturing = 0
-    groups[0].session.first_error = None
+    session_of(groups[0]).first_error = None
     for work in _call_all(groups):
         work.synchronize()
     close_all(groups)

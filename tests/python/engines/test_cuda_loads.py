@@ -64,10 +64,10 @@ def test_maps_and_counts(
             return found
 
         tables = each(3, call)
-        emulated.settle()
+        emulated.synchronize()
         for table in tables:
             assert torch.equal(table, torch.stack([counts_of(i) for i in ids]))
-            assert emulated.holds(table) == on_device
+            assert emulated.is_on_device(table) == on_device
 
 
 def test_padding_and_a_source_on_the_device(emulated: EmulatedDevice, groups_of: Any) -> None:
@@ -77,7 +77,7 @@ def test_padding_and_a_source_on_the_device(emulated: EmulatedDevice, groups_of:
     ids[ids[:, 0] == ids[:, 1], 1] = -1
     there, num_tokens = emulated.put(ids), emulated.put(torch.tensor(21))
     tables = each(3, lambda r: uec.gather_load(there, group=groups[r], num_tokens=num_tokens))
-    emulated.settle()
+    emulated.synchronize()
     assert torch.equal(tables[0], counts_of(ids[:21]).expand(3, E))
     plans = [uec.gather_and_plan(there, group=g, num_tokens=num_tokens, source=1) for g in groups]
     found = [
@@ -88,7 +88,7 @@ def test_padding_and_a_source_on_the_device(emulated: EmulatedDevice, groups_of:
         uec.reroute_map(emulated.put(map_of(ids[:21])), None, plan, group=group, source=1)[0]
         for group, plan in zip(groups, plans, strict=True)
     ]
-    emulated.settle()
+    emulated.synchronize()
     for physical, columns, plan in zip(found, moved, plans, strict=True):
         assert plan.load is not None
         assert plan.load[1].tolist() == counts_of(ids[:21]).tolist()
@@ -108,7 +108,7 @@ def test_bad_counts_reach_every_rank(
     counts = [torch.arange(E), torch.tensor([1, 2, 3, -4, 5, 6, 7])]
     given = [emulated.put(c) for c in counts] if on_device else counts
     found = each(2, lambda r: uec.gather_load(group=groups[r], counts=given[r]))
-    emulated.settle()
+    emulated.synchronize()
     if on_device:
         assert isinstance(found[0], Exception) or not found[0].any()  # a slow host knows at once
         found = each(2, lambda r: uec.gather_load(group=groups[r], counts=given[r]))
@@ -121,7 +121,7 @@ def test_bad_counts_reach_every_rank(
 def test_ids_that_are_none_in_a_source(emulated: EmulatedDevice, groups_of: Any) -> None:
     (group,) = groups_of(1)
     uec.gather_and_plan(emulated.put(torch.tensor([[E], [0]])), group=group, source=0)
-    emulated.settle()
+    emulated.synchronize()
     with pytest.raises(errors.InvalidLoadError, match="entry for expert 0 outside 0"):
         group.close()
 
@@ -135,7 +135,7 @@ def test_bad_ids_reach_every_rank(
     given = [emulated.put(i) for i in ids] if on_device else ids
     emulated.delay(50_000)  # calls on a device's ids return before they fail
     found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
-    emulated.settle()
+    emulated.synchronize()
     if on_device:  # the next call says it; until then the load is zeros
         assert isinstance(found[0], Exception) or not found[0].any()  # a slow host knows at once
         found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
@@ -180,7 +180,7 @@ def test_another_call_at_the_same_point_is_a_mismatch(
 def test_graph_replays_with_fresh_ids(emulated: EmulatedDevice, groups_of: Any) -> None:
     groups = groups_of(3)
     held = [emulated.put(torch.full((6, 2), -1)) for _ in range(3)]
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     with pytest.raises(errors.UnsupportedError, match="topk_ids is on the CPU"):
         uec.gather_load(torch.tensor([[0]]), group=groups[0])
@@ -190,11 +190,11 @@ def test_graph_replays_with_fresh_ids(emulated: EmulatedDevice, groups_of: Any) 
         for ids in held:
             ids.copy_(torch.randint(-1, E, ids.shape))
         if round_ == 3:  # beside the graph, the same ids
-            emulated.settle()
+            emulated.synchronize()
             eager = each(3, lambda r: uec.gather_load(held[r], group=groups[r]))
-            emulated.settle()
+            emulated.synchronize()
         emulated.replay(graph)
-        emulated.settle()
+        emulated.synchronize()
         expected = torch.stack([counts_of(ids) for ids in held])
         assert all(torch.equal(table, expected) for table in tables)
         if round_ == 3:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from emulated_device import EmulatedDevice
 from nn_model import Model
 
 import ultraep_comm as uec
 from ultraep_comm.nn.hooks import ExpertPass
+from ultraep_comm.nn.weights import unbind_slots
 
 
 def test_a_pass_does_not_read_a_plan_on_the_device(
@@ -19,11 +21,14 @@ def test_a_pass_does_not_read_a_plan_on_the_device(
     model = models(3, num_ranks=2, num_layers=1, num_microbatches=1, engine="cuda")
     group, plan = model.groups[0], model.plans[0, 0]
     with group.save(emulated.put_plan(plan)) as handle, group.save(plan) as on_host:
-        emulated.settle()
+        emulated.synchronize()
         handle.plan.slot_expert.fill_(-1)
         run = ExpertPass(handle, {})
         assert (run.slot_expert, run.is_empty) == (None, False)
         assert ExpertPass(on_host, {}).slot_expert == plan.slot_expert.tolist()
+        slots = torch.zeros(2, 3, requires_grad=True)
+        parts = unbind_slots(slots, handle.plan, group)
+        assert [part.requires_grad for part in parts] == [True, True]
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["plans on the CPU", "on the device"])

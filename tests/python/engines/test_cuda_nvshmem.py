@@ -19,6 +19,7 @@ from ultraep_comm.driver import Links
 from ultraep_comm.engines.cuda import make, reach
 from ultraep_comm.engines.cuda.kernels import DEFAULT_NUM_SMS
 from ultraep_comm.group import create
+from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import check_domains, find_domains
 
 E, S = 6, 2
@@ -51,7 +52,7 @@ def _with_nvshmem(
 def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     device, runtime = FakeDevice(), FakeNvshmem()
     group = _with_nvshmem(process_group, device, runtime)
-    assert group.session.engine is not None  # plans and reroutes of its own device
+    assert session_of(group).engine is not None  # plans and reroutes of its own device
     uids = runtime.uids
     other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
     uec.replicate_experts(make_weights(group), PLAN, group=group)
@@ -59,7 +60,7 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     load = device.empty((2, E), torch.int32).zero_()
     planned = uec.plan_replicas(load, group=group)
     assert device.launches()[-1] == "ultraep_plan"
-    assert device.holds(planned.slot_expert)
+    assert device.is_on_device(planned.slot_expert)
     group.close()
     kept = len(runtime.freed)
     other.close()
@@ -67,7 +68,7 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     freed = len(runtime.freed)
     third.close()
     assert not runtime.registered  # no kernel of these groups calls NVSHMEM
-    assert device.settled == 0  # other groups' kernels may be waiting for peers
+    assert device.synchronized == 0  # other groups' kernels may be waiting for peers
     return {
         "uids": [uid == bytes(range(128)) for uid in uids],
         "launches": launches[-1],
@@ -115,7 +116,7 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     for given in (ids, here):
         load = uec.gather_load(given, group=apart)
         assert load.tolist() == [[int(e == r) + int(e == 3) for e in range(E)] for r in range(4)]
-        assert device.holds(load) == (given is here)
+        assert device.is_on_device(load) == (given is here)
     assert uec.gather_and_plan(ids, group=apart).load is not None
     apart.close()
     with pytest.raises(errors.UnsupportedError, match="the gradients of replicas are loaded by"):
@@ -440,7 +441,7 @@ def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:
         with pytest.raises(kind, match="no GPU on this rank"):
             uec.new_group(process_group, engine="cuda", **options)
         with uec.new_group(process_group, **options) as group:
-            found = type(group.session.engine).__module__
+            found = type(session_of(group).engine).__module__
         with pytest.raises(
             errors.BootstrapError, match=r"engine='cuda', and rank 0 with engine='host'"
         ):

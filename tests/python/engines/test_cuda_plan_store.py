@@ -13,6 +13,7 @@ from ranks import make_weights, prepare_all, raised, start_all, synchronize_all,
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
+from ultraep_comm.group.group import session_of
 from ultraep_comm.nn.hooks import ExpertPass, restore_replicas
 
 E, S = 4, 1
@@ -43,13 +44,13 @@ def test_saved_plans_are_copies_on_the_device(
         for name in ("slot_expert", "slot_quota", "home_quota", "load"):
             tensor = getattr(plan, name)  # in the stream's order, as a graph's replay would
             emulated.upload(tensor, torch.full_like(tensor, 1))
-    emulated.settle()
+    emulated.synchronize()
     expected = uec.plan_replicas(load, group=groups[0])
     for group, handle in zip(groups, handles, strict=True):
         kept = handle.plan
-        assert emulated.holds(kept.slot_expert)
-        assert group.session.engine is not None
-        assert kept.home is group.session.engine.home  # known to be the group's
+        assert emulated.is_on_device(kept.slot_expert)
+        assert session_of(group).engine is not None
+        assert kept.home is session_of(group).engine.home  # known to be the group's
         for name, tensor in kept.tensors().items():
             assert torch.equal(tensor, getattr(expected, name)), name
     weights = [make_weights(group) for group in groups]
@@ -128,7 +129,7 @@ def test_replays_save_the_plan_that_is_there(
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     given = emulated.put_plan(plan_of(0))
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     handles = [group.save(given, layer=3) for group in groups]
     emulated.upload(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
@@ -143,7 +144,7 @@ def test_replays_save_the_plan_that_is_there(
         emulated.upload(given.slot_expert, plan_of(index).slot_expert)
         prepare_all(groups, weights, epoch)
         emulated.replay(graph)
-        emulated.settle()
+        emulated.synchronize()
         assert [wrong_bytes(group, plan_of(index), epoch) for group in groups] == [0, 0]
         for group in groups:  # other plans do not get the graph's memory
             with group.save(given) as other:  # and none was in use
@@ -156,7 +157,7 @@ def test_captured_handles_in_another_order_do_not_match(
 ) -> None:
     bound = [group.bind(make_weights(group)) for group in groups]
     plan = emulated.put_plan(plan_of(0))
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     handles = [group.save(plan, layer=3 + group.rank) for group in groups]
     error = raised(lambda: [work.wait() for work in start_all(groups, bound, handles)])
@@ -172,8 +173,8 @@ def test_a_capture_has_memory_of_its_graph(
     plan = emulated.put_plan(plan_of(0))
     with group.save(plan):  # an entry of the store, which is free again
         pass
-    monkeypatch.setattr(group.session.plans, "_unused_marks", iter((0, 1)))
-    emulated.settle()
+    monkeypatch.setattr(session_of(group).plans, "_unused_marks", iter((0, 1)))
+    emulated.synchronize()
     emulated.begin_capture()
     with monkeypatch.context() as patch:
         patch.setattr(emulated, "has_graph_pool", lambda: False)
@@ -211,7 +212,7 @@ def test_handles_of_outside_are_refused_in_a_capture(
     ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
     routing = emulated.put(torch.zeros(3, E, dtype=torch.bool))
     handles = [group.save(plan, layer=3) for group in groups]
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     group, handle = groups[0], handles[0]
     calls: dict[str, Callable[[], object]] = {
@@ -237,7 +238,7 @@ def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
 ) -> None:
     group = groups[0]
     given, other = emulated.put_plan(plan_of(0)), emulated.put_plan(plan_of(1))
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     handle = group.save(given)
     run = ExpertPass(handle, {})
@@ -251,7 +252,7 @@ def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
     assert handle.is_live
     eager = group.save(other)
     emulated.replay(graph)
-    emulated.settle()
+    emulated.synchronize()
     assert eager.plan.slot_expert.tolist() == PLANS[1]
     assert handle.plan.slot_expert.tolist() == PLANS[0]
     eager.release()
@@ -263,7 +264,7 @@ def test_a_pass_that_is_dropped_in_a_capture_is_no_part_of_it(
 ) -> None:
     handle = groups[0].save(emulated.put_plan(plan_of(0)))
     run = ExpertPass(handle, {})
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     launches = emulated.launches()
     del run
@@ -280,7 +281,7 @@ def test_a_save_that_is_refused_keeps_no_entry(
     plan = emulated.put_plan(plan_of(0))
     with group.save(plan) as handle:
         at = handle.plan.slot_expert.data_ptr()
-    emulated.settle()
+    emulated.synchronize()
 
     def refuse(*_: object) -> None:
         raise errors.DeviceError("refused")
@@ -289,7 +290,7 @@ def test_a_save_that_is_refused_keeps_no_entry(
         if captured:
             emulated.begin_capture()
         with monkeypatch.context() as patch:
-            patch.setattr(group.session.engine, "save", refuse)
+            patch.setattr(session_of(group).engine, "save", refuse)
             for _ in range(2):
                 with pytest.raises(errors.DeviceError, match="refused"):
                     group.save(plan)

@@ -120,7 +120,7 @@ def test_graph_replays_with_fresh_plans_and_weights(
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     held = emulated.put_plan(fan_out_plan(num_ranks, num_experts, slots))
-    emulated.settle()
+    emulated.synchronize()
     graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     for epoch in range(1, 9):
         plan = random_plan(epoch, num_ranks, num_experts, slots)
@@ -130,9 +130,9 @@ def test_graph_replays_with_fresh_plans_and_weights(
         else:
             held.slot_expert.copy_(plan.slot_expert)
             emulated.replay(graph)
-            emulated.settle()
+            emulated.synchronize()
         check_bytes(groups, plan, epoch)
-    assert [group.session.engine.epoch for group in groups] == [2] * num_ranks
+    assert [group.health().epoch for group in groups] == [2] * num_ranks
 
 
 def test_graph_follows_weights_that_move(emulated: EmulatedDevice, groups_of: Any) -> None:
@@ -151,7 +151,7 @@ def test_graph_follows_weights_that_move(emulated: EmulatedDevice, groups_of: An
             own.update(moved)
         if epoch % 2:
             emulated.replay(graph)
-            emulated.settle()
+            emulated.synchronize()
         else:  # an eager call takes the new addresses from the CPU
             synchronize_all(start_all(groups, bound, plan))
         check_bytes(groups, plan, epoch)
@@ -178,7 +178,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
     held = emulated.put_plan(plan)
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     with pytest.raises(errors.UnsupportedError, match="the plan is on the CPU"):
         start_all(groups[:1], bound, plan)
@@ -197,7 +197,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
     prepare_all(groups, weights, 1)
     graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     emulated.replay(graph)
-    emulated.settle()
+    emulated.synchronize()
     check_bytes(groups, plan, 1)
 
 
@@ -212,7 +212,7 @@ def test_captured_work_is_for_the_capture(emulated: EmulatedDevice, groups_of: A
     held = emulated.put_plan(uec.Plan.from_slots([[-1], [0]], num_experts=4))
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
-    emulated.settle()
+    emulated.synchronize()
     emulated.begin_capture()
     works = start_all(groups, bound, held)
     for work in works:
@@ -232,14 +232,14 @@ def test_failed_replay_poisons_the_group(emulated: EmulatedDevice, groups_of: An
     held = emulated.put_plan(plan)
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
-    emulated.settle()
+    emulated.synchronize()
     graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     done = start_all(groups, weights, plan)
     for work in done:
         work.wait()  # so that the replay is ordered after them
     held.slot_expert[0, 0] = 9
     emulated.replay(graph)
-    emulated.settle()
+    emulated.synchronize()
     with pytest.raises(errors.GroupClosedError, match="failed in call 2") as raised:
         start_all(groups[:1], weights, plan)
     assert isinstance(raised.value.__cause__, errors.InvalidPlanError)

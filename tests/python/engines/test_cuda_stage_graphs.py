@@ -12,6 +12,7 @@ from stage_cases import EXPERT, Case, assert_same
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.calls import traced
+from ultraep_comm.group.group import session_of
 
 # ---- order --------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ def test_launches_on_any_streams_follow_each_other(device: EmulatedDevice) -> No
         plan = uec.plan_replicas(there[0], group=case.group)
         device.stream = 100 + (turn + 1) % 3
         found.append(uec.reroute(there[1], plan, group=case.group))
-    device.settle()
+    device.synchronize()
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     case.close()
@@ -49,7 +50,7 @@ def test_closing_waits_for_launches(device: EmulatedDevice) -> None:
 
 def test_memory_grows_and_graphs_keep_theirs(device: EmulatedDevice) -> None:
     case = Case(1, num_ranks=2, num_experts=4, slots=1)
-    stages = case.group.session.engine
+    stages = session_of(case.group).engine
     assert stages is not None
     assert stages._stages.max_runs == 4
     for tokens in (10, 40, 150):  # of each expert
@@ -57,7 +58,7 @@ def test_memory_grows_and_graphs_keep_theirs(device: EmulatedDevice) -> None:
         plan = uec.plan_replicas(device.put(load), group=case.group)
         ids = case.ids(load)
         out = uec.reroute(device.put(ids), plan, group=case.group)
-        device.settle()
+        device.synchronize()
         on_host = uec.plan_replicas(load, group=case.group)
         assert torch.equal(out, uec.reroute(ids, on_host, group=case.group))
     assert stages._stages.max_runs == 16
@@ -98,7 +99,7 @@ def test_a_captured_graph_plans_and_reroutes_anew_in_every_replay(device: Emulat
         device.copy(routing, fresh_map)
         device.copy(probs, fresh_probs)
         device.replay(graph)
-        device.settle()
+        device.synchronize()
         assert_same(plan, here)
         assert torch.equal(out, uec.reroute(fresh_ids, here, group=case.group))
         assert keeps_up
@@ -114,12 +115,12 @@ def test_a_captured_graph_plans_and_reroutes_anew_in_every_replay(device: Emulat
             uec.plan_replicas(device.put(other), group=case.group),
             group=case.group,
         )
-        device.settle()
+        device.synchronize()
         on_host = uec.plan_replicas(other, group=case.group)
         assert torch.equal(eager, uec.reroute(other_ids, on_host, group=case.group))
     device.copy(load, device.put(torch.full_like(load, -5)))
     device.replay(graph)
-    device.settle()
+    device.synchronize()
     with pytest.raises(errors.InvalidLoadError, match="expert 0"):
         uec.plan_replicas(torch.ones(3, 8, dtype=torch.int32), group=case.group)
     case.close()
@@ -145,7 +146,7 @@ def test_captures_order_their_own_streams_and_no_others(device: EmulatedDevice) 
     graph = device.end_capture()
     outside = uec.plan_replicas(there[1], group=case.group)
     device.replay(graph)
-    device.settle()
+    device.synchronize()
     for load, i, out in zip(loads, ids, outs, strict=True):
         here = uec.plan_replicas(load, group=case.group)
         assert torch.equal(out, uec.reroute(i, here, group=case.group))
@@ -193,8 +194,8 @@ def test_operators_stay_on_the_device(device: EmulatedDevice) -> None:
         *(t.num_ranks, t.num_experts, t.slots_per_rank, 1.01, []),
         *(traced.ORDER, 0, case.group.name),
     )
-    device.settle()
-    assert all(map(device.holds, in_bank))
+    device.synchronize()
+    assert all(map(device.is_on_device, in_bank))
     for tensor, constant in zip(in_bank[3:5], (plan.home, plan.domains), strict=True):
         assert torch.equal(tensor, constant)
         assert tensor.data_ptr() != constant.data_ptr()
@@ -203,13 +204,13 @@ def test_operators_stay_on_the_device(device: EmulatedDevice) -> None:
     ids, routing = case.ids(load), case.map(load)
     fields = (slot_expert, home, slot_quota, home_quota, device.put(load), case.group.name)
     out = torch.ops.ultraep_comm.reroute(device.put(ids), *fields)
-    assert device.holds(out)
+    assert device.is_on_device(out)
     width = t.num_ranks * t.instances_per_rank
     physical, found = torch.ops.ultraep_comm.reroute_map(
         device.put(routing), None, *fields[:-1], width, case.group.name
     )
     assert physical.numel() == 0
-    device.settle()
+    device.synchronize()
     here = uec.plan_replicas(load, group=case.group)
     assert torch.equal(out, uec.reroute(ids, here, group=case.group))
     assert torch.equal(found, uec.reroute_map(routing, None, here, group=case.group)[0])

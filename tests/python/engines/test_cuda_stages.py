@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
+from ranks import plan_alone
 from stage_cases import FIELDS, Case, assert_same
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import stages as stages_module
-from ultraep_comm.engines.cuda.device import CudaDevice
+from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.engines.cuda.kernels import stage_shape
+from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology
 
 
@@ -45,7 +47,7 @@ def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) ->
         handle.release()
     assert kept(14, plan.slot_expert, plan.slot_quota, plan.home_quota)
     assert not kept(13, ids)
-    device.settle()
+    device.synchronize()
     case.close()
 
 
@@ -56,7 +58,7 @@ def test_the_allocator_learns_of_each_memory_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, stream: noted.append((self.data_ptr(), stream))
     )
-    device = CudaDevice.__new__(CudaDevice)
+    device = Device.__new__(Device)
     device.index = 5
     device.keep([other, memory[:2], memory[4:].view(2, 2)])
     assert noted == [(t.data_ptr(), "stream of 5") for t in (other, memory)]
@@ -78,8 +80,8 @@ def test_plans_are_those_of_the_host(device: EmulatedDevice, seed: int) -> None:
         on_device = device.put(given.to(dtype))
         assert on_device.dtype == dtype
         plan = uec.plan_replicas(on_device, group=case.group, **how)
-        assert device.holds(plan.slot_expert)
-        device.settle()
+        assert device.is_on_device(plan.slot_expert)
+        device.synchronize()
         assert_same(plan, uec.plan_replicas(given, group=case.group, **how))
         on_device.fill_(77)  # the plan's own load stays
         if turn != 2:
@@ -95,7 +97,7 @@ def test_a_plan_is_in_the_order_of_the_current_stream(device: EmulatedDevice) ->
     device.copy(load, fresh)
     plan = uec.plan_replicas(load, group=case.group)
     device.copy(load, device.put(torch.zeros_like(fresh)))
-    device.settle()
+    device.synchronize()
     assert_same(plan, uec.plan_replicas(fresh, group=case.group))
     case.close()
 
@@ -106,7 +108,7 @@ def test_what_comes_from_the_cpu_is_uploaded(
     """Through page-locked memory: a plain copy of a CPU tensor waits for the stream on a GPU."""
     case, uploads = Case(0, num_ranks=3, num_experts=6, slots=2), []
     monkeypatch.setattr(device, "upload", lambda to, values: uploads.append((to, values)))
-    stages: Any = case.group.session.engine
+    stages: Any = session_of(case.group).engine
     values = torch.arange(6).reshape(2, 3).T
     copy = stages.to_device(values)
     ((to, given),) = uploads
@@ -129,7 +131,7 @@ def test_loads_that_are_not_dense_are_copied(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=3, num_experts=5, slots=1)
     load = case.load()
     plan = uec.plan_replicas(device.put(load.T).T, group=case.group)
-    device.settle()
+    device.synchronize()
     assert_same(plan, uec.plan_replicas(load, group=case.group))
     case.close()
 
@@ -156,7 +158,7 @@ def test_faults_of_a_load_surface_at_the_next_call(
     for at, value in values.items():
         bad[at] = value
     plan = uec.plan_replicas(device.put(bad), group=case.group)
-    device.settle()
+    device.synchronize()
     assert plan.num_replicas == 0
     assert plan.imbalance == 1.0
     for other in case.groups:
@@ -183,7 +185,7 @@ def test_too_many_tokens_in_all(device: EmulatedDevice) -> None:
 def test_a_fault_fails_the_next_collective_call_on_every_rank(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=2, num_experts=2, slots=1)
     uec.plan_replicas(device.put(torch.tensor([-1, 0], dtype=torch.int32)), group=case.groups[0])
-    device.settle()
+    device.synchronize()
     plan = uec.Plan.from_slots([[1], [0]], num_experts=2)
     weights = {"w": torch.zeros(1, 4, dtype=torch.uint8)}
     with pytest.raises(errors.InvalidLoadError):
@@ -226,7 +228,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
         return int(type(device.kernels).handle(device.kernels, name, shared_bytes))
 
     small = Case(0, num_ranks=2, num_experts=4, slots=1)
-    shape = small.group.session.engine._shape  # type: ignore[union-attr]
+    shape = session_of(small.group).engine._shape  # type: ignore[union-attr]
     small.close()
     device.kernels.handle = handle  # type: ignore[method-assign]
     for warps in (8, 3, 1):
@@ -245,7 +247,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
     ).plan_shared_bytes(1)
     with pytest.raises(errors.UnsupportedError, match=r"16 experts and 8 ranks .* for 5 ranks"):
         stages_module.CudaStages(device, device.kernels, eight, 0).plan(load, 1_010_000, None)
-    plan = uec.plan_replicas(load.clone(), slots_per_rank=1)
+    plan = plan_alone(load.clone(), slots_per_rank=1)
     plan = replace(plan, slot_expert=device.put(plan.slot_expert))  # counts as one on the device
     with pytest.raises(errors.UnsupportedError, match="reroute on the CPU"):
         stages.reroute(device.put(torch.zeros(1, 1, dtype=torch.int32)), plan)
@@ -262,9 +264,9 @@ def test_ids_are_those_of_the_host(device: EmulatedDevice, seed: int) -> None:
         plan = uec.plan_replicas(device.put(load), group=case.group)
         ids = case.ids(load, [torch.int32, torch.int64][case.number(0, 1)])
         out = uec.reroute(device.put(ids), plan, group=case.group)
-        assert device.holds(out)
+        assert device.is_on_device(out)
         assert (out.shape, out.dtype) == (ids.shape, ids.dtype)
-        device.settle()
+        device.synchronize()
         on_host = uec.plan_replicas(load, group=case.group)
         assert torch.equal(out, uec.reroute(ids, on_host, group=case.group))
     case.close()
@@ -284,9 +286,9 @@ def test_maps_are_those_of_the_host(device: EmulatedDevice, seed: int) -> None:
             probs = torch.rand(routing.shape, generator=case.draw).to(dtypes[seed % 4])
         given = None if probs is None else device.put(probs)
         found, physical = uec.reroute_map(device.put(routing), given, plan, group=case.group)
-        device.settle()
+        device.synchronize()
         expected, expected_probs = uec.reroute_map(routing, probs, on_host, group=case.group)
-        assert device.holds(found)
+        assert device.is_on_device(found)
         assert torch.equal(found, expected)
         assert (physical is None) == (expected_probs is None)
         if physical is not None and expected_probs is not None:
@@ -332,7 +334,7 @@ def test_gradients_are_those_of_the_host(
         _, plain = uec.reroute_map(where, own, plan, group=case.group)
     assert plain is not None
     assert not plain.requires_grad
-    device.settle()
+    device.synchronize()
     assert torch.equal(plain, physical.detach())
     case.close()
 
@@ -377,7 +379,7 @@ def test_ids_and_maps_that_are_not_dense_are_copied(device: EmulatedDevice) -> N
     wide = device.put(torch.cat([ids, ids], dim=1))
     out = uec.reroute(wide[:, :1], plan, group=case.group)
     found, _ = uec.reroute_map(device.put(routing.T).T, None, plan, group=case.group)
-    device.settle()
+    device.synchronize()
     assert torch.equal(out, uec.reroute(ids, on_host, group=case.group))
     assert torch.equal(found, uec.reroute_map(routing, None, on_host, group=case.group)[0])
     case.close()
@@ -424,10 +426,10 @@ def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, 
     else:
         expected = _host_error(lambda: uec.reroute(ids, plan, group=case.group))
         out = uec.reroute(device.put(ids), there, group=case.group)
-        device.settle()
+        device.synchronize()
         assert int(out.min()) >= -1
         assert int(out.max()) < 3 * 4
-    device.settle()
+    device.synchronize()
     good = uec.plan_replicas(load.clamp(min=0), group=case.groups[1])
     found = _host_error(lambda: uec.reroute(case.ids(load), good, group=case.group))
     assert found == expected
@@ -437,11 +439,11 @@ def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, 
 def test_the_first_fault_stays(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=2, num_experts=4, slots=1)
     plan = uec.plan_replicas(device.put(torch.zeros(2, 4, dtype=torch.int32)), group=case.group)
-    stages = case.group.session.engine
+    stages = session_of(case.group).engine
     assert stages is not None
     for bad in (77, 78):  # the second is made before the first is known
         stages.reroute(device.put(torch.tensor([[bad]])), plan)
-    device.settle()
+    device.synchronize()
     with pytest.raises(errors.InvalidLoadError, match="id 77"):
         uec.reroute(device.put(torch.tensor([[-1]])), plan, group=case.group)
     case.close()
@@ -457,12 +459,12 @@ def test_mixed_inputs_are_copied(device: EmulatedDevice) -> None:
     expected = uec.reroute(ids, here, group=case.group)
     out = uec.reroute(ids, plan, group=case.group)  # waits for the plan
     assert torch.equal(out, expected)
-    assert not device.holds(out)
+    assert not device.is_on_device(out)
     out = uec.reroute(device.put(ids), here, group=case.group)
     found, _ = uec.reroute_map(device.put(routing), None, here, group=case.group)
-    device.settle()
+    device.synchronize()
     assert torch.equal(out, expected)
-    assert device.holds(out)
+    assert device.is_on_device(out)
     assert torch.equal(found, uec.reroute_map(routing, None, plan, group=case.group)[0])
     case.close()
 
@@ -490,10 +492,10 @@ def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=3, num_experts=7, slots=2)
     load = case.load(50)
     plan = uec.plan_replicas(device.put(load), group=case.group, target=1.0)
-    device.settle()
-    rows = case.group.token_capacity(load.sum(dim=1).tolist(), 1)
+    device.synchronize()
+    rows = case.group.topology.token_capacity(load.sum(dim=1).tolist(), 1)
     ends = case.group.instance_offsets(plan, pad_to=rows)
-    assert device.holds(plan.slot_expert)
+    assert device.is_on_device(plan.slot_expert)
     assert ends.equal(case.group.instance_offsets(plan.cpu(), pad_to=rows))
     case.group.assert_idle()
     tokens = int(ends[-1])
@@ -512,7 +514,7 @@ def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
 def test_closing_tells_of_an_overrun(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=2, num_experts=4, slots=1)
     plan = uec.plan_replicas(device.put(case.load(50)), group=case.group, target=1.0)
-    device.settle()
+    device.synchronize()
     case.group.instance_offsets(plan, pad_to=1)
     with pytest.raises(errors.InvalidPlanError, match="more than the pad_to of an earlier"):
         case.group.close()
@@ -523,6 +525,6 @@ def test_a_rank_without_instances_has_no_rows(device: EmulatedDevice) -> None:
     case = Case(2, num_ranks=2, num_experts=2, slots=0, home=[0, 0], domains=None)
     group = case.groups[1]
     plan = uec.plan_replicas(device.put(case.load(50)), group=group)
-    device.settle()
+    device.synchronize()
     assert group.instance_offsets(plan, pad_to=0).tolist() == []
     case.close()

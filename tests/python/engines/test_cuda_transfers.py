@@ -40,7 +40,7 @@ def _groups(num_ranks: int, num_experts: int, slots: int, **options: Any) -> lis
 @pytest.mark.parametrize("on_device", [False, True])
 def test_instances_of_each_bank(device: EmulatedDevice, on_device: bool) -> None:
     groups = _groups(3, 6, 2, banks=2, instances=True)
-    layers = [[group.empty_instances(bank) for group in groups] for bank in range(2)]
+    layers = [[group.banks[bank].empty_instances() for group in groups] for bank in range(2)]
     mains = [[{name: t[:2] for name, t in own.items()} for own in layer] for layer in layers]
     last = [0, 0]
     for epoch, (mode, bank) in enumerate(itertools.product(MODES, range(2)), 1):
@@ -78,7 +78,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
             device.stream = 100 + group.rank
             own = expert_bytes(epoch, group.rank, 0, expert["w"])
             fresh.append(own)
-            device.delay(20_000)  # the weights come late,
+            device.delay(200_000)  # the weights come late,
             device.copy(raw(weights[group.rank]["w"][0], expert["w"]), own)
             works += start_all([group], weights, plan)
         for group, work in zip(groups, works, strict=True):
@@ -88,7 +88,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
             seen.append(torch.empty(40_000, dtype=torch.uint8))
             device.copy(seen[-1], raw(group.slots["w"][0], expert["w"]))
             device.copy(weights[group.rank]["w"], torch.zeros_like(weights[group.rank]["w"]))
-        device.settle()
+        device.synchronize()
         assert torch.equal(seen[0], fresh[1])
         assert torch.equal(seen[1], fresh[0])
     close_all(groups)

@@ -36,7 +36,7 @@ def _groups() -> Any:
 
 def test_layers_share_the_slots_of_a_bank(emulated: EmulatedDevice) -> None:
     driver, groups = emulated.bindings, _groups()
-    layers = [[group.empty_instances() for group in groups] for _ in range(3)]
+    layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers):
         mains = [{name: t[:count] for name, t in own.items()} for own in layer]
@@ -53,7 +53,7 @@ def test_layers_share_the_slots_of_a_bank(emulated: EmulatedDevice) -> None:
                         found = raw(shown[group.rank][name][count + slot], segment)
                         if expert >= 0:
                             assert torch.equal(found, expert_bytes(epoch, expert, index, segment))
-    grads = [groups[0].empty_instance_grads()["w"] for _ in range(2)]
+    grads = [groups[0].banks[0].empty_instance_grads()["w"] for _ in range(2)]
     grads[1].fill_(1)
     assert not grads[0][:count].any()
     assert bool((grads[0][count:] == 1).all())
@@ -69,19 +69,19 @@ def test_refusals_are_typed(monkeypatch: pytest.MonkeyPatch, emulated: EmulatedD
     with monkeypatch.context() as patched:  # one allocation for all, as other fabrics make it
         patched.setattr(make, "allocate", lambda device, size, *_: allocate(device, size, [], []))
         groups = _groups()
-    layer = [group.empty_instances() for group in groups]
+    layer = [group.banks[0].empty_instances() for group in groups]
     why = r"slots lie \d+ bytes into an allocation of \d+ bytes.* a bank for each layer"
     for group in groups:
         with pytest.raises(errors.UnsupportedError, match=why):
-            group.empty_instances()
+            group.banks[0].empty_instances()
     mains = [{name: t[: E // 2] for name, t in own.items()} for own in layer]
     synchronize_all(start_all(groups, mains, PLAN))  # the group goes on
     close_all(groups)
     groups = _groups()
-    groups[0].empty_instances()
+    groups[0].banks[0].empty_instances()
     driver.room = 1
     with pytest.raises(errors.OutOfSharedMemoryError, match="main weights"):
-        groups[0].empty_instances()
+        groups[0].banks[0].empty_instances()
     for group in groups:
         group.abort()
         group.close()

@@ -12,8 +12,9 @@ from ranks import RankPool, raised
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, system
-from ultraep_comm.fabrics import shm, sockets
+from ultraep_comm.fabrics import shm
 from ultraep_comm.group import create
+from ultraep_comm.group.group import session_of
 from ultraep_comm.recording import recorder
 
 OPTIONS: dict[str, Any] = {
@@ -28,6 +29,10 @@ def _no_descriptor(*_: object) -> Any:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+def _find_nothing(*_: object) -> Any:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
 def _make(
     rank: int, process_group: Any, fault: str, odd: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[str, list[int], list[str], str]:
@@ -36,17 +41,19 @@ def _make(
     create._say_engine.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(create._LOGGER, "log", lambda _, text, *args: said.append(text % args))
-        if rank in odd and fault == "cloned":
-            patch.setattr(sockets, "_name", lambda name: f"\0of another machine {name}")
+        if fault == "cloned" and (rank in odd) != (0 in odd):
+            patch.setattr(shm, "find_shared", _find_nothing)
+        elif rank in odd and fault == "pid namespace":
+            patch.setattr(system, "pid_namespace", lambda: 1)
         elif rank in odd and fault == "unknown":
             patch.setattr(system, "_BOOT_ID", b"")
         elif rank in odd and fault == "no descriptor":
-            patch.setattr(sockets.socket, "socket", _no_descriptor)
+            patch.setattr(os, "memfd_create", _no_descriptor)
         groups: list[uec.Group] = []
         error = raised(lambda: groups.append(uec.new_group(process_group, **OPTIONS, **options)))
     for group in groups:
         with group:
-            engine = type(group.session.engine).__name__
+            engine = type(session_of(group).engine).__name__
             return engine, group.topology.domain.tolist(), said, ""
     return "", [], said, f"{type(error).__name__}: {error}"
 
@@ -54,8 +61,9 @@ def _make(
 @pytest.mark.parametrize(
     ("fault", "odd", "reason", "domains"),
     [
-        ("cloned", (1,), "rank 1 cannot reach the sockets", [0, 0, 0]),
-        ("cloned", (0,), "ranks 1-2 cannot reach the sockets", [0, 0, 0]),
+        ("cloned", (1,), "rank 1 cannot open the memory of rank 0", [0, 0, 0]),
+        ("cloned", (0,), "ranks 1-2 cannot open the memory of rank 0", [0, 0, 0]),
+        ("pid namespace", (2,), "rank 2 cannot open the memory of rank 0", [0, 0, 0]),
         ("unknown", (1,), "rank 1: /proc has no boot id", [0, 1, 0]),
         ("unknown", (0, 1, 2), "ranks 0-2: /proc has no boot id", [0, 1, 2]),
     ],
@@ -73,8 +81,8 @@ def test_auto_takes_c10d_and_says_so(
 @pytest.mark.parametrize(
     ("fault", "odd", "reason"),
     [
-        ("cloned", (1,), "rank 1 cannot reach the sockets of a rank with the same boot id"),
-        ("cloned", (0,), "ranks 1-2 cannot reach the sockets of a rank with the same boot id"),
+        ("cloned", (1,), "rank 1 cannot open the memory of rank 0 in /proc, though the boot id"),
+        ("cloned", (0,), "ranks 1-2 cannot open the memory of rank 0 in /proc, though the boot"),
         ("unknown", (1,), "rank 1: /proc has no boot id"),
     ],
 )
@@ -91,7 +99,7 @@ def test_the_host_engine_says_what_keeps_the_ranks_apart(
 def test_too_many_files_is_said_where_it_is_so(ranks: RankPool, options: dict[str, Any]) -> None:
     results = ranks.run(2, _make, "no descriptor", (1,), options)
     own, told = results[1][3], results[0][3]
-    assert own.startswith("BootstrapError: rank 1: cannot listen for connections (Too many open")
+    assert own.startswith("BootstrapError: rank 1: files to share memory with the ranks on")
     assert told.startswith("BootstrapError: rank 0: cannot continue, because rank 1 failed")
 
 

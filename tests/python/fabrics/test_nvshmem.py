@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep_comm.fabrics.nvshmem import UID_BYTES, Nvshmem
+from ultraep_comm.fabrics.nvshmem import UID_BYTES, Runtime
 from ultraep_comm.fabrics.nvshmem_library import LIBRARY, load_library
 
 
@@ -47,7 +47,7 @@ def test_the_library_is_the_wheels_wherever_that_is(
 def test_peers_addresses_and_one_registration_for_a_cubin() -> None:
     """Registering waits for the device, and a cubin stays loaded."""
     registered: list[str] = []
-    runtime = Nvshmem.__new__(Nvshmem)
+    runtime = Runtime.__new__(Runtime)
     runtime._registered = set()
     runtime._bindings = SimpleNamespace(ptr=lambda address, pe: 0 if pe == 2 else address + pe)
     runtime._core = SimpleNamespace(
@@ -78,7 +78,7 @@ def test_it_is_initialised_without_multicast(
     def init(**options: Any) -> None:
         seen.append((os.environ[name], options["rank"], options["nranks"], unique._data[5]))
 
-    runtime = Nvshmem.__new__(Nvshmem)
+    runtime = Runtime.__new__(Runtime)
     runtime._registered = ["a cubin"]
     runtime._core = SimpleNamespace(get_unique_id=lambda empty: unique, init=init)
     runtime.init(0, bytes(range(UID_BYTES)), 1, 3)

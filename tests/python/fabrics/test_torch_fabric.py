@@ -31,7 +31,8 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.fabrics import torch_memory
-from ultraep_comm.fabrics.torch_memory import TorchMemory
+from ultraep_comm.fabrics.torch_memory import SymmetricMemory
+from ultraep_comm.group.group import session_of
 
 E, S = 6, 2
 EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -92,7 +93,7 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
             async_op = (rank + epoch) % 2 == 0
             work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=async_op)
             assert (work is not None) == async_op
-            device.settle()
+            device.synchronize()
             assert wrong_bytes(group, plan, epoch) == 0, (rank, mode)
     load = uec.gather_load(torch.tensor([[rank, 0]]), group=group)
     assert load.sum(dim=1).tolist() == [2] * num_ranks
@@ -135,7 +136,7 @@ def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -
             found = path()
         else:
             device.replay(graph)
-        device.settle()
+        device.synchronize()
         load, plan, physical = found
         rows = [torch.bincount(own.flatten() + 1, minlength=E + 1)[1:].int() for own in ids]
         assert torch.equal(load, torch.stack(rows))
@@ -146,7 +147,7 @@ def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -
         assert wrong_bytes(group, expected, epoch) == 0, (rank, epoch)
         replicas += expected.num_replicas
     assert replicas > 0
-    assert group.session.engine.epoch == 4
+    assert group.health().epoch == 4
     group.close()
 
 
@@ -163,10 +164,10 @@ def test_kernels_run_between_processes(
 
 def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     memory, device = FakeMemory(folder, offset=128 * rank), FakeDevice()
-    device.settle_stream = lambda: memory.log.append("settle")  # type: ignore[method-assign]
+    device.synchronize_stream = lambda: memory.log.append("synchronize")  # type: ignore[method-assign]
     group = _new_group(process_group, memory, device)
-    region = group.session.engine.memory[0]
-    assert memory.log == ["allocate", "settle", "handle_types", "rendezvous"]
+    region = session_of(group).engine.memory[0]
+    assert memory.log == ["allocate", "synchronize", "handle_types", "rendezvous"]
     assert int(region.local.count_nonzero()) == 0
     # The other rank reads what a rank writes, at its own address of that memory.
     assert region.bases[rank] == region.local.data_ptr()
@@ -175,7 +176,7 @@ def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     seen = device.view(region.bases[1 - rank], region.local.numel())
     assert seen[-65:].tolist() == [0] + [2 - rank] * 64
     dist.barrier(process_group)
-    assert group.session.engine.fabric.can_pull
+    assert session_of(group).engine.fabric.can_pull
     group.close()
 
 
@@ -393,7 +394,7 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
 
     def kind(group: uec.Group) -> str:
         with group:
-            return type(group.session.engine.fabric).__name__
+            return type(session_of(group).engine.fabric).__name__
 
     memory, nvshmem = FakeMemory(folder), FakeNvshmem()
     options: dict[str, Any] = {"nvshmem": nvshmem}
@@ -483,7 +484,7 @@ def test_memory_is_not_bound_to_a_multicast_object(
     if given is None:
         monkeypatch.delenv(NO_MULTICAST)
     module, group = FakeModule(None), types.SimpleNamespace(group_name="5")
-    TorchMemory(module).rendezvous(torch.empty(1), group)  # type: ignore[arg-type]
+    SymmetricMemory(module).rendezvous(torch.empty(1), group)  # type: ignore[arg-type]
     assert module.multicast == found
     assert os.environ.get(NO_MULTICAST) == given
 
@@ -491,7 +492,7 @@ def test_memory_is_not_bound_to_a_multicast_object(
 def test_torch_is_asked_for_memory_of_its_own() -> None:
     device, group = torch.device("cuda", 3), types.SimpleNamespace(group_name="5")
     module = FakeModule(None)
-    memory = TorchMemory(module)
+    memory = SymmetricMemory(module)
     memory.prepare(device)
     assert module.backend == "CUDA"
     memory.prepare(device)
@@ -509,10 +510,10 @@ def test_torch_is_asked_for_memory_of_its_own() -> None:
 def test_a_backend_that_somebody_chose_is_left_alone() -> None:
     module = FakeModule("NVSHMEM")
     with pytest.raises(errors.UnsupportedError, match=r"chosen 'NVSHMEM'.*TORCH_SYMMMEM"):
-        TorchMemory(module).prepare(torch.device("cuda", 0))
+        SymmetricMemory(module).prepare(torch.device("cuda", 0))
     assert module.backend == "NVSHMEM"
     old = types.SimpleNamespace(_SymmetricMemory=None)  # before get_backend there was one backend
-    TorchMemory(old).prepare(torch.device("cuda", 0))
+    SymmetricMemory(old).prepare(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA")

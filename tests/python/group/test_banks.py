@@ -27,11 +27,13 @@ from ranks import (
     MIXED,
     RankPool,
     assert_mismatch,
+    bytes_stored,
     close_all,
     expert_bytes,
     fill_weights,
     loopback,
     make_weights,
+    plan_alone,
     raised,
     random_plan,
     raw,
@@ -41,6 +43,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 
 
 def _walk_in_process(
@@ -63,9 +66,9 @@ def _walk_in_process(
             if epoch != now:
                 fill_weights(group, weights, epoch)
                 now = epoch
-            before = group.bytes_stored
+            before = bytes_stored(group)
             uec.replicate_experts(weights, plan_of(slots, bank), group=group, version=epoch)
-            moved.append(group.bytes_stored - before)
+            moved.append(bytes_stored(group) - before)
             check_slots(group, held)
     return moved
 
@@ -94,13 +97,13 @@ def test_residents_have_to_be_legal() -> None:
         ([[E, -1], [-1, -1], [-1, -1], [-1, -1]], r"slot_expert\[0, 0\] is 8"),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=text):
-            uec.plan_replicas(load, residents=torch.tensor(residents), **sizes)
+            plan_alone(load, residents=torch.tensor(residents), **sizes)
     free = torch.full((4, S), -1)
     cost = uec.PlanCost(token=1.0, expert_byte=1.0, expert_bytes=1)
     with pytest.raises(errors.InvalidArgumentError, match="a cost and residents"):
-        uec.plan_replicas(load, residents=free, cost=cost, **sizes)
+        plan_alone(load, residents=free, cost=cost, **sizes)
     with pytest.raises(errors.InvalidArgumentError, match="bank= and reuse= with a group"):
-        uec.plan_replicas(load, reuse=True, **sizes)
+        plan_alone(load, reuse=True, **sizes)
 
 
 def test_a_call_without_reuse_copies_everything() -> None:
@@ -120,7 +123,7 @@ def test_a_call_without_reuse_copies_everything() -> None:
                     if e >= 0
                 }
                 check_slots(group, held)
-        assert groups[0].bank(bank).residents.tolist() == (slots if bank else [[-1, -1]] * 3)
+        assert groups[0].banks[bank].residents.tolist() == (slots if bank else [[-1, -1]] * 3)
         load = torch.ones(3, E, dtype=torch.int32)
         made = uec.plan_replicas(load, group=groups[0], bank=bank)
         assert (made.bank, made.reuse, made.moves) == (bank, False, None)
@@ -198,7 +201,7 @@ def test_what_is_ready_is_complete(mode: str) -> None:
 def test_words_for_kernels_need_a_device() -> None:
     (group,) = new_groups(1)
     with pytest.raises(errors.UnsupportedError, match=r"use work\.wait\(slots=\)"):
-        group.bank(0).ready  # noqa: B018
+        group.banks[0].ready  # noqa: B018
     group.close()
 
 
@@ -228,7 +231,7 @@ def _fails(groups: list[uec.Group], call: Callable[[uec.Group], Any], text: str)
     with pytest.raises(errors.PeerRejectedError):
         started[0].synchronize()
     assert stored(groups) == 0
-    assert groups[1].bank(0).residents.tolist() == [[-1, -1]] * 2
+    assert groups[1].banks[0].residents.tolist() == [[-1, -1]] * 2
     for group in groups:
         raised(group.close)
 
@@ -236,8 +239,8 @@ def _fails(groups: list[uec.Group], call: Callable[[uec.Group], Any], text: str)
 def test_peers_hear_of_a_bad_call() -> None:
     def with_version(version: int, plan: uec.Plan) -> Callable[[uec.Group], Any]:
         def call(group: uec.Group) -> None:
-            group.bank(0).invalidate()
-            group.bank(0).invalidate()
+            group.banks[0].invalidate()
+            group.banks[0].invalidate()
             uec.replicate_experts(make_weights(group), plan, group=group, version=version)
 
         return call
@@ -255,11 +258,11 @@ def test_peers_hear_of_a_bad_call() -> None:
 def test_bad_banks_are_named() -> None:
     groups, others = new_groups(2), new_groups(2)
     load = torch.ones(2, E, dtype=torch.int32)
-    with pytest.raises(errors.InvalidArgumentError, match="expected one of group"):
-        uec.plan_replicas(load, group=groups[0], bank=others[0].bank(0))
+    with pytest.raises(errors.InvalidArgumentError, match=r"expected one of \[Bank"):
+        uec.plan_replicas(load, group=groups[0], bank=others[0].banks[0])
     for index in (-1, 2):
         with pytest.raises(errors.InvalidArgumentError, match=f"bank is {index}; expected 0 to 1"):
-            groups[0].bank(index)
+            groups[0].banks[index]
     with pytest.raises(errors.InvalidArgumentError, match="grad_banks is 3; expected 1 to 2"):
         new_groups(2, grad_banks=3)
     with pytest.raises(errors.InvalidArgumentError, match="banks is 0"):
@@ -271,11 +274,11 @@ def test_a_rank_that_invalidates_alone_is_found() -> None:
     groups = new_groups(3)
     weights = filled_weights(groups, 0)
     assert replicate(groups, weights, plan_of([[-1, -1], [0, -1], [-1, -1]])) == 1
-    groups[0].bank(0).invalidate()
+    groups[0].banks[0].invalidate()
     works = start_all(groups, weights, plan_of([[-1, -1], [0, -1], [0, -1]]))
     assert_mismatch([works[0], works[2]])  # rank 1 has all that it takes itself to need
     assert stored(groups) == 1
-    assert groups[2].bank(0).residents.tolist() == [[-1, -1]] * 3
+    assert groups[2].banks[0].residents.tolist() == [[-1, -1]] * 3
     for group in groups:
         raised(group.close)
 
@@ -286,16 +289,16 @@ def test_a_bank_in_use_is_not_invalidated() -> None:
     plan = plan_of([[-1, -1], [0, -1]])
     (work,) = start_all(groups[:1], weights, plan)
     with pytest.raises(errors.GroupBusyError, match="call 1, which fills it"):
-        groups[0].bank(0).invalidate()
-    groups[0].bank(1).invalidate()
+        groups[0].banks[0].invalidate()
+    groups[0].banks[1].invalidate()
     uec.replicate_experts(weights[1], plan, group=groups[1])
     work.synchronize()
-    groups[0].bank(0).invalidate()
-    groups[1].bank(0).invalidate()
+    groups[0].banks[0].invalidate()
+    groups[1].banks[0].invalidate()
     for group in groups:
         group.close()
     with pytest.raises(errors.GroupClosedError):
-        groups[0].bank(0).invalidate()
+        groups[0].banks[0].invalidate()
 
 
 def test_check_mode_finds_weights_that_changed_behind_the_bank() -> None:
@@ -325,7 +328,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     assert before == after
     assert after.slots == 5 * S * 2 * 256 * 256
     assert after.slot_grads == 2 * S * 4 * 256 * 256
-    assert after.total == len(groups[1].session.engine.memory[0].local)
+    assert after.total == len(session_of(groups[1]).engine.memory[0].local)
     views = [bank.slots["w"].data_ptr() for bank in groups[0].banks]
     assert [b - a for a, b in itertools.pairwise(views)] == [S * 2 * 256 * 256] * 4
     pointers = groups[0].expert_pointers(make_weights(groups[0]), bank=3)["w"]

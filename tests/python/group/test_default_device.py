@@ -112,7 +112,7 @@ def test_every_call_of_tensors_on_the_device(emulated: EmulatedDevice) -> None:
         return plan, physical
 
     found = on_meta(run)
-    emulated.settle()
+    emulated.synchronize()
     for rank, (plan, physical) in enumerate(found):
         expert = int(plan.slot_expert[rank, 0])
         assert expert < 0 or groups[rank].slots["w"].eq(expert).all()

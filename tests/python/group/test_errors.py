@@ -169,17 +169,11 @@ def _asks(kind: str, wrong: bool, group: uec.Group) -> object:
     ids = torch.zeros(2, 1).long()
     if kind == "target":
         return uec.gather_and_plan(ids, group=group, target=1.1 - wrong)
-    if kind == "microbatch":
-        return (
-            Replication(group).begin(make_weights(group), ids, microbatch=-int(wrong)).work.wait()
-        )
-    return group.empty_instances(7 if wrong else 0)
+    return Replication(group).begin(make_weights(group), ids, microbatch=-int(wrong)).work.wait()
 
 
 def _one_rank_asks_wrongly(rank: int, process_group: Any, kind: str, engine: str) -> Any:
     group = _group(process_group, engine=engine, instances=True)
-    if kind == "bank":
-        group.empty_instances()  # the first call for a bank needs no new memory
     error = raised(lambda: _asks(kind, rank == 1, group))
     if error is None:  # where allocations exchange nothing
         error = raised(lambda: uec.replicate_experts(make_weights(group), _plan(RING), group=group))
@@ -188,9 +182,7 @@ def _one_rank_asks_wrongly(rank: int, process_group: Any, kind: str, engine: str
 
 
 @pytest.mark.parametrize("engine", ["host", "c10d"])
-@pytest.mark.parametrize(
-    "kind, says", [("target", "0.1"), ("microbatch", "microbatch=-1"), ("bank", "bank is 7")]
-)
+@pytest.mark.parametrize("kind, says", [("target", "0.1"), ("microbatch", "microbatch=-1")])
 def test_a_bad_argument_of_any_collective_is_at_the_peers_at_once(
     ranks: RankPool, kind: str, says: str, engine: str
 ) -> None:
@@ -348,7 +340,7 @@ def test_a_rank_that_does_not_call_is_named(ranks: RankPool) -> None:
             assert name == "TransferAbortedError"
             continue
         assert name in ("TransferTimeoutError", "TransferAbortedError")
-        assert seconds < limit + 1
+        assert seconds < 10  # no default limit of 30 s, nor that of the process group
         if name == "TransferTimeoutError":
             assert isinstance(peer, int)
             assert root == late, text

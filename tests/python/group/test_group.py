@@ -22,6 +22,7 @@ from ranks import (
     fill_weights,
     loopback,
     make_weights,
+    plan_alone,
     prepare_all,
     run_python,
     start_all,
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines import host
+from ultraep_comm.group.group import session_of
 
 E, S = 6, 2
 SMALL = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -397,7 +399,7 @@ def _memory_beyond_slots(rank: int, process_group: Any) -> Any:
         plan = uec.Plan.from_slots([[8, 9], [0, 1]], num_experts=16)
         for mode in ("push", "pull", "direct"):
             uec.replicate_experts(weights, plan, group=group, mode=mode)
-        flags = group.session.engine.layout.slots_base
+        flags = session_of(group).engine.layout.slots_base
         return private_kib() - before, flags
 
 
@@ -507,7 +509,7 @@ def test_close_reports_a_failure_that_nobody_waited_for(timeout: Any) -> None:
 
 def test_copies_of_what_holds_a_group_share_it_and_saved_ones_lack_it() -> None:
     (group,) = _groups(1)
-    held = {"group": group, "bank": group.bank(0), "session": group.session}
+    held = {"group": group, "bank": group.banks[0], "session": session_of(group)}
     for copied in (copy.copy(held), copy.deepcopy(held)):
         assert all(copied[name] is thing for name, thing in held.items())
     bound = group.bind(make_weights(group))
@@ -581,7 +583,7 @@ def test_a_group_keeps_its_own_constants() -> None:
 def test_reroute_wants_a_plan_of_its_group() -> None:
     (group,) = _groups(1)
     ids = torch.tensor([[0, 1]])
-    other = uec.plan_replicas(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
+    other = plan_alone(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
     with pytest.raises(errors.InvalidPlanError, match="4 experts"):
         uec.reroute(ids, other, group=group)
     with pytest.raises(errors.InvalidLoadError, match="list"):

@@ -82,7 +82,8 @@ def test_calls_bytes_and_plans_are_counted() -> None:
         "rejected": 0,
     }
     assert health.epoch == health.completed == 5
-    assert health.bytes_stored == groups[0].bytes_stored > 0
+    assert health.bytes_stored is not None
+    assert health.bytes_stored > 0
     assert health.saved_plans == 1
     assert health.peers is not None
     assert [p.epoch for p in health.peers] == [5, 5]

@@ -29,7 +29,10 @@ def test_memory_of_groups_made_in_inference_mode(
             timeout=60.0,
         )
         weights = group.empty_weights()["w"]
-        instances, grads = group.empty_instances()["w"], group.empty_instance_grads()["w"]
+        instances, grads = (
+            group.banks[0].empty_instances()["w"],
+            group.banks[0].empty_instance_grads()["w"],
+        )
     x = torch.ones(8, requires_grad=True)
     for tensor in (group.slots["w"], group.slot_grads["w"], weights, instances, grads):
         assert not tensor.is_inference()

@@ -31,6 +31,7 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.fabrics import shm
 from ultraep_comm.fabrics.loopback import host_memory
 from ultraep_comm.group.bank import Bank
+from ultraep_comm.group.group import session_of
 
 E, S = 6, 2
 MODES = ("push", "pull", "direct", "auto")
@@ -98,7 +99,7 @@ def _walk(
         for plan in plans:
             for layer, (bank, tensors) in enumerate(layers):
                 for group in groups:
-                    _clear(group.bank(bank), group)
+                    _clear(group.banks[bank], group)
                 given = {g.rank: _mains(g, tensors[g.rank - first]) for g in groups}
                 synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
                 for group in groups:
@@ -114,7 +115,7 @@ def _plans(num_ranks: int, home: Any = None) -> list[uec.Plan]:
 
 
 def _layers(groups: Sequence[uec.Group], banks: Sequence[int]) -> list[tuple[int, list[Tensors]]]:
-    return [(bank, [group.empty_instances(bank) for group in groups]) for bank in banks]
+    return [(bank, [group.banks[bank].empty_instances() for group in groups]) for bank in banks]
 
 
 # ---- weights --------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def test_mains_come_first_and_slots_are_the_tail() -> None:
     for bank, tensors in _layers(groups, [1, 1, 0]):
         for group, own in zip(groups, tensors, strict=True):
             for name, segment in group.segments.items():
-                tensor, slots = own[name], group.bank(bank).slots[name]
+                tensor, slots = own[name], group.banks[bank].slots[name]
                 assert tensor.shape == (group.num_local_experts + S, *segment.shape)
                 assert tensor.stride() == slots.stride()
                 assert tensor[group.num_local_experts :].shape == slots.shape
@@ -189,7 +190,7 @@ def test_without_slots_there_are_mains() -> None:
 def test_tensors_outlive_their_group() -> None:
     groups = _groups(2, grads={"w13": torch.float32})
     one, other = (own for _, (own, _) in _layers(groups, [0, 0]))
-    grads = [groups[0].empty_instance_grads() for _ in range(2)]
+    grads = [groups[0].banks[0].empty_instance_grads() for _ in range(2)]
     close_all(groups)
     del groups
     gc.collect()
@@ -206,7 +207,9 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
     groups = _groups(grads=GRADS, banks=3, grad_banks=2)
     plan = random_plan(3, 3, E, S)
     draw = torch.Generator().manual_seed(5)
-    layers = [(bank, [g.empty_instance_grads(bank) for g in groups]) for bank in (0, 2, 1, 1)]
+    layers = [
+        (bank, [g.banks[bank].empty_instance_grads() for g in groups]) for bank in (0, 2, 1, 1)
+    ]
     before: list[list[Tensors]] = []
     for _, tensors in layers:
         for group, own in zip(groups, tensors, strict=True):
@@ -219,7 +222,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
         for group, own in zip(groups, tensors, strict=True):
             for name, tensor in own.items():  # as a GEMM writes them, those of the slots too
                 tensor.copy_(torch.randn(tensor.shape, generator=draw))
-                assert torch.equal(group.bank(bank).slot_grads[name], tensor[-S:])
+                assert torch.equal(group.banks[bank].slot_grads[name], tensor[-S:])
         before.append([{name: t.clone() for name, t in own.items()} for own in tensors])
         given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
         synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
@@ -238,7 +241,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
 
 def test_a_group_without_gradients_has_none() -> None:
     (group,) = _groups(1)
-    assert group.empty_instance_grads() == {}
+    assert group.banks[0].empty_instance_grads() == {}
     group.close()
 
 
@@ -308,7 +311,10 @@ def test_more_layers_take_no_more_slots() -> None:
     group.slot_grads["w"].fill_(1)
     before, layers = _pss(), []
     for _ in range(4):
-        for made in (group.empty_instances()["w"], group.empty_instance_grads()["w"]):
+        for made in (
+            group.banks[0].empty_instances()["w"],
+            group.banks[0].empty_instance_grads()["w"],
+        ):
             layers.append(made)
             made[:1].fill_(2)
             assert bool((made[1:] == 1).all())
@@ -323,7 +329,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     known = uec.group_memory(3, **sizes, instances=True)
     groups = uec.testing.new_loopback_groups(3, **sizes, instances=True, timeout=30.0)
     assert groups[0].memory() == known
-    assert known.total == len(groups[0].session.engine.memory[0].local)
+    assert known.total == len(session_of(groups[0]).engine.memory[0].local)
     weights = sum(segment.nbytes for segment in MIXED.values())
     gradients = sum(
         MIXED[name].nbytes // MIXED[name].dtype.itemsize * t.itemsize for name, t in GRADS.items()
@@ -351,18 +357,11 @@ def test_only_shared_memory_is_mapped_again() -> None:
 
 def test_errors_say_what_to_pass() -> None:
     (plain,) = _groups(1, instances=False)
-    for call in (plain.empty_instances, plain.empty_instance_grads):
+    for call in (plain.banks[0].empty_instances, plain.banks[0].empty_instance_grads):
         with pytest.raises(errors.UnsupportedError, match="create it with instances=True"):
             call()
-    bad = [(1, "bank is 1; expected 0 to 0"), (plain.bank(0), "expected one of group")]
-    for bank, says in bad:
-        (group,) = _groups(1)
-        for call in (group.empty_instance_grads, group.empty_instances):
-            with pytest.raises(errors.InvalidArgumentError, match=says):
-                call(bank)
-        group.close()
     plain.close()
-    for call in (group.empty_instances, group.empty_instance_grads):
+    for call in (plain.banks[0].empty_instances, plain.banks[0].empty_instance_grads):
         with pytest.raises(errors.GroupClosedError, match=f"{call.__name__} on a group that is"):
             call()
 
@@ -376,9 +375,9 @@ def test_slots_that_cannot_be_mapped_again_end_the_group(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(_core, "map_again", refuse)
     with pytest.raises(errors.OutOfSharedMemoryError, match=r"vm\.max_map_count"):
-        groups[0].empty_instances()
+        groups[0].banks[0].empty_instances()
     with pytest.raises(errors.GroupClosedError):
-        groups[0].empty_instances()
+        groups[0].banks[0].empty_instances()
     for group in groups:
         group.abort()
         group.close()
@@ -412,7 +411,7 @@ def _in_process(
             engine=engine,
             timeout=30.0,
         )
-        layers = [(bank, [group.empty_instances(bank)]) for bank in (0, 0, 1, 1)]
+        layers = [(bank, [group.banks[bank].empty_instances()]) for bank in (0, 0, 1, 1)]
     finally:
         shm.create_memory = create
     plans = _plans(group.num_ranks, home)
@@ -421,7 +420,8 @@ def _in_process(
     for fd in taken:
         os.close(fd)
     mains = sum(
-        group.session.engine.layout.max_local_experts * s.nbytes + 2 * 4096 for s in MIXED.values()
+        session_of(group).engine.layout.max_local_experts * s.nbytes + 2 * 4096
+        for s in MIXED.values()
     )
     group.close()
     for bank in (0, 1):

@@ -18,6 +18,7 @@ from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 from ultraep_comm.group.layers import group_for
 
 E, S = 4, 1
@@ -132,7 +133,7 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(groups[0].session, "submit", interrupt)
+    monkeypatch.setattr(session_of(groups[0]), "submit", interrupt)
     start = time.monotonic()
     found = loopback(2, lambda r: raised(partial(WAITS[what], groups[r], weights[r])))
     assert isinstance(found[0], KeyboardInterrupt)
@@ -151,7 +152,7 @@ def test_ctrl_c_while_weights_are_allocated_ends_the_group(
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(groups[0].session.engine.fabric, "allocate", interrupt)
+    monkeypatch.setattr(session_of(groups[0]).engine.fabric, "allocate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         groups[0].empty_weights()
     weights = make_weights(groups[1])

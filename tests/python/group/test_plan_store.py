@@ -12,6 +12,7 @@ from ranks import clear_slots, fill_weights, loopback, make_weights, raised, wro
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
+from ultraep_comm.group.group import session_of
 
 E, S = 4, 1
 EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -153,7 +154,7 @@ def test_ended_handles_are_refused_and_peers_told(
     newer = groups[0].save(plan_of(0), layer=5)  # an equal plan does not take its place
     end(handles[0])
     clear_slots(groups[0])
-    before = groups[0].session.engine.memory[0].local.clone()
+    before = session_of(groups[0]).engine.memory[0].local.clone()
 
     def run(rank: int) -> BaseException | None:
         return raised(
@@ -168,8 +169,8 @@ def test_ended_handles_are_refused_and_peers_told(
     assert isinstance(told, errors.PeerRejectedError)
     assert told.root == 0
     assert "replicate_experts of layer 5, microbatch 0" in str(told)
-    start = groups[0].session.engine.layout.slots_base
-    assert torch.equal(groups[0].session.engine.memory[0].local[start:], before[start:])
+    start = session_of(groups[0]).engine.layout.slots_base
+    assert torch.equal(session_of(groups[0]).engine.memory[0].local[start:], before[start:])
     assert newer.is_live
     assert not handles[0].is_live
 

@@ -60,7 +60,7 @@ def test_the_exact_plan_moves_what_the_forecast_missed(method: Any) -> None:
         fetched.append(stored(groups) - before - missed[-1])
         assert plans[0].imbalance <= max(1.01, uec.plan_replicas(load, group=groups[0]).imbalance)
         for group in groups:
-            check_residents(group.bank(1), group.rank)
+            check_residents(group.banks[1], group.rank)
         for forecast in forecasts:
             forecast.update(load)
     assert fetched[0] == 0
@@ -73,7 +73,7 @@ def test_a_forecast_that_comes_true_leaves_nothing_to_move() -> None:
     weights, (load,) = filled_weights(groups, 0), _loads(4, 1)
     for group in groups:
         own = weights[group.rank]
-        uec.prefetch_experts(own, load, bank=group.bank(0), group=group, async_op=True)
+        uec.prefetch_experts(own, load, bank=group.banks[0], group=group, async_op=True)
     plan = uec.plan_replicas(load, group=groups[0], reuse=True)
     assert plan.num_moves == 0
     assert plan.num_replicas > 0

@@ -19,6 +19,7 @@ from ranks import (
     fill_weights,
     loopback,
     make_weights,
+    plan_alone,
     raised,
     random_plan,
     raw,
@@ -27,6 +28,7 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 
 E, S = 8, 2
 SOON = 20.0  # seconds, far beyond what a busy machine needs
@@ -250,7 +252,7 @@ def test_without_check_nothing_is_compared() -> None:
 def _planned(**changes: list[int]) -> uec.Plan:
     """Return a plan with quotas and load, of which some are then replaced."""
     load = torch.tensor([[9, 1, 1, 1, 1, 1, 1, 1]] * 2)
-    plan = uec.plan_replicas(load, slots_per_rank=S, target=1.0)
+    plan = plan_alone(load, slots_per_rank=S, target=1.0)
     assert plan.num_replicas
     tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in changes.items()}
     return dataclasses.replace(plan, **tensors)
@@ -355,7 +357,7 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             1, num_experts=2, slots_per_rank=1, expert=MIXED, **options
         )
         with group:
-            return len(group.session.engine.memory) == 2
+            return len(session_of(group).engine.memory) == 2
 
     assert not checked()
     monkeypatch.setenv("ULTRAEP_CHECK", "1")

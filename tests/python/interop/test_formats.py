@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_tokens import ROWS, ULTRAEP, rank_tokens
+from ranks import plan_alone
 
 import ultraep_comm as uec
 from ultraep_comm import interop
@@ -117,7 +118,7 @@ def test_plans_come_back_from_ultraeps_tensors(data: st.DataObject) -> None:
     num_experts = num_ranks * mains
     loads = st.lists(st.integers(0, 99), min_size=num_experts, max_size=num_experts)
     load = torch.tensor([data.draw(loads) for _ in range(num_ranks)])
-    plan = uec.plan_replicas(load, slots_per_rank=min(slots, num_experts))
+    plan = plan_alone(load, slots_per_rank=min(slots, num_experts))
     assert plan.slot_quota is not None
     assert plan.home_quota is not None
     rows: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
@@ -14,19 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_python
+from ranks import plan_alone, run_python
+from reference import schedule
 from reference.schedule_oracle import Problem, exports, imports, optimum
 from tiers import cases
 
-from ultraep_comm import Plan, plan_replicas
+from ultraep_comm import Plan, _core
 from ultraep_comm.bench.commands.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
+from ultraep_comm.bench.peers.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
 from ultraep_comm.model import MACHINES, Machine, find_machine, predict
 from ultraep_comm.model.predict import run_transfer
-from ultraep_comm.model.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm.model.timeline import SPAN, Span
-from ultraep_comm.plan import schedule
 
 W = 37_748_736
 MODES = ("push", "pull", "direct")
@@ -39,7 +38,7 @@ def make_plan(slots: list[list[int]], num_experts: int, **more: object) -> Plan:
 
 
 def planned(num_ranks: int, num_experts: int, slots_per_rank: int, load: np.ndarray) -> Plan:
-    return plan_replicas(
+    return plan_alone(
         torch.from_numpy(load.copy()), slots_per_rank=slots_per_rank, num_ranks=num_ranks
     )
 
@@ -330,11 +329,9 @@ def test_residents_that_are_none(wrong: object) -> None:
 def test_residents_are_of_the_library_s_transfers_alone() -> None:
     plan = make_plan([[-1], [0]], 2)
     for more in ({"parent": [0]}, {"grads": torch.float32}):
-        run_transfer(plan, W, NVL72, mode=schedule.MODES["direct"], **more)
+        run_transfer(plan, W, NVL72, mode=_core.Mode.DIRECT, **more)
         with pytest.raises(ValueError, match="expected None with parent or grad_types"):
-            run_transfer(
-                plan, W, NVL72, mode=schedule.MODES["direct"], residents=[[-1], [-1]], **more
-            )
+            run_transfer(plan, W, NVL72, mode=_core.Mode.DIRECT, residents=[[-1], [-1]], **more)
 
 
 def test_the_schedule_of_auto() -> None:
@@ -528,21 +525,6 @@ def test_a_bound_of_unlike_links() -> None:
     for egress, ingress, bound in [(100.0, 400.0, 2 / 100), (400.0, 100.0, 2 / 100)]:
         machine = Machine(egress_gbps=egress, ingress_gbps=ingress)
         assert predict(plan, 1_000_000, machine).bound_us == pytest.approx(bound * 1000)
-
-
-def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    assert predict(make_plan([[-1], [0]], 2), W).bound_us > 0
-    with pytest.raises(UnsupportedError, match=r"pip install 'ultraep_comm\[model\]'"):
-        predict(make_plan([[1], [0]], 2), W)
-    with pytest.raises(UnsupportedError, match="has residents"):
-        predict(make_plan([[-1], [0], [0]], 2), W, residents=[[-1], [0], [-1]])
-    with pytest.raises(UnsupportedError, match="egress is slower than its ingress"):
-        predict(
-            make_plan([[-1, -1], [-1, -1], [0, 1]], 3, home=[0, 1, 2]),
-            W,
-            Machine(egress_gbps=100.0, ingress_gbps=101.0),
-        )
 
 
 # ---- timelines ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from test_model import make_plan, plans
 from tiers import cases
 
 from ultraep_comm import Plan
-from ultraep_comm.calibration import MOST, MeasuredCosts
+from ultraep_comm.calibration import MAX_FIGURE, MeasuredCosts
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.model import Machine, predict
@@ -120,7 +120,7 @@ costs = st.builds(
     device=st.just("any"),
     ranks=st.integers(2, 8),
     store_gbps=st.sampled_from([0.5, 10.0, 300.0]),
-    load_gbps=st.sampled_from([1.0, 40.0, MOST]),
+    load_gbps=st.sampled_from([1.0, 40.0, MAX_FIGURE]),
     flag_us=st.sampled_from([0.0, 0.5, 20.0]),
     hop_us=st.sampled_from([0.0, 5.0, 300.0]),
     parallel=st.sampled_from([1.0, 1.2, 2.0, 8.0]),
@@ -149,7 +149,7 @@ def test_every_byte_once_and_never_below_the_bound(
     ("name", "values"),
     [
         ("store_gbps", (40.0, 20.0, 10.0, 5.0)),
-        ("load_gbps", (MOST, 40.0, 20.0, 10.0)),
+        ("load_gbps", (MAX_FIGURE, 40.0, 20.0, 10.0)),
         ("hop_us", (0.0, 1.0, 10.0, 100.0)),
         ("parallel", (4.0, 2.0, 1.5, 1.0)),
         ("call_us", (0.0, 1.0, 10.0)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nn_model import H, Model, Order, T, experts
-from ranks import loopback, raised
+from ranks import bytes_stored, loopback, raised
 from torch.utils.checkpoint import checkpoint
 
 import ultraep_comm as uec
@@ -45,7 +45,7 @@ def test_a_bank_for_each_layer_keeps_what_the_backward_pass_needs(
         for banks in (1, 2):
             model = models(5, banks=banks)
             assert model.error(model.train(order), [0, 1, 2]) < 1e-5
-            stored[name, banks] = sum(group.bytes_stored for group in model.groups)
+            stored[name, banks] = sum(bytes_stored(group) for group in model.groups)
             if banks > 1:
                 for group in model.groups:
                     assert all(not g.any() for b in group.banks for g in b.slot_grads.values())
@@ -140,12 +140,12 @@ def test_frozen_experts_have_no_reduction(models: Callable[..., Model]) -> None:
     for modules in model.modules:
         for module in modules:
             module.weights.requires_grad_(False)
-    calls = [group.session.engine.epoch for group in model.groups]
+    calls = [group.health().epoch for group in model.groups]
     found = model.train([("F", 0), ("B", 0)])
     _, expected = model.expected([0])
     for key, grad in found.items():
         assert torch.allclose(grad, expected[key], atol=1e-5)
-    after = [group.session.engine.epoch for group in model.groups]
+    after = [group.health().epoch for group in model.groups]
     assert [b - a for a, b in zip(calls, after, strict=True)] == [4] * 3  # two there, two back
 
 
@@ -178,9 +178,9 @@ def test_a_plan_without_replicas_makes_no_calls_in_the_backward_pass(
     for rank, group in enumerate(model.groups):
         mains = group.num_local_experts
         model.instances[rank, 0, 0] = torch.arange(T) % mains
-    calls = [group.session.engine.epoch for group in model.groups]
+    calls = [group.health().epoch for group in model.groups]
     assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
-    after = [group.session.engine.epoch for group in model.groups]
+    after = [group.health().epoch for group in model.groups]
     assert [b - a for a, b in zip(calls, after, strict=True)] == [1] * 3  # the forward pass's
     for group in model.groups:
         group.assert_idle()
@@ -353,9 +353,9 @@ def test_gradients_leave_behind_the_reduction(
 def test_a_reduction_that_was_not_started_is_missed(models: Callable[..., Model]) -> None:
     model = models(8, num_ranks=2)
     group = model.groups[0]
-    run = unn.ExpertPass(group.save(model.plans[0, 0], layer=9), model.modules[0][0].weights)
+    run = hooks.ExpertPass(group.save(model.plans[0, 0], layer=9), model.modules[0][0].weights)
     x = torch.ones(1, requires_grad=True)
-    y, _ = unn.join_reduction(x, run)
+    y, _ = hooks.join_reduction(x, run, {})
     with pytest.raises(
         errors.InvalidArgumentError, match=r"rank 0: .* layer 9, microbatch 0 is joined but"
     ):
@@ -374,10 +374,10 @@ def test_layers_side_by_side_are_refused(models: Callable[..., Model]) -> None:
         runs, outputs = [], []
         for layer in range(2):
             weights = dict(model.modules[rank][layer].weights.items())
-            runs.append(unn.ExpertPass(group.save(model.plans[layer, 0], layer=layer), weights))
-            joined, weights = unn.join_reduction(x, runs[layer], weights)
-            started, *_ = unn.start_reduction(joined, runs[layer], weights, group.slots)
-            outputs.append((started, unn.restore_replicas(started * 2, runs[layer])))
+            runs.append(hooks.ExpertPass(group.save(model.plans[layer, 0], layer=layer), weights))
+            joined, weights = hooks.join_reduction(x, runs[layer], weights)
+            started, *_ = hooks.start_reduction(joined, runs[layer], weights, group.slots)
+            outputs.append((started, hooks.restore_replicas(started * 2, runs[layer])))
         (grad,) = torch.autograd.grad(outputs[0][1].sum(), outputs[0][0])  # restored
         torch.autograd.grad(outputs[1][1].sum(), outputs[1][0])
         error = raised(lambda: outputs[0][0].backward(grad))
@@ -392,19 +392,19 @@ def test_layers_side_by_side_are_refused(models: Callable[..., Model]) -> None:
 
 def passed(
     model: Model, rank: int, mb: int, *, transfer: bool = True, number: int | None = None
-) -> tuple[unn.ExpertPass, torch.Tensor, torch.Tensor]:
+) -> tuple[hooks.ExpertPass, torch.Tensor, torch.Tensor]:
     """Run a forward pass of a rank's only layer with the hooks; return input and output."""
     group, module = model.groups[rank], model.modules[rank][0]
     weights = dict(module.weights.items())
     handle = group.save(model.plans[0, mb], microbatch=mb if number is None else number)
-    run = unn.ExpertPass(handle, weights)
+    run = hooks.ExpertPass(handle, weights)
     if transfer:
         uec.replicate_experts(weights, run.handle, group=group)
     x = model.inputs[rank, mb].clone().requires_grad_()
-    joined, mains = unn.join_reduction(x, run, weights)
-    started, mains, slots = unn.start_reduction(joined, run, mains, group.slots)
+    joined, mains = hooks.join_reduction(x, run, weights)
+    started, mains, slots = hooks.start_reduction(joined, run, mains, group.slots)
     y = experts(started, mains, slots, model.instances[rank, 0, mb])
-    return run, x, unn.restore_replicas(y, run, anchor=started)
+    return run, x, hooks.restore_replicas(y, run, anchor=started)
 
 
 def test_a_transfer_before_the_experts_backward_is_noticed(models: Callable[..., Model]) -> None:
@@ -414,7 +414,7 @@ def test_a_transfer_before_the_experts_backward_is_noticed(models: Callable[...,
 
     def train(rank: int) -> BaseException | None:
         run, _, y = passed(model, rank, 0)
-        later = unn.prefetch_replicas(y * 1.0, run)
+        later = hooks.prefetch_replicas(y * 1.0, run)
         (grad,) = torch.autograd.grad(model.loss(later), y)
         weights = run.weights
         with torch.no_grad():
@@ -445,26 +445,22 @@ def test_experts_without_their_own_transfer_are_noticed(
         assert f"microbatch {number} had the replicas of layer 0, microbatch 0 in" in str(error)
 
 
-def test_start_takes_main_weights_or_main_grads(models: Callable[..., Model]) -> None:
+def test_what_hooks_refuse(models: Callable[..., Model]) -> None:
     model = models(8, num_ranks=2)
     group, weights = model.groups[0], dict(model.modules[0][0].weights.items())
     handle = group.save(model.plans[0, 0])
     x = torch.ones(1, requires_grad=True)
-    with pytest.raises(errors.InvalidArgumentError, match="0 main weights, and a pass without"):
-        unn.start_reduction(x, unn.ExpertPass(handle, weights))
-    run = unn.ExpertPass(handle, weights)
-    with pytest.raises(errors.InvalidArgumentError, match=r"no slots for \['w1', 'w2'\]"):
-        unn.start_reduction(x, run, weights)
-    with pytest.raises(errors.InvalidArgumentError, match="'w1' of layer 0 do not come from join"):
-        unn.start_reduction(x, run, weights, group.slots)
-    fused = unn.ExpertPass(handle, weights, main_grads=weights)
+    run = hooks.ExpertPass(handle, weights)
+    with pytest.raises(errors.InvalidArgumentError, match="'w1' of layer 0 have not been through"):
+        hooks.start_reduction(x, run, weights, group.slots)
+    fused = hooks.ExpertPass(handle, weights, main_grads=weights)
     with pytest.raises(errors.InvalidArgumentError, match="layer 0 needs no gradient"):
-        unn.start_reduction(x.detach(), fused)
+        hooks.start_reduction(x.detach(), fused, weights, group.slots)
     with pytest.raises(errors.InvalidArgumentError, match="experts of layer 0 is a tuple"):
-        unn.restore_replicas((x, None), run)  # type: ignore[arg-type]
+        hooks.restore_replicas((x, None), run)  # type: ignore[arg-type]
     weights["w2"].requires_grad_(False)
     with pytest.raises(errors.InvalidArgumentError, match=r"\['w1'\] need gradients; expected all"):
-        unn.start_reduction(x, unn.ExpertPass(handle, weights), weights, group.slots)
+        hooks.start_reduction(x, hooks.ExpertPass(handle, weights), weights, group.slots)
     with pytest.raises(errors.InvalidArgumentError, match="'w1': 'Parameter'}; expected a"):
         unn.ReplicatedExperts(group, experts, {"w1": weights["w1"]})
     handle.release()
@@ -509,14 +505,13 @@ def test_hooks_on_activations_alone(models: Callable[..., Model], prefetch: bool
         sums = totals.setdefault(
             id(module), {n: torch.zeros_like(weights[n]) for n in group.slot_grads}
         )
-        one = unn.ExpertPass(group.save(plan, layer=module.layer), weights, main_grads=sums)
+        one = hooks.ExpertPass(group.save(plan, layer=module.layer), weights, main_grads=sums)
         uec.replicate_experts(weights, one.handle, group=group)
-        x, _ = unn.join_reduction(x, one)
-        x, _, _ = unn.start_reduction(x, one)
-        slots = dict(group.slots)
+        x, _ = hooks.join_reduction(x, one, weights)
+        x, _, slots = hooks.start_reduction(x, one, weights, group.slots)
         y = FusedExperts.apply(x, weights, slots, (sums, group.slot_grads), instance)  # type: ignore[no-untyped-call]
-        y = unn.restore_replicas(y, one, anchor=x)
-        return unn.prefetch_replicas(y * 1.0, one) if prefetch else y
+        y = hooks.restore_replicas(y, one, anchor=x)
+        return hooks.prefetch_replicas(y * 1.0, one) if prefetch else y
 
     found = model.train(ONE_F_ONE_B, run)
     for modules in model.modules:
@@ -546,19 +541,17 @@ def test_hooks_of_parameters_may_wait_for_the_reduction(models: Callable[..., Mo
     def run(module: Any, x: torch.Tensor, plan: uec.Plan, instance: torch.Tensor) -> torch.Tensor:
         group, weights = module.group, dict(module.weights.items())
         sums = {n: torch.zeros_like(weights[n]) for n in group.slot_grads}
-        one = unn.ExpertPass(group.save(plan), weights, main_grads=sums)
+        one = hooks.ExpertPass(group.save(plan), weights, main_grads=sums)
         waiting = weakref.ref(one)  # the parameter keeps its hook, and `one` the parameter
         weights["w1"].register_post_accumulate_grad_hook(
-            lambda _: joined.append(
-                not waiting().handle.is_live and waiting().calls.reducing is None
-            )
+            lambda _: joined.append(not waiting().handle.is_live and waiting().reducing is None)
         )
         uec.replicate_experts(weights, one.handle, group=group)
-        x, mains = unn.join_reduction(x, one, weights)
-        x, _, _ = unn.start_reduction(x, one)
-        held = (weights, dict(group.slots), (sums, group.slot_grads), instance)
+        x, mains = hooks.join_reduction(x, one, weights)
+        x, mains, slots = hooks.start_reduction(x, one, mains, group.slots)
+        held = (weights, slots, (sums, group.slot_grads), instance)
         y = Signalling.apply(x, *held, mains["w1"])  # type: ignore[no-untyped-call]
-        return unn.restore_replicas(y, one, anchor=x)
+        return hooks.restore_replicas(y, one, anchor=x)
 
     model.train([("F", 0), ("B", 0)], run)
     assert joined == [True, True]

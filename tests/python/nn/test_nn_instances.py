@@ -68,7 +68,7 @@ def test_experts_run_over_one_tensor(new_groups: Callable[..., list[uec.Group]])
 
     def train(rank: int, layer: int) -> torch.Tensor:
         group = groups[rank]
-        instances = group.empty_instances()
+        instances = group.banks[0].empty_instances()
         mains = instances["w"][:2].copy_(every.detach()[2 * rank : 2 * rank + 2])
         parameter = torch.nn.Parameter(mains)
         assert parameter.data_ptr() == instances["w"].data_ptr()
@@ -98,7 +98,7 @@ def test_weights_elsewhere_are_named(new_groups: Callable[..., list[uec.Group]])
     (group,) = new_groups(
         1, num_experts=2, slots_per_rank=1, expert={"w": ((4, 4), torch.float32)}, instances=True
     )
-    mains = {"w": group.empty_instances()["w"][:2]}
+    mains = {"w": group.banks[0].empty_instances()["w"][:2]}
     assert join_instances(mains, group.slots, group=group)["w"].shape == (3, 4, 4)
     with pytest.raises(
         errors.InvalidWeightsError, match=r"'w' are not in memory of empty_instances"

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.nn import ReplicatedExperts, Replication, local_weights
-from ultraep_comm.nn.weights import unbind_slots
+from ultraep_comm.nn import ReplicatedExperts, Replication
+from ultraep_comm.nn.weights import local_weights, unbind_slots
+from ultraep_comm.testing import new_loopback_groups
 
 G, E, H, F, K, S = 4, 8, 6, 10, 2, 2
 M, P = E // G, E // G + S
@@ -321,10 +322,10 @@ def test_gradients_of_float16_weights_are_refused_before_the_first_pass() -> Non
         run = replication.begin(weights, ids, main_grads=main_grads)
         run.before_experts(run.before_dispatch(torch.zeros(3, 2, requires_grad=True)))
         del run
-        epoch = group.session.engine.epoch
+        epoch = group.health().epoch
         with pytest.raises(errors.UnsupportedError, match=said):
             replication.begin(weights, ids)
-        assert group.session.engine.epoch == epoch + 1  # which tells the peers
+        assert group.health().epoch == epoch + 1  # which tells the peers
 
 
 def test_weights_are_never_copied(group: uec.Group) -> None:
@@ -406,11 +407,13 @@ def test_nothing_is_transferred_for_a_backward_pass_without_experts(
 
 def test_an_empty_slot_has_no_gradient() -> None:
     slots = torch.randn((3, 2), requires_grad=True)
-    plan = uec.Plan.from_slots([[-1, -1, -1], [0, -1, 1]], num_experts=4)
-    parts = unbind_slots(slots, plan, 1)
+    plan = uec.Plan.from_slots([[2, -1, 3], [-1, -1, -1]], num_experts=4)
+    expert = {"w": ((2,), torch.float32)}
+    groups = new_loopback_groups(2, num_experts=4, slots_per_rank=3, expert=expert)
+    parts = unbind_slots(slots, plan, groups[0])
     assert all(torch.equal(part, slots[i]) for i, part in enumerate(parts))
     assert [part.requires_grad for part in parts] == [True, False, True]
-    assert not any(part.requires_grad for part in unbind_slots(slots, plan, 0))
+    assert not any(part.requires_grad for part in unbind_slots(slots, plan, groups[1]))
 
 
 def diverge(rank: int, pg: Any, microbatch: int | None, prefetched: bool, engine: str) -> str:

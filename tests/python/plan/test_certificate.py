@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import plan_alone
 from reference import planner_oracle, schedule_oracle
 from reference.balance_oracle import best_balance, every_load
 from tiers import cases
@@ -38,7 +39,7 @@ SMALL: list[tuple[list[int], list[int], int, int, int]] = [
 
 
 def bound_of(load: Any, home: list[int], domain: list[int], slots: int) -> int:
-    return find_token_bound(np.array(load), np.array(home), np.array(domain), slots).tokens
+    return find_token_bound(np.array(load), np.array(home), np.array(domain), slots)[0]
 
 
 @pytest.mark.parametrize("home, domain, slots, tokens, loose", SMALL)
@@ -71,9 +72,11 @@ def problems(draw: st.DrawFn, ranks: int = 4, experts: int = 7) -> tuple[Any, ..
 def test_no_placement_beats_the_bound(problem: tuple[Any, ...]) -> None:
     load, home, domain, slots = problem
     (best,) = best_balance(np.array([load], np.int64), home, domain, slots)
-    found = find_token_bound(np.array(load), np.array(home), np.array(domain), slots)
-    assert found.tokens <= best
-    assert found.tokens >= planner_oracle.lower_bound(
+    tokens, reason, ranks = find_token_bound(
+        np.array(load), np.array(home), np.array(domain), slots
+    )
+    assert tokens <= best
+    assert tokens >= planner_oracle.lower_bound(
         planner_oracle.Problem(
             load=load,
             home=home,
@@ -84,11 +87,11 @@ def test_no_placement_beats_the_bound(problem: tuple[Any, ...]) -> None:
         )
     )
     # It is the ranks it names that need so much.
-    inside = [x for x, h in zip(load, home, strict=True) if h in found.ranks]
-    if found.reason == "slots":
-        assert sum(inside) > len(found.ranks) * (found.tokens - 1)
+    inside = [x for x, h in zip(load, home, strict=True) if h in ranks]
+    if reason == "slots":
+        assert sum(inside) > len(ranks) * (tokens - 1)
     else:
-        assert -(-sum(inside) // len(found.ranks)) == found.tokens
+        assert -(-sum(inside) // len(ranks)) == tokens
 
 
 @pytest.mark.parametrize("seed", range(cases(6, 40)))
@@ -135,7 +138,7 @@ def test_the_reason_of_the_bound(
     load: list[int], home: list[int], domains: list[int], slots: int, expected: tuple[Any, ...]
 ) -> None:
     found = find_token_bound(np.array(load), np.array(home), np.array(domains), slots)
-    assert (found.tokens, found.reason, found.ranks) == expected
+    assert found == expected
 
 
 # ---- transfers ----------------------------------------------------------------------------------
@@ -162,29 +165,27 @@ def test_the_transfer_bound_is_exact(plan: tuple[list[list[int]], list[int]]) ->
     shape = (len(slots), len(slots[0]))
     found = find_transfer_bound(np.array(slots, np.int32).reshape(shape), np.array(home))
     exports, imports = schedule_oracle.exports(problem), schedule_oracle.imports(problem)
-    assert found.experts == schedule_oracle.densest(problem)
-    assert (found.max_exports, found.max_imports) == (max(exports), max(imports))
-    ranks = set(found.ranks)
-    if found.reason == "set":
+    experts, reason, ranks = found[0], found[1], set(found[2])
+    assert experts == schedule_oracle.densest(problem)
+    if reason == "set":
         sends = sum(exports[r] for r in ranks)
         sends += sum(
             len(at) - 1
             for e, at in problem.replicas().items()
             if ranks >= {home[e], *(rank for rank, _ in at)}
         )
-        assert found.experts == Fraction(sends, len(ranks)) > max(*exports, *imports)
-    elif found.reason == "none":
-        assert found.experts == 0
+        assert experts == Fraction(sends, len(ranks)) > max(*exports, *imports)
+    elif reason == "none":
+        assert experts == 0
         assert not ranks
     else:
-        of = exports if found.reason == "exports" else imports
-        assert ranks == {r for r, n in enumerate(of) if n == found.experts}
+        of = exports if reason == "exports" else imports
+        assert ranks == {r for r, n in enumerate(of) if n == experts}
 
 
 def test_which_ranks_are_the_bottleneck() -> None:
     def found(slots: list[list[int]], home: list[int]) -> tuple[Fraction, str, tuple[int, ...]]:
-        bound = find_transfer_bound(np.array(slots), np.array(home))
-        return bound.experts, bound.reason, bound.ranks
+        return find_transfer_bound(np.array(slots), np.array(home))
 
     assert found([[1], [0], [-1]], [0, 1, 2]) == (1, "exports", (0, 1))
     assert found([[1, 2], [0, -1], [-1, -1]], [0, 1, 2]) == (2, "imports", (0,))
@@ -199,7 +200,7 @@ def test_which_ranks_are_the_bottleneck() -> None:
 @settings(max_examples=cases(100, 1000), deadline=None)
 def test_plans_of_the_planner(problem: tuple[Any, ...], target: float) -> None:
     load, home, domain, slots = problem
-    plan = uec.plan_replicas(
+    plan = plan_alone(
         torch.tensor(load),
         num_ranks=len(domain),
         slots_per_rank=min(slots, len(load)),
@@ -252,23 +253,21 @@ def test_a_certificate() -> None:
 
 def test_the_text_of_other_certificates() -> None:
     load = [100, 1, 1, 1, 1, 1]
-    plan = uec.plan_replicas(torch.tensor(load), num_ranks=6, slots_per_rank=0)
+    plan = plan_alone(torch.tensor(load), num_ranks=6, slots_per_rank=0)
     assert str(uec.verify_plan(plan, load)) == (
         "at most 100 tokens on rank 0, imbalance 5.7143; bound 100 by slots of rank 0;"
         " 0 replicas, k 0, in 0"
     )
-    even = uec.plan_replicas(torch.ones(6, dtype=torch.int64), num_ranks=6, slots_per_rank=0)
+    even = plan_alone(torch.ones(6, dtype=torch.int64), num_ranks=6, slots_per_rank=0)
     assert "at most 1 tokens, exact, imbalance 1.0000; bound 1 by mean;" in str(
         uec.verify_plan(even, [1] * 6)
     )
-    plan = uec.plan_replicas(
-        torch.tensor(load), num_ranks=6, slots_per_rank=1, domains=[0, 0, 0, 0, 0, 1]
-    )
+    plan = plan_alone(torch.tensor(load), num_ranks=6, slots_per_rank=1, domains=[0, 0, 0, 0, 0, 1])
     assert " by domains of ranks 0, 1, 2, 3 and 1 more; " in str(uec.verify_plan(plan, load))
 
 
 def test_no_tokens_are_balanced() -> None:
-    plan = uec.plan_replicas(torch.zeros((3, 5), dtype=torch.int64), slots_per_rank=1)
+    plan = plan_alone(torch.zeros((3, 5), dtype=torch.int64), slots_per_rank=1)
     found = uec.verify_plan(plan, [0] * 5)
     assert (found.imbalance, found.bound_tokens, found.is_exact) == (1, 0, True)
     assert found.transfer_reason == "none"

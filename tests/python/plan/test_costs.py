@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import close_all
+from ranks import close_all, plan_alone
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
@@ -15,7 +15,7 @@ BANDWIDTH = 700e9
 
 
 def plan(cost: uec.PlanCost) -> uec.Plan:
-    return uec.plan_replicas(LOAD, num_ranks=4, slots_per_rank=2, cost=cost)
+    return plan_alone(LOAD, num_ranks=4, slots_per_rank=2, cost=cost)
 
 
 def test_a_faster_link_pays_for_more_balance() -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import close_all
+from ranks import close_all, plan_alone
+from reference import planner
 from reference.planner_oracle import Problem, optimum
 from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
 from ultraep_comm.bench.loads import apportion, make_loads
-from ultraep_comm.plan import planner
 
 EXACT = 1_000_000  # parts per million
 
@@ -151,7 +151,7 @@ def test_fewer_slots_are_not_certain(num_ranks: int, mains: int) -> None:
     if slots > 1:
         assert optimum(problem) > mean
     for target in (1.0, 1.01):
-        plan = uec.plan_replicas(
+        plan = plan_alone(
             torch.tensor(load), num_ranks=num_ranks, slots_per_rank=slots - 1, target=target
         )
         assert not plan.is_exact
@@ -216,7 +216,7 @@ def test_larger_than_a_rack(num_ranks: int, num_experts: int) -> None:
         tokens = rank_tokens(plan_exactly(load, home, num_ranks, 1), home, num_ranks)
         assert tokens.max() - tokens.min() <= 1
         domains = np.arange(num_ranks) // 64
-        plan = uec.plan_replicas(
+        plan = plan_alone(
             torch.from_numpy(load.copy()), num_ranks=num_ranks, slots_per_rank=1, domains=domains
         )
         assert plan.imbalance <= max(1.01, plan.imbalance_bound * (1 + 1 / 4096))
@@ -229,40 +229,40 @@ def test_larger_than_a_rack(num_ranks: int, num_experts: int) -> None:
 def test_a_plan_says_whether_it_is_exact_and_why_not() -> None:
     load = torch.tensor([7, 0, 1, 0])
     four = {"num_ranks": 2, "slots_per_rank": 1}
-    exact = uec.plan_replicas(load, target=1.0, **four)
+    exact = plan_alone(load, target=1.0, **four)
     assert exact.is_exact
     assert exact.limited_by is None
-    loose = uec.plan_replicas(load, target=2.0, **four)
+    loose = plan_alone(load, target=2.0, **four)
     assert not loose.is_exact
     assert loose.limited_by == "target"
     (skewed,) = family_loads("zipf1.0", 64, 256, 1)  # with one slot, of four that make it certain
-    loose = uec.plan_replicas(torch.from_numpy(skewed.copy()), num_ranks=64, slots_per_rank=1)
+    loose = plan_alone(torch.from_numpy(skewed.copy()), num_ranks=64, slots_per_rank=1)
     assert loose.limited_by == "target"
-    apart = uec.plan_replicas(load, target=1.0, domains=[0, 1], **four)
+    apart = plan_alone(load, target=1.0, domains=[0, 1], **four)
     assert apart.limited_by == "domains"
-    none = uec.plan_replicas(load, target=1.0, num_ranks=2, slots_per_rank=0)
+    none = plan_alone(load, target=1.0, num_ranks=2, slots_per_rank=0)
     assert none.limited_by == "slots"
     placed = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     assert not placed.is_exact
     assert placed.limited_by is None  # nobody knows
-    nothing = uec.plan_replicas(torch.zeros(4, dtype=torch.int64), target=1.0, **four)
+    nothing = plan_alone(torch.zeros(4, dtype=torch.int64), target=1.0, **four)
     assert nothing.is_exact
 
 
 def test_domains_limit_unless_replicas_cross_them() -> None:
     load = torch.tensor([7, 0, 0, 1, 0, 0])
     six = {"num_ranks": 6, "slots_per_rank": 1, "domains": [0, 0, 0, 1, 1, 1]}
-    inside = uec.plan_replicas(load, target=1.0, **six)
+    inside = plan_alone(load, target=1.0, **six)
     assert inside.limited_by == "domains"
     assert inside.imbalance == inside.imbalance_bound == 3 * 6 / 8
-    across = uec.plan_replicas(load, target=1.0, allow_cross_domain=True, **six)
+    across = plan_alone(load, target=1.0, allow_cross_domain=True, **six)
     assert across.is_exact
     assert across.imbalance == across.imbalance_bound == 2 * 6 / 8
-    loose = uec.plan_replicas(load, target=2.25, allow_cross_domain=True, **six)
+    loose = plan_alone(load, target=2.25, allow_cross_domain=True, **six)
     assert loose.num_replicas > 0
     assert loose.limited_by == "target"
     level = torch.tensor([7, 0, 0, 7, 0, 0])  # 14 tokens on six ranks
-    assert uec.plan_replicas(level, target=1.0, **six).limited_by == "domains"
+    assert plan_alone(level, target=1.0, **six).limited_by == "domains"
 
 
 def test_no_slots_make_domains_exact() -> None:
@@ -287,10 +287,10 @@ def groups_of(num_ranks: int, **options: Any) -> list[uec.Group]:
 def test_the_capacity_holds_for_every_rank() -> None:
     groups = groups_of(3)
     load = torch.tensor([[3, 0, 0, 1, 0, 0], [4, 4, 0, 0, 0, 0], [0, 0, 7, 0, 0, 0]])
-    capacity = groups[0].token_capacity([2, 4, 4], 2)
+    capacity = groups[0].topology.token_capacity([2, 4, 4], 2)
     assert capacity == 7  # 20 over 3
-    assert groups[0].token_capacity(5, 4) == 20
-    assert groups[0].token_capacity(2**62, 2) == 2**63
+    assert groups[0].topology.token_capacity(5, 4) == 20
+    assert groups[0].topology.token_capacity(2**62, 2) == 2**63
     plan = uec.plan_replicas(load, group=groups[0], target=1.0)
     ids = [torch.repeat_interleave(torch.arange(6), row)[:, None] for row in load]
     per_rank = groups[0].topology.instances_per_rank
@@ -330,7 +330,7 @@ def test_a_plan_beyond_the_buffer_is_refused() -> None:
 def test_no_capacity_where_plans_cannot_be_exact(options: dict[str, Any], found: str) -> None:
     groups = groups_of(3, **options)
     with pytest.raises(errors.InvalidArgumentError, match=f"the group has {found}"):
-        groups[0].token_capacity(4, 2)
+        groups[0].topology.token_capacity(4, 2)
     close_all(groups)
 
 
@@ -338,8 +338,8 @@ def test_no_capacity_where_plans_cannot_be_exact(options: dict[str, Any], found:
 def test_capacities_of_nothing(num_tokens: Any, topk: int) -> None:
     groups = groups_of(3)
     with pytest.raises(errors.InvalidArgumentError, match="expected 0 or more"):
-        groups[0].token_capacity(num_tokens, topk)
+        groups[0].topology.token_capacity(num_tokens, topk)
     for bad in ([1, 2], "12", 1.5):
         with pytest.raises(errors.InvalidArgumentError, match="num_tokens"):
-            groups[0].token_capacity(bad, 2)
+            groups[0].topology.token_capacity(bad, 2)
     close_all(groups)

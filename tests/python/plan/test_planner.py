@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference import planner
 from reference.planner_oracle import (
     Plan,
     Problem,
@@ -27,8 +28,7 @@ from reference.planner_oracle import (
 from tiers import cases
 
 from ultraep_comm import _core
-from ultraep_comm.plan import planner
-from ultraep_comm.plan.planner import Costs
+from ultraep_comm.plan.planner import MAX_TOTAL_LOAD, Costs, target_to_ppm
 
 MAX_LOAD = 2**31 - 1
 
@@ -54,7 +54,7 @@ def plan_in_core(problem: Problem, costs: Costs | None = None) -> Plan:
         np.array(problem.domain, np.int32),
         problem.slots_per_rank,
         problem.allow_cross_domain,
-        planner.target_to_ppm(problem.target),
+        target_to_ppm(problem.target),
         costs,
     )
     return Plan.of(arrays)
@@ -171,7 +171,7 @@ def adversarial(name: str, num_experts: int, num_ranks: int) -> list[int]:
         "zero load": [0] * num_experts,
         "one token": [0] * (num_experts - 1) + [1],
         "equal loads": [4096] * num_experts,
-        "largest loads": [min(MAX_LOAD, planner.MAX_TOTAL_LOAD // num_experts)] * num_experts,
+        "largest loads": [min(MAX_LOAD, MAX_TOTAL_LOAD // num_experts)] * num_experts,
         "random": rng.integers(0, 2000, num_experts).tolist(),
         "heavy tail": np.minimum(rng.pareto(0.4, num_experts), MAX_LOAD).astype(int).tolist(),
     }[name]
@@ -392,7 +392,7 @@ def test_bad_input_is_rejected_by_both(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("target", [0.99, 0.0, -1.0, 1001.0, float("inf"), float("nan")])
 def test_bad_targets_are_rejected(target: float) -> None:
     with pytest.raises(ValueError, match="target"):
-        planner.target_to_ppm(target)
+        target_to_ppm(target)
 
 
 @pytest.mark.parametrize("ppm", [999_999, 1_000_000_001])

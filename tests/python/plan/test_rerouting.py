@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from reference import reroute_oracle
+from reference.planner import plan_slots
+from reference.reroute import reroute_dense, reroute_ids, source_shares
 from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import _core
-from ultraep_comm.plan.planner import plan_slots
-from ultraep_comm.plan.reroute import reroute_dense, reroute_ids, source_shares
 
 Fault = _core.RerouteFault
 

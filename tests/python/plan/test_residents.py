@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import resident_planner
 from reference.planner_oracle import (
     Plan,
     Problem,
@@ -30,7 +31,7 @@ from tiers import cases, sampled
 
 import ultraep_comm as uec
 from ultraep_comm import _core
-from ultraep_comm.plan import planner, residents
+from ultraep_comm.plan.planner import target_to_ppm
 
 EXACT = 1_000_000
 Slots = list[list[int]]  # [G][S]
@@ -47,13 +48,13 @@ def plan_in_core(problem: Problem, held: Slots) -> Plan:
         np.array(problem.domain, np.int32),
         np.array(held, np.int32).reshape(problem.num_ranks, problem.slots_per_rank),
         problem.allow_cross_domain,
-        planner.target_to_ppm(problem.target),
+        target_to_ppm(problem.target),
     )
     return Plan.of(arrays)
 
 
 def plan_in_python(problem: Problem, held: Slots) -> Plan:
-    arrays = residents.plan_slots_with_residents(
+    arrays = resident_planner.plan_slots_with_residents(
         problem.load,
         home=problem.home,
         domain=problem.domain,
@@ -71,7 +72,7 @@ def plan_from_empty(problem: Problem) -> Plan:
         np.array(problem.domain, np.int32),
         problem.slots_per_rank,
         problem.allow_cross_domain,
-        planner.target_to_ppm(problem.target),
+        target_to_ppm(problem.target),
         None,
     )
     return Plan.of(arrays)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference import schedule
 from reference.schedule_oracle import (
     Problem,
     Schedule,
@@ -24,7 +26,8 @@ from reference.schedule_oracle import (
 from tiers import cases
 
 from ultraep_comm import _core
-from ultraep_comm.plan import schedule
+from ultraep_comm.plan.bounds import find_transfer_bound
+from ultraep_comm.plan.schedule import MODES
 from ultraep_comm.plan.topology import contiguous_home
 
 NO_COST = [0, 0, 0, 0, 1]
@@ -88,7 +91,7 @@ def plain(found: schedule.Schedule, domain: list[int] | None = None) -> Schedule
 def check(problem: Problem) -> Schedule:
     """Make the schedule in every mode and both languages; return the one with hubs."""
     by_mode = {}
-    for mode, number in schedule.MODES.items():
+    for mode, number in MODES.items():
         found, core = in_numpy(problem, mode), in_core(problem, number)
         assert core["mode"] is number
         for name in FIELDS:
@@ -196,7 +199,7 @@ def test_long_rows_of_hubs_in_domains_likewise(problem: Problem) -> None:
 def test_plans_inside_a_domain_are_as_without_any(problem: Problem) -> None:
     """Wherever plans may go, what stays with its home is scheduled to the integer as before."""
     across = replace(problem, domain=[5] * problem.num_ranks)
-    for mode, number in schedule.MODES.items():
+    for mode, number in MODES.items():
         assert in_core(across, number) == in_core(problem, number)
         for name in FIELDS:
             inside, anywhere = (getattr(in_numpy(p, mode), name) for p in (problem, across))
@@ -397,7 +400,7 @@ def test_any_plan_is_sent_close_to_the_bound() -> None:
             continue
         ratios.append(max(*found.egress, max(imports(problem)) * 65536) / 65536 / best)
         gaps.append(float(max(gap(problem, found, expert) for expert in problem.replicas())))
-        exact.append(bound(problem) / best)
+        exact.append(float(bound(problem)) / best)
         unlike += best > max(exports(problem) + imports(problem)) + 1e-6
     print(f"over T*: mean {np.mean(ratios):.4f}, worst {max(ratios):.4f}; gap {max(gaps):.3f}")
     assert unlike >= 10  # where chains make the bound more than two maxima
@@ -446,7 +449,7 @@ def test_moves_are_sent_close_to_the_bound(
     """The bound lets an expert leave several holders in parts; here it leaves one."""
     ratios, from_homes = [], []
     for problem in drifting(shape, residents, moves, cases(100, 600)):
-        found, best = check(problem), bound(problem)
+        found, best = check(problem), float(bound(problem))
         most = max(imports(problem))
         assert best == pytest.approx(optimum(problem), rel=1e-7)
         ratios.append(max(max(found.egress) / 65536, most) / best)
@@ -462,10 +465,9 @@ def test_moves_are_sent_close_to_the_bound(
     assert np.mean(from_homes) > 1.03
 
 
-def bound(problem: Problem) -> float:
-    return schedule.transfer_bound(
-        problem.slot_expert, home=problem.home, residents=problem.residents
-    )
+def bound(problem: Problem) -> Fraction:
+    held = None if problem.residents is None else np.array(problem.residents)
+    return find_transfer_bound(np.array(problem.slot_expert), np.array(problem.home), held)[0]
 
 
 @given(problems(max_ranks=6, max_experts=8))
@@ -474,9 +476,9 @@ def test_the_bound_is_one(problem: Problem) -> None:
     """Three statements of T*: the densest set of ranks, the linear program, and the library's."""
     best = densest(problem)
     assert optimum(problem) == pytest.approx(float(best), abs=1e-7)
-    assert bound(problem) <= float(best) + 1e-12
+    assert bound(problem) == best
     if not chained(problem) and max(map(len, problem.holders().values()), default=1) == 1:
-        assert bound(problem) == best == max(exports(problem) + imports(problem))
+        assert best == max(exports(problem) + imports(problem))
 
 
 def test_an_even_split_would_not_do() -> None:
@@ -523,12 +525,11 @@ def crosses_often(problem: Problem) -> bool:
 def test_auto_takes_a_cheapest_legal_mode(
     problem: Problem, cost: list[int], may_pull: bool
 ) -> None:
-    legal = [mode for mode in schedule.MODES if may_pull or mode != "pull"]
+    legal = [mode for mode in MODES if may_pull or mode != "pull"]
     if crosses_often(problem):
         legal = ["pull" if may_pull else "push"]  # whatever it costs
     forced = {
-        schedule.MODES[mode]: in_core(problem, schedule.MODES[mode], may_pull=may_pull, cost=cost)
-        for mode in legal
+        MODES[mode]: in_core(problem, MODES[mode], may_pull=may_pull, cost=cost) for mode in legal
     }
     chosen = in_core(problem, None, may_pull=may_pull, cost=cost)
     assert chosen == in_core(problem, None, may_pull=may_pull, cost=cost)
@@ -552,7 +553,7 @@ def test_auto_on_a_rack(fan_out: int, num_bytes: int, may_pull: bool, mode: str)
     chosen = [[0] if 1 <= rank <= fan_out else [] for rank in range(64)]
     problem = placed(contiguous(256, 64), chosen, 2, segment_bytes=[num_bytes])
     found = in_core(problem, None, may_pull=may_pull, cost=RACK)
-    assert found["mode"] is schedule.MODES[mode]
+    assert found["mode"] is MODES[mode]
 
 
 # ---- the oracle and the errors --------------------------------------------------------------
@@ -667,11 +668,11 @@ def test_unknown_modes_are_rejected(found: str) -> None:
 
 def test_other_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="slot_expert"):
-        schedule.transfer_bound([-1, -1], home=[0])
+        in_numpy(Problem(slot_expert=[-1, -1], home=[0]), "push")
     with pytest.raises(ValueError, match=r"domain has shape \(2,\); expected \(1,\)"):
         in_numpy(Problem(slot_expert=[[-1]], home=[0], domain=[0, 0]), "push")
     with pytest.raises(ValueError, match=r"residents has shape \(2, 1\); expected \(1, 2\)"):
-        schedule.transfer_bound([[-1, -1]], home=[0], residents=[[-1], [-1]])
+        in_numpy(Problem(slot_expert=[[-1, -1]], home=[0], residents=[[-1], [-1]]), "push")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from exchange import combine, dispatch, exchange, find_route
 from experts import Instance, apply_experts
 from model import Model, Shape
 from picture import draw_loads
-from placement import AtHome, Replicated
+from placement import AtHome, Replicated, replicate_layers
 from training import FreeRun, Trainer, compare
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "moe" / "train.py"
@@ -153,9 +153,10 @@ class _WithoutReducing(Replicated):
         return tokens
 
     def before_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        assert self._transfer is not None
-        self._transfer.wait()
-        rows.register_hook(lambda _: self._pass.handle.release())
+        self._run.work.wait()
+        assert self._run._run is not None
+        handle = self._run._run.handle
+        rows.register_hook(lambda _: handle.release())
         return rows
 
 
@@ -173,7 +174,7 @@ def _compare(rank: int, process_group: Any, kind: type[Replicated], layers: int)
         model = Model(shape, group.topology.local_experts(rank).tolist(), 0)
         batches = Batches(rank=rank, num_ranks=8, batch=8, context=16, seed=0)
         trainer = Trainer(model, batches, group, 1e-3)
-        replicated = partial(kind, group=group)
+        replicated = partial(kind, layers=replicate_layers(group))
         result = compare(trainer, partial(AtHome, group=group), replicated, 1, lambda *_: None)
         return result.outputs, result.grads
 

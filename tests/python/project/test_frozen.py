@@ -24,7 +24,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ import ultraep_comm as uec
 from ultraep_comm import _core, errors, interop, model, nn
 from ultraep_comm.doctor import facts
 from ultraep_comm.doctor.diagnose import Finding
+from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording import Known
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,18 +54,20 @@ READERS = {
     "ultraep_comm.group.bank": ["Bank"],
     "ultraep_comm.group.layers": ["LayerGroup", "group_for"],
     "ultraep_comm.group.memory": ["GroupMemory"],
+    "ultraep_comm.nn.replication": ["LayerPass"],
+    "ultraep_comm.plan.topology": ["Topology"],
     "ultraep_comm.testing": ["new_loopback_groups"],
 }
 # Made by users; what others are made of is nobody's business.
-CONSTRUCTED = {"ExpertPass", "Machine", "Plan", "PlanCost", "ReplicatedExperts", "Segment"}
+CONSTRUCTED = {"Machine", "Plan", "PlanCost", "ReplicatedExperts", "Segment"}
 # For other modules, and in no page of the documentation.
 INTERNAL = {
     "Binding.addresses",
     "Binding.owner",
     "Binding.region",
     "Binding.types",
-    "ExpertPass.calls",
-    "Group.session",
+    "Bank.filled_by",
+    "Bank.holder",
     "PlanHandle.saved",
     "Recorder.add",
     "Recorder.enter",
@@ -163,7 +166,7 @@ def small_run(groups: list[uec.Group], folder: Path) -> tuple[list[object], Path
     one_of_each += [health.calls, health.waits, health.peers[0], recorders[0].recording()]
     one_of_each += [model.predict(plan, 1 << 20), model.find_machine("nvl72")]
     one_of_each += [uec.PlanCost(token=1, expert_byte=1), uec.Segment((4,), torch.float32)]
-    one_of_each += [nn.ExpertPass(handles[0], weights), uec.verify_plan(plan, [6, 2, 2, 2])]
+    one_of_each += [uec.verify_plan(plan, [6, 2, 2, 2])]
     return one_of_each, path
 
 
@@ -382,15 +385,8 @@ SEGMENTS, TILE = [7 * 32768 + 100, 4096], 32768
 COST = [50_000, 60_000, 700_000, 1_300_000, 400]
 
 
-@cache
-def definition(name: str) -> Callable[..., Any]:
-    """The function of this name, wherever in the package it is defined."""
-    (path,) = (
-        p for p in PACKAGE.rglob("*.py") if re.search(rf"^def {name}\(", p.read_text(), re.M)
-    )
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+def reference(name: str) -> Any:
+    return importlib.import_module(f"reference.{name}")
 
 
 def digest(*arrays: Any) -> str:
@@ -450,15 +446,16 @@ def integers() -> Section:
 
 def results(case: Case, index: int) -> str:
     shape: dict[str, Any] = {"slots_per_rank": case.slots, "num_ranks": len(case.load)}
-    plan = uec.plan_replicas(
-        case.load, **shape, home=case.home, domains=case.domains, target=case.target, cost=case.cost
+    topology = Topology.make(
+        **shape, num_experts=case.load.shape[1], home=case.home, domains=case.domains
     )
+    plan = uec.plan_replicas(case.load, topology=topology, target=case.target, cost=case.cost)
     assert plan.slot_quota is not None
     assert plan.home_quota is not None
     home = plan.home.numpy()
     costs = None if case.cost is None else case.cost.in_integers(None)
     total = case.load.sum(0).numpy()
-    other = definition("plan_slots")(
+    other = reference("planner").plan_slots(
         total, **shape, home=home, domain=case.domains, target=case.target, costs=costs
     )
     words = [f"{plan.num_replicas} replicas"]
@@ -490,7 +487,7 @@ def rerouted(case: Case, plan: uec.Plan, rng: random.Random) -> str:
         ids.sort(key=lambda _: rng.random())
         core.append(uec.reroute(torch.tensor(ids)[:, None], plan, group=group))
         numpy.append(
-            definition("reroute_ids")(
+            reference("reroute").reroute_ids(
                 np.array(ids)[:, None], **arrays, load=case.load.numpy(), rank=group.rank
             )
         )
@@ -536,7 +533,7 @@ def scheduled(case: Case, home: list[int], index: int) -> Iterator[str]:
 
     for number, mode in zip(_core.Mode, modes, strict=True):
         core = in_core(number)
-        numpy = definition("make_schedule")(
+        numpy = reference("schedule").make_schedule(
             rows, home=home, segment_bytes=SEGMENTS, tile_bytes=TILE, mode=mode
         )
         one = digest(*(np.array(core[f]) for f in fields))
@@ -655,5 +652,6 @@ def test_a_change_is_named() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] != ["--update"]:
         sys.exit("usage: python tests/python/project/test_frozen.py --update")
+    sys.path.insert(0, str(ROOT / "tests"))
     text = json.dumps({s: make() for s, make in SECTIONS.items()}, indent=0, ensure_ascii=False)
     FROZEN.write_text(text + "\n")

@@ -28,6 +28,7 @@ from recorded_groups import EXPERT, GRADS, E, G, S, W, make_groups, plan_of, tra
 import ultraep_comm as uec
 import ultraep_comm.recording.recorder
 from ultraep_comm import errors
+from ultraep_comm.group.group import session_of
 from ultraep_comm.recording.file import (
     OPERATIONS,
     Known,
@@ -225,7 +226,7 @@ def test_plans_on_a_device_are_recorded_without_contents(emulated: EmulatedDevic
 
 
 def test_off_by_default_and_off_again(groups: list[uec.Group]) -> None:
-    assert all(group.session.recorder is None for group in groups)
+    assert all(session_of(group).recorder is None for group in groups)
     with groups[0].start_recording() as recorder, groups[1].start_recording():
         transfer(groups, plan_of(50))
     transfer(groups, plan_of(40))
@@ -234,7 +235,7 @@ def test_off_by_default_and_off_again(groups: list[uec.Group]) -> None:
     recorder.stop()  # harmless
     with groups[0].start_recording() as second:
         recorder.stop()
-        assert groups[0].session.recorder is second
+        assert session_of(groups[0]).recorder is second
 
 
 def test_a_recorder_outlives_its_group(tmp_path: Path) -> None:
@@ -284,7 +285,7 @@ def test_groups_and_runs_have_files_of_their_own(
     for _ in range(2):
         made = make_groups()
         close_all(made)
-        runs.add(made[0].session.run)
+        runs.add(session_of(made[0]).run)
     assert len(runs) == 2
     assert len(list(tmp_path.iterdir())) == 4
     with pytest.raises(errors.RecordingError, match="two groups or two runs"):
@@ -336,9 +337,9 @@ def test_a_recording_that_cannot_be_written_is_a_warning(
             else:
                 with pytest.warns(UserWarning, match="the recording of a group is lost"):
                     group.close()
-        assert (
-            not group.session._finalizer.alive
-        )  # the peers got their goodbye, and threads have ended
+        assert not session_of(
+            group
+        )._finalizer.alive  # the peers got their goodbye, and threads have ended
 
 
 def test_a_bad_folder_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +358,7 @@ def test_a_ring_that_memory_cannot_hold_is_an_error(
             groups[0].start_recording(1000)
         with pytest.raises(errors.InvalidArgumentError, match=r"takes \d+ bytes.*fewer calls$"):
             groups[0].start_recording(1000, loads=False)
-        assert groups[0].session.recorder is None
+        assert session_of(groups[0]).recorder is None
         assert groups[0].start_recording(10).nbytes <= 50_000
         patched.setenv("ULTRAEP_RECORD", str(tmp_path))
         patched.setenv("ULTRAEP_RECORD_CALLS", "1000")
@@ -368,11 +369,12 @@ def test_a_ring_that_memory_cannot_hold_is_an_error(
 FORGOTTEN = """
 import os, sys, torch
 import ultraep_comm as uec
+from ultraep_comm.group.group import session_of
 groups = uec.testing.new_loopback_groups(
     2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)})
 if os.fork() == 0:
     for group in groups:
-        group.session.on_close()  # what the end of a process does
+        session_of(group).on_close()  # what the end of a process does
     os._exit(0)
 os.wait()
 assert not os.listdir(os.environ["ULTRAEP_RECORD"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import close_all, start_all
+from ranks import close_all, plan_alone, start_all
 from recorded_groups import make_recorder
 
 import ultraep_comm as uec
@@ -71,7 +71,7 @@ def test_series_of_a_trace_are_its_plans(series: LoadSeries, trace: Path) -> Non
     assert np.array_equal(series.before.sum(axis=2), series.after.sum(axis=2))
     for t in range(T):
         for layer in range(L):
-            plan = uec.plan_replicas(torch.from_numpy(counts[t, layer]), slots_per_rank=S)
+            plan = plan_alone(torch.from_numpy(counts[t, layer]), slots_per_rank=S)
             assert np.array_equal(series.slot_expert[t, layer], plan.slot_expert.numpy())
             assert imbalance(series.after, series.known)[t, layer] == pytest.approx(plan.imbalance)
     assert imbalance(series.before, series.known)[1, 0] > 2
@@ -100,7 +100,7 @@ def record(calls: list[tuple[str, uec.Plan | None, int]], **options: Any) -> Rec
 def plan_of(seed: int) -> uec.Plan:
     generator = torch.Generator().manual_seed(seed)
     load = torch.randint(0, 100, (G, E), generator=generator, dtype=torch.int32)
-    return uec.plan_replicas(load, slots_per_rank=S)
+    return plan_alone(load, slots_per_rank=S)
 
 
 def tag(layer: int, microbatch: int) -> int:
@@ -394,7 +394,7 @@ def test_the_command_draws_traces_and_runs(trace: Path, tmp_path: Path) -> None:
     )
     recorders = [group.start_recording() for group in groups]
     load = torch.tensor([[9, 1, 1, 1], [3, 1, 1, 1]], dtype=torch.int32)
-    plan = uec.plan_replicas(load, slots_per_rank=1)
+    plan = plan_alone(load, slots_per_rank=1)
     for work in start_all(groups, [{"w": torch.zeros(2, 4)}] * 2, plan):
         work.wait()
     (tmp_path / "run").mkdir()

@@ -438,7 +438,6 @@ def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
 def test_predictions_are_of_what_a_call_moves(run: Path, tmp_path: Path) -> None:
     """Rank 1 keeps expert 0, which rank 2 gets: from either of two. A reduction is of both."""
     model: Any = pytest.importorskip("ultraep_comm.model", reason="there is no model")
-    pytest.importorskip("scipy")
     slots, out = np.array([[-1], [0], [0]], np.int32), tmp_path / "p.json"
     reduction = OPERATIONS.index("reduce_expert_grads")
     recording = record(0, [10_000, 20_000], [15_000, 50_000])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.holders import HolderCheck, walk
 from ultraep_comm.errors import UnsupportedError
@@ -17,41 +17,10 @@ from ultraep_comm.group.layers import group_for
 _LOGGER = logging.getLogger("ultraep_comm")
 
 
-class LayerBalancer(Balancer):
-    """Puts a layer's replicas behind its own experts, in the layer's own tensors.
-
-    Attributes:
-        copied: rows that have been copied there from the group's slots, which layers share.
-    """
-
-    copied, _is_begun = 0, False
-
-    def begin_batch(self, layer: Any, topk_ids: torch.Tensor, num_tokens: Any) -> torch.Tensor:
-        """Return physical ids; the transfer is under way. Collective."""
-        # Since weights were loaded again the layer's parameters may be others.
-        self.weights = {
-            n: getattr(layer, n).data[: self.group.num_local_experts] for n in self.group.segments
-        }
-        ids = self.begin(topk_ids, num_tokens=num_tokens, source=0)
-        self._is_begun = True
-        return ids
-
-    def end_batch(self, layer: Any) -> bool:
-        """Wait, and copy the slots; False: there was nothing to wait for."""
-        if not self._is_begun:
-            return False
-        self._is_begun = False
-        self.wait()
-        for name, slots in self.group.slots.items():
-            getattr(layer, name).data[self.group.num_local_experts :].copy_(slots)
-        self.copied += self.group.topology.slots_per_rank
-        return True
-
-
 class Batches:
     """Gives SGLang's MoE layers replicas for each batch, in their redundant rows.
 
-    Each layer's ``ultraep`` is its :class:`LayerBalancer` then: ``plan`` is of the last batch.
+    Each layer's ``ultraep`` is its :class:`Balancer` then: ``plan`` is of the last batch.
     """
 
     def __init__(self, sglang: Mapping[str, Any]) -> None:
@@ -84,9 +53,9 @@ class Batches:
         kind = self._sglang["FusedMoE"]
         layers = [m for m in model.modules() if isinstance(m, kind) and m.uses_expert_location]
         ranks = self._sglang["get_moe_ep_group"]()
-        if not layers or seams.is_alone(ranks.cpu_group, "SGLang", "--ep-size above 1"):
+        if not layers or checks.is_alone(ranks.cpu_group, "SGLang", "--ep-size above 1"):
             return
-        seams.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
+        checks.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
         for layer in layers:
             own = {name: p.data for name, p in layer.named_parameters(recurse=False)}
             experts = self._sglang["get_global_expert_location_metadata"]().num_logical_experts
@@ -98,7 +67,7 @@ class Batches:
                 slots_per_rank=layer.num_local_experts - mains,
                 num_experts=experts,
             ).group
-            layer.ultraep = LayerBalancer(group, {}, layer=layer.layer_id)
+            layer.ultraep = Balancer(group, {}, layer=layer.layer_id)
             self._layers[layer.layer_id] = layer
         _LOGGER.info("SGLang: %d MoE layers have replicas for each batch", len(layers))
 
@@ -132,13 +101,20 @@ class Batches:
             )
         number, num_tokens = self._routing
         layer = self._layers[number]
-        return layer.ultraep.begin_batch(layer, topk_ids, num_tokens)
+        balancer: Balancer = layer.ultraep
+        # Since weights were loaded again the layer's parameters may be others.
+        count, names = balancer.group.num_local_experts, balancer.group.segments
+        balancer.weights = {name: getattr(layer, name).data[:count] for name in names}
+        return balancer.begin(topk_ids, num_tokens=num_tokens, source=0)
 
     def run(self, original: Callable[..., Any], layer: Any, dispatch_output: Any) -> Any:
-        """Have the replicas in place before the experts' kernel."""
-        balancer = getattr(layer, "ultraep", None)
-        is_ready = balancer is None or balancer.end_batch(layer)
-        if not is_ready and len(dispatch_output.hidden_states):  # an empty batch has no router
+        """Have the replicas behind the layer's own experts, in its tensors, before their kernel."""
+        balancer: Balancer | None = getattr(layer, "ultraep", None)
+        if balancer is not None and balancer.is_under_way:
+            balancer.wait()
+            for name, slots in balancer.group.slots.items():
+                getattr(layer, name).data[balancer.group.num_local_experts :].copy_(slots)
+        elif balancer is not None and len(dispatch_output.hidden_states):  # else no router has run
             raise UnsupportedError(
                 f"ULTRAEP_SGLANG=batch: layer {layer.layer_id} routes inside of its kernel; choose"
                 " another --moe-runner-backend, such as triton"
@@ -181,7 +157,7 @@ class Batches:
             (
                 len(mains) % num_ranks,
                 f"it has {len(mains)} experts on {num_ranks} ranks; expected"
-                f" {seams.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
+                f" {checks.even_ranks(len(mains))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
             ),
             (
                 not has_slots
@@ -194,7 +170,7 @@ class Batches:
             if is_so:
                 return why, None
         try:
-            seams.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
+            checks.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
         except UnsupportedError as error:
             return str(error), None
         weights = dict(layer.named_parameters())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ultraep_comm import env
@@ -23,12 +22,10 @@ _CREATE = "create_eplb_communicator"
 _PARAMETERS = "group_coordinator backend expert_weights expert_buffer"
 
 # What is called, replaced or overridden, and the parameters that it was written for.
-FACTORY: Mapping[str, str] = MappingProxyType(
-    {
-        f"{EPLB}.eplb_communicator:{_CREATE}": _PARAMETERS,
-        f"{EPLB}.eplb_state:{_CREATE}": _PARAMETERS,
-    }
-)
+FACTORY = {
+    f"{EPLB}.eplb_communicator:{_CREATE}": _PARAMETERS,
+    f"{EPLB}.eplb_state:{_CREATE}": _PARAMETERS,
+}
 
 
 def register() -> None:
@@ -48,25 +45,25 @@ def register() -> None:
         importlib.import_module(f"{__name__}.{mode}").register()
 
 
-def replace_factory(mode: str, seam: Mapping[str, str], make: Callable[..., Any]) -> bool:
+def replace_factory(mode: str, points: Mapping[str, str], make: Callable[..., Any]) -> bool:
     """Let ``make`` give a model's EPLB its communicator; False: this has been done before.
 
     Args:
         mode: of ULTRAEP_VLLM.
-        seam: what else is used of vLLM, as :data:`FACTORY`.
+        points: what else is used of vLLM, as :data:`FACTORY`.
         make: called with the coordinator of the ranks, ``expert_weights`` and ``expert_buffer``.
 
     Raises:
         UnsupportedError: this release of vLLM has other signatures.
     """
-    from ultraep_comm.adapters import seams
+    from ultraep_comm.adapters import checks
 
-    places = [seams.find(f"{EPLB}.{module}") for module in ("eplb_communicator", "eplb_state")]
+    places = [checks.find(f"{EPLB}.{module}") for module in ("eplb_communicator", "eplb_state")]
     original = getattr(places[0], _CREATE)
     if original.__module__ == __name__:  # plugins may be loaded more than once
         return False
-    seams.check_seam("vllm", "0.33", "0.33", {**FACTORY, **seam})
-    elastic = seams.find("vllm.distributed.stateless_coordinator:StatelessGroupCoordinator")
+    checks.check_signatures("vllm", "0.33", "0.33", {**FACTORY, **points})
+    elastic = checks.find("vllm.distributed.stateless_coordinator:StatelessGroupCoordinator")
 
     def create(
         group_coordinator: Any,
@@ -79,7 +76,7 @@ def replace_factory(mode: str, seam: Mapping[str, str], make: Callable[..., Any]
                 f"ULTRAEP_VLLM={mode}: elastic expert parallelism changes the ranks of a group;"
                 " unset ULTRAEP_VLLM, or enable_elastic_ep"
             )
-        if not expert_weights or seams.is_alone(group_coordinator.cpu_group, "vLLM", SETTING):
+        if not expert_weights or checks.is_alone(group_coordinator.cpu_group, "vLLM", SETTING):
             return original(group_coordinator, backend, expert_weights, expert_buffer)
         return make(group_coordinator, expert_weights, expert_buffer)
 

@@ -11,14 +11,13 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.vllm import EPLB, replace_factory
 from ultraep_comm.adapters.vllm.checks import ROUTER, describe
 from ultraep_comm.adapters.vllm.replicas import CONTEXT, HAS_CONTEXT, Replicas
@@ -32,26 +31,24 @@ _PLUGGABLE = "vllm.model_executor.custom_op:PluggableLayer"
 _CONFIG = "vllm.config:get_current_vllm_config"
 _RANKS = "vllm.distributed.parallel_state:get_ep_group"
 # What is called, replaced or overridden, and the parameters that it was written for.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_STATE}.build_initial_global_physical_to_logical_map": (
-            "num_routed_experts num_redundant_experts"
-        ),
-        f"{_STATE}.rearrange": "self is_profile rank_mapping",
-        f"{_EXPERTS}.__init__": "self layer_name params_dtype moe_config",
-        f"{_EXPERTS}.get_expert_weights": "self",
-        f"{_EXPERTS}.forward_modular": "self x topk_weights topk_ids",
-        f"{_EXPERTS}.weight_loader": "self param loaded_weight weight_name shard_id expert_id",
-        f"{_EXPERTS}._ensure_moe_quant_config_init": "self",
-        f"{ROUTER}._apply_eplb_mapping": "self topk_ids",
-        f"{_MOE}.modular_kernel:FusedMoEExpertsModular.apply": "self output hidden_states w1 w2",
-        f"{_PLUGGABLE}.register_oot": "_decorated_layer_cls name",
-        CONTEXT: "",
-        HAS_CONTEXT: "",
-        _CONFIG: "",
-        _RANKS: "",
-    }
-)
+PATCH_POINTS = {
+    f"{_STATE}.build_initial_global_physical_to_logical_map": (
+        "num_routed_experts num_redundant_experts"
+    ),
+    f"{_STATE}.rearrange": "self is_profile rank_mapping",
+    f"{_EXPERTS}.__init__": "self layer_name params_dtype moe_config",
+    f"{_EXPERTS}.get_expert_weights": "self",
+    f"{_EXPERTS}.forward_modular": "self x topk_weights topk_ids",
+    f"{_EXPERTS}.weight_loader": "self param loaded_weight weight_name shard_id expert_id",
+    f"{_EXPERTS}._ensure_moe_quant_config_init": "self",
+    f"{ROUTER}._apply_eplb_mapping": "self topk_ids",
+    f"{_MOE}.modular_kernel:FusedMoEExpertsModular.apply": "self output hidden_states w1 w2",
+    f"{_PLUGGABLE}.register_oot": "_decorated_layer_cls name",
+    CONTEXT: "",
+    HAS_CONTEXT: "",
+    _CONFIG: "",
+    _RANKS: "",
+}
 # Layers between set_eplb_state and their communicator, which vLLM may fail to reach.
 _waiting: list[weakref.ref[Any]] = []
 
@@ -63,18 +60,18 @@ def register() -> None:
         UnsupportedError: this release of vLLM has other signatures, or another plugin has replaced
             RoutedExperts.
     """
-    if not replace_factory("batch", SEAM, join):
+    if not replace_factory("batch", PATCH_POINTS, join):
         return
-    vllm_own = seams.find(_EXPERTS)
+    vllm_own = checks.find(_EXPERTS)
     parts = {"weight_loader": _note_loads(vllm_own.weight_loader)}
     experts = type("ReplicatedExperts", (Experts, vllm_own), parts)
     try:
-        seams.find(_PLUGGABLE).register_oot(name="RoutedExperts")(experts)
+        checks.find(_PLUGGABLE).register_oot(name="RoutedExperts")(experts)
     except AssertionError as error:
         raise UnsupportedError(
             f"ULTRAEP_VLLM=batch: another plugin of vLLM has replaced RoutedExperts: {error}"
         ) from None
-    state = seams.find(_STATE)
+    state = checks.find(_STATE)
     state.build_initial_global_physical_to_logical_map = staticmethod(layout)
     state.rearrange = lambda *_, **__: None
 
@@ -95,11 +92,11 @@ def layout(num_routed_experts: int, num_redundant_experts: int) -> list[int]:
     Raises:
         UnsupportedError: ranks would have different numbers of rows or slots.
     """
-    count = seams.find(_RANKS)().world_size if num_redundant_experts else 1
+    count = checks.find(_RANKS)().world_size if num_redundant_experts else 1
     if num_routed_experts % count:
         raise UnsupportedError(
             f"ULTRAEP_VLLM=batch: {num_routed_experts} experts on {count} ranks; expected"
-            f" {seams.even_ranks(num_routed_experts)}. Or set ULTRAEP_VLLM=eplb, for which"
+            f" {checks.even_ranks(num_routed_experts)}. Or set ULTRAEP_VLLM=eplb, for which"
             f" num_redundant_experts={-num_routed_experts % count} will do"
         )
     if num_redundant_experts % count:
@@ -131,7 +128,7 @@ def join(coordinator: Any, expert_weights: Sequence[Sequence[torch.Tensor]], _: 
             " batch. Set ULTRAEP_VLLM=eplb, or unset it"
         )
     described = [describe(layer) for layer in layers]
-    seams.agree(coordinator.cpu_group, described)
+    checks.agree(coordinator.cpu_group, described)
     for number, (layer, (_, facts)) in enumerate(zip(layers, described, strict=True)):
         layer.replicas = Replicas(layer, coordinator, number, facts)
     _LOGGER.info("vLLM: %d MoE layers have replicas for each batch", len(layers))
@@ -156,7 +153,7 @@ class Experts:
             moe_config.require_decomposed_backend = True  # routes are adjusted after routing
         super().__init__(layer_name, params_dtype, moe_config, *args, **more)  # type: ignore[call-arg]
         self.replicas: Replicas | None = None
-        self.vllm_config = seams.find(_CONFIG)()
+        self.vllm_config = checks.find(_CONFIG)()
 
     @property
     def replica_plan(self) -> uec.Plan | None:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import seams
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.holders import HolderCheck, walk
-from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.adapters.options import check_options
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
 _OF_ROUTER = ("e_score_correction_bias", "hash_indices_table")  # vLLM: of no expert
@@ -36,18 +35,14 @@ def read_options(layer: Any) -> dict[str, Any]:
     """
     given = layer.vllm_config.additional_config
     options = dict(given.get("ultraep", {})) if isinstance(given, dict) else {}
-    if unknown := options.keys() - {*OF_LAYER, *OF_GROUP}:
-        raise InvalidArgumentError(
-            f"additional_config of vLLM has the ultraep options {sorted(unknown)}; expected some of"
-            f" {', '.join((*OF_LAYER, *OF_GROUP))}"
-        )
+    check_options("ultraep in additional_config of vLLM", options)
     if "cost" in options:
         options["cost"] = uec.PlanCost(**options["cost"])
     return options
 
 
 def describe(layer: Any, checked: Sequence[Any] = ()) -> tuple[str, Any]:
-    """Return whether a layer can have replicas, for :func:`seams.agree`.
+    """Return whether a layer can have replicas, for :func:`checks.agree`.
 
     Args:
         layer: its RoutedExperts.
@@ -126,7 +121,7 @@ def _find_setting(layer: Any) -> str:
             f" of {parallel.ep_size}",
         ),
         (
-            not isinstance(find_router(layer), seams.find(ROUTER)),
+            not isinstance(find_router(layer), checks.find(ROUTER)),
             f"its router is a {type(find_router(layer)).__name__}; expected one of vLLM's",
         ),
     ):

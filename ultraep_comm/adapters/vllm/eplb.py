@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.adapters import rows, seams
+from ultraep_comm.adapters import checks, rows
 from ultraep_comm.adapters.vllm import EPLB, replace_factory
-from ultraep_comm.errors import InvalidPlanError, UltraEPError
+from ultraep_comm.errors import InvalidPlanError
+from ultraep_comm.group.group import rejecting
 
 _LOGGER = logging.getLogger("ultraep_comm")
 _BASE = f"{EPLB}.eplb_communicator:EplbCommunicator"
 _STREAM = f"{EPLB}.eplb_utils:device_stream"
 # What is called or overridden, and the parameters that it was written for.
-SEAM: Mapping[str, str] = MappingProxyType(
-    {
-        _STREAM: "stream",
-        f"{_BASE}.add_send": "self tensors dst_rank expert_id",
-        f"{_BASE}.add_recv": "self tensors src_rank expert_id",
-        f"{_BASE}.execute": "self",
-        f"{_BASE}.set_transfer_context": "self old_indices layer_idx",
-        f"{_BASE}.set_stream": "self stream",
-    }
-)
+PATCH_POINTS = {
+    _STREAM: "stream",
+    f"{_BASE}.add_send": "self tensors dst_rank expert_id",
+    f"{_BASE}.add_recv": "self tensors src_rank expert_id",
+    f"{_BASE}.execute": "self",
+    f"{_BASE}.set_transfer_context": "self old_indices layer_idx",
+    f"{_BASE}.set_stream": "self stream",
+}
 
 _WAY_OUT = (
     "set ULTRAEP_VLLM=batch, for layers that differ: vLLM's own EPLB has one receive buffer for all"
@@ -36,12 +34,12 @@ _WAY_OUT = (
 
 def register() -> None:
     """Let vLLM make a :class:`Mover` where it would make a communicator."""
-    replace_factory("eplb", SEAM, _make_mover)
+    replace_factory("eplb", PATCH_POINTS, _make_mover)
 
 
 def _make_mover(*given: Any) -> Any:
-    parts = {"on_stream": staticmethod(seams.find(_STREAM))}
-    return type("UltraEPCommunicator", (Mover, seams.find(_BASE)), parts)(*given)
+    parts = {"on_stream": staticmethod(checks.find(_STREAM))}
+    return type("UltraEPCommunicator", (Mover, checks.find(_BASE)), parts)(*given)
 
 
 class Mover:
@@ -68,7 +66,7 @@ class Mover:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
         cpu_group = coordinator.cpu_group
         problem = _find_problem(expert_weights, expert_buffer)
-        rows.raise_problems(seams.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _WAY_OUT)
+        rows.raise_problems(checks.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _WAY_OUT)
         first = expert_weights[0]
         on_cpu = first[0].device.type == "cpu"
         self._weights, self._buffer, self._rows = expert_weights, expert_buffer, len(first[0])
@@ -132,7 +130,7 @@ class Mover:
         # As a load: a call of the group, which is bounded and names who does not come.
         noted = torch.zeros(group.num_ranks * count, dtype=torch.int32, device="cpu")
         noted[:count] = torch.tensor(own, dtype=torch.int32, device="cpu") + 1
-        try:
+        with rejecting(group):
             if problem:
                 raise InvalidPlanError(f"EPLB of layer {self._layer}: rank {group.rank} {problem}")
             sources = uec.gather_load(counts=noted, group=group)[:, :count] - 1
@@ -144,9 +142,6 @@ class Mover:
                     f" (row, rank), and its peers need {sorted(needed)}; ranks have different maps"
                 )
             plan = rows.plan_of(sources, group)
-        except UltraEPError as error:
-            group.session.reject(error)
-            raise
         if plan.num_replicas:
             weights = rows.by_name(self._weights[self._layer])
             with self.on_stream(self._stream):

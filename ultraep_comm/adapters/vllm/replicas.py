@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ultraep_comm.adapters.balancer import Balancer
+from ultraep_comm.adapters.checks import agree, find
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
-from ultraep_comm.adapters.seams import agree, find
 from ultraep_comm.adapters.vllm.checks import count_mains, describe, find_router, read_options
-from ultraep_comm.errors import BootstrapError, InvalidWeightsError, UnsupportedError
+from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.group.layers import group_for
 from ultraep_comm.system import undocumented
 
@@ -60,7 +61,7 @@ class Replicas:
         whole = {}
         if not are_copied:
             try:
-                whole = group.empty_instances()
+                whole = group.banks[0].empty_instances()
             except UnsupportedError as error:
                 _LOGGER.info("vLLM: slots are copied for each batch: %s", error)
         for name, rows in whole.items():
@@ -74,7 +75,6 @@ class Replicas:
         ]
         self._layer, self._mains = layer, mains
         self._places = {name: weight.data_ptr() for name, weight in weights.items()}
-        self._is_under_way = False
         self.balancer = Balancer(
             group,
             group.bind({name: weight.data[:mains] for name, weight in weights.items()}),
@@ -86,7 +86,7 @@ class Replicas:
         self._known, self.is_checked = self._find_known(), True
         self._contexts = find(HAS_CONTEXT), find(CONTEXT)
         self._router = find_router(layer)
-        self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - the seam
+        self._router._apply_eplb_mapping = self.begin  # noqa: SLF001 - its patch point
 
     @property
     def has_all(self) -> bool:
@@ -117,11 +117,8 @@ class Replicas:
             for path, fact in (facts or {}).items()
             if path != "are_copied" and (is_new or not isinstance(fact, int))
         }
-        try:
+        with rejecting(self.balancer.group):  # a rank may be in the next call, if it loaded nothing
             agree(self._cpu_group, [(problem, constants)], first=self._number)
-        except BootstrapError as error:  # a rank may be in the next call, if it loaded nothing
-            self.balancer.group.session.reject(error)
-            raise
         self._known, self.is_checked = known, True
 
     def begin(self, topk_ids: Tensor) -> Tensor:
@@ -143,12 +140,11 @@ class Replicas:
                     f"rank {group.rank}: {name} of {self._layer.layer_name} has moved since it was"
                     " loaded; expected new weights in the same memory"
                 )
-                group.session.reject(error)
-                raise error
+                with rejecting(group):
+                    raise error
         self._check_again()
         number = self._count_tokens(len(topk_ids))
         source = 0 if self.has_all else None
-        self._is_under_way = True
         rows = self.balancer.begin(topk_ids, num_tokens=number, source=source)
         if number is None:
             return rows
@@ -173,8 +169,7 @@ class Replicas:
 
     def wait(self) -> None:
         """Order what follows after the replicas' arrival, once for each batch."""
-        if self._is_under_way:
-            self._is_under_way = False
+        if self.balancer.is_under_way:
             self.balancer.wait()
             for tail, slots in self._tails:
                 tail.copy_(slots)

@@ -11,24 +11,17 @@ keeps the rest at home.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.peers.placement import Ints, Placed, at_home
-from ultraep_comm.errors import UnsupportedError
 
 CUBE = np.array([[1, 2, 3, 0, 5, 6, 7, 4], [4, 5, 6, 7, 2, 3, 0, 1]])
 EDGES, SIZE = CUBE.shape
 
 
 def tokens_lplb(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Placed | None:
-    """Return the plan of a load ``[E]``; None without whole cubes, 2 slots and 2 experts a rank.
-
-    Raises:
-        UnsupportedError: SciPy is not installed.
-    """
+    """Return the plan of a load ``[E]``; None without whole cubes, 2 slots and 2 experts a rank."""
     shared = min(slots, int(np.bincount(home, minlength=num_ranks).min())) // EDGES  # by an edge
     if num_ranks % SIZE or not shared:
         return None
@@ -60,13 +53,15 @@ def balance_cube(rank_load: Ints, most: Ints) -> NDArray[np.float64]:
         rank_load: ``[8]``.
         most: ``[8, 2]``, upper limits of the flow.
     """
+    from scipy.optimize import linprog
+
     count = SIZE * EDGES
     rank, edge = np.divmod(np.arange(count), EDGES)
     less = np.zeros((SIZE, count + 1))  # a rank's tokens after the flow, less the fullest rank's
     less[rank, np.arange(count)] -= 1
     less[CUBE[edge, rank], np.arange(count)] += 1
     less[:, count] = -1
-    found = _linprog()(
+    found = linprog(
         np.append(np.zeros(count), 1.0),
         A_ub=less,
         b_ub=-rank_load,
@@ -75,13 +70,3 @@ def balance_cube(rank_load: Ints, most: Ints) -> NDArray[np.float64]:
     )
     flow: NDArray[np.float64] = found.x[:count].reshape(SIZE, EDGES)
     return flow
-
-
-def _linprog() -> Any:
-    try:
-        from scipy.optimize import linprog
-    except ImportError:
-        raise UnsupportedError(
-            "LPLB's linear program needs SciPy; run: pip install 'ultraep_comm[model]'"
-        ) from None
-    return linprog

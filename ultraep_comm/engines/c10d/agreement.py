@@ -1,10 +1,10 @@
-"""Agreement: every rank's record of a call reaches all ranks, and the news of a failure too."""
+"""Agreement: every rank's record of a call reaches all ranks, and its notice of a failure too."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,34 +14,17 @@ from ultraep_comm import _core
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel, Message, Pending
 from ultraep_comm.plan.topology import IntArray
 
-_GRACE = 0.4  # seconds for the news of a failure to come from a peer
+_Fault = _core.Fault
+_GRACE = 0.4  # seconds for a peer's notice of its failure to arrive
 _POLL = 0.01
 _HEAD = 3  # int64: kind, epoch, digest
-_NEWS = 3  # int64: fault, peer, root
-_UNHEARD = -2  # no peer and no root
-_NEWS_TAG, _PROBE_TAG = 0, 1
+_NOTICE = 3  # int64: fault, peer, root
+_EMPTY = -2  # no peer and no root
+_NOTICE_TAG, _PROBE_TAG = 0, 1
 _FIRST_TAG = 1 << 30  # of records, beyond those of steps: they may share a channel
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a rank says of its call.
-
-    Attributes:
-        kind: of the record.
-        epoch: the call's number.
-        digest: of all its calls so far; the same on all ranks.
-        counts: of a gather, int32 ``[E]``; None: of another call.
-    """
-
-    kind: _core.RecordKind
-    epoch: int
-    digest: int
-    counts: IntArray | None = None
-
-
-@dataclass(frozen=True)
-class News:
+class FailureNotice(NamedTuple):
     """Why a rank's call failed: what happened, with which peer, and which rank was the first."""
 
     fault: _core.Fault
@@ -54,7 +37,7 @@ class Agreement:
 
     Args:
         calls: carries records.
-        alarms: carries news of failures; nothing else, so that it works after a failure.
+        alarms: carries notices of failures; nothing else, so that it works after a failure.
         rank, num_ranks: of the group.
         num_experts: E.
     """
@@ -65,12 +48,12 @@ class Agreement:
         self._calls, self._alarms = calls, alarms
         self._rank, self._num_ranks = rank, num_ranks
         self._num_experts = num_experts
-        self._told: list[Pending] = []
-        # Receives wait for news from the start: it arrives at once, whatever this rank does then.
-        self._news = torch.full((num_ranks, _NEWS), _UNHEARD, dtype=torch.int64, device="cpu")
-        self._heard = alarms.post(
+        self._sent: list[Pending] = []
+        # Posted from the start: a notice arrives at once, whatever this rank does then.
+        self._notices = torch.full((num_ranks, _NOTICE), _EMPTY, dtype=torch.int64, device="cpu")
+        self._receives = alarms.post(
             [
-                Message(peer, _NEWS_TAG, self._news[peer], receives=True)
+                Message(peer, _NOTICE_TAG, self._notices[peer], receives=True)
                 for peer in range(num_ranks)
                 if peer != rank
             ]
@@ -90,17 +73,25 @@ class Agreement:
             known += count
         self._arriving: list[Pending] = []
 
-    def begin(self, record: Record) -> None:
-        """Start to exchange a record with those of all other ranks.
+    def begin(
+        self, kind: _core.RecordKind, epoch: int, digest: int, counts: IntArray | None = None
+    ) -> None:
+        """Start to exchange this rank's record of a call with those of all other ranks.
+
+        Args:
+            kind: of the record.
+            epoch: the call's number.
+            digest: of all calls so far; the same on all ranks.
+            counts: of a gather, int32 ``[E]``; None: of another call.
 
         In step i a rank sends all that it knows to the rank 2**i before it, and receives as much
         from the one 2**i after it: log2(G) messages each way, where all pairs would take G - 1.
         """
         own = self._rows[0]
-        own[0], own[1] = record.kind.value, record.epoch
-        own[2:3].view(np.uint64)[0] = record.digest
-        if record.counts is not None:
-            own[_HEAD:].view(np.int32)[: self._num_experts] = record.counts
+        own[0], own[1] = kind.value, epoch
+        own[2:3].view(np.uint64)[0] = digest
+        if counts is not None:
+            own[_HEAD:].view(np.int32)[: self._num_experts] = counts
         self._arriving = self._calls.post([*self._arrive, *self._leave[:1]])
 
     def finish(self, limit: float) -> None:
@@ -126,18 +117,17 @@ class Agreement:
             wait(pending)
         self._arriving = []
 
-    def first_rejecting(self) -> int:
-        """Return the first rank whose record says that it rejects its call; -1: none."""
-        return self._first(self._rows[:, 0] == _core.RecordKind.REJECTED.value)
+    def compare(self) -> tuple[_core.Fault, int] | None:
+        """Return the first rank that rejects its call, or whose call is not this rank's, and which.
 
-    def first_other(self) -> int:
-        """Return the first rank whose call is not this rank's; -1: all are."""
-        return self._first((self._rows[:, 1:3] != self._rows[0, 1:3]).any(axis=1))
-
-    def _first(self, found: NDArray[np.bool_]) -> int:
-        if not found.any():
-            return -1
-        return int(np.roll(found, self._rank).argmax())
+        None: all ranks make the same call.
+        """
+        rejecting = self._rows[:, 0] == _core.RecordKind.REJECTED.value
+        differing = (self._rows[:, 1:3] != self._rows[0, 1:3]).any(axis=1)
+        for fault, ranks in ((_Fault.REJECTED, rejecting), (_Fault.MISMATCH, differing)):
+            if ranks.any():
+                return fault, int(np.roll(ranks, self._rank).argmax())
+        return None
 
     def counts(self) -> NDArray[np.int32]:
         """Return the counts of all ranks, ``[G, E]``."""
@@ -150,38 +140,38 @@ class Agreement:
 
     # ---- after a failure --------------------------------------------------------------------
 
-    def tell(self, news: News) -> None:
+    def broadcast(self, notice: FailureNotice) -> None:
         """Tell all peers why this rank has failed, without waiting for them."""
         words = torch.tensor(
-            [news.fault.value, news.peer, news.root], dtype=torch.int64, device="cpu"
+            [notice.fault.value, notice.peer, notice.root], dtype=torch.int64, device="cpu"
         )
         for peer in range(self._num_ranks):
             if peer == self._rank:
                 continue
             with suppress(BrokenChannelError):  # it is gone
-                self._told += self._alarms.post([Message(peer, _NEWS_TAG, words, receives=False)])
+                self._sent += self._alarms.post([Message(peer, _NOTICE_TAG, words, receives=False)])
 
-    def hear(self, peer: int) -> tuple[int, News] | None:
-        """Return the rank that tells of its failure, and what.
+    def poll(self, peer: int) -> tuple[int, FailureNotice] | None:
+        """Return a rank that has failed, and its notice.
 
         Args:
             peer: the rank; -1: any.
 
         Returns:
-            None: nothing has come within a grace period, or the rank is gone.
+            None: no notice has arrived within a grace period, or the rank is gone.
         """
-        awaited = [p for p in self._heard if peer in (-1, p.message.peer)]
+        awaited = [p for p in self._receives if peer in (-1, p.message.peer)]
         end, open_ = time.monotonic() + _GRACE, True
         while open_ and time.monotonic() < end:
             open_ = peer < 0 or self._is_open(peer)
             for pending in awaited:
-                teller = pending.message.peer
-                if self._news[teller, -1] == _UNHEARD:  # to wait on gloo's side would end in a cut
+                sender = pending.message.peer
+                if self._notices[sender, -1] == _EMPTY:  # a wait in gloo that times out aborts
                     continue
                 with suppress(BrokenChannelError):
                     pending.wait(_GRACE)
-                fault, about, root = self._news[teller].tolist()
-                return teller, News(_core.Fault(fault), about, root)
+                fault, about, root = self._notices[sender].tolist()
+                return sender, FailureNotice(_Fault(fault), about, root)
             time.sleep(_POLL)
         return None
 
@@ -189,19 +179,19 @@ class Agreement:
         """Return whether a connection is open, as far as is known."""
         never = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
-            self._told += self._alarms.post([Message(peer, _PROBE_TAG, never, receives=True)])
+            self._sent += self._alarms.post([Message(peer, _PROBE_TAG, never, receives=True)])
         except BrokenChannelError:
             return False
         return True
 
     def close(self) -> None:
-        """Release the channels, once the peers have what this rank told."""
+        """Release the channels, once the peers have this rank's notice."""
         with suppress(BrokenChannelError):
-            for pending in self._told:
+            for pending in self._sent:
                 if not pending.message.receives:
                     pending.wait(_GRACE)
-        self._told.clear()
-        self._heard.clear()
+        self._sent.clear()
+        self._receives.clear()
         self._arriving.clear()
         self._calls.close()
         self._alarms.close()

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,17 +34,21 @@ class BrokenChannelError(Exception):
         receives: whether it was to receive.
         seconds: how long it was waited for.
         timed_out: the limit has passed; else the backend reported an error.
+        chunk: the expert, and which piece of it, that it moved; None: not known, or of no transfer.
     """
 
+    chunk: tuple[int, int] | None = None
+
     def __init__(
-        self, text: str, peer: int, *, receives: bool, seconds: float, timed_out: bool
+        self, text: str, peer: int, *, receives: bool, seconds: float = 0.0, timed_out: bool = False
     ) -> None:
         super().__init__(text)
         self.peer, self.receives = peer, receives
         self.seconds, self.timed_out = seconds, timed_out
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -83,32 +87,8 @@ class Pending:
             peer, _, _, receives = self.message
             timed_out = bool(limit) and seconds >= 0.99 * limit
             raise BrokenChannelError(
-                _first_line(error), peer, receives=receives, seconds=seconds, timed_out=timed_out
+                first_line(error), peer, receives=receives, seconds=seconds, timed_out=timed_out
             ) from error
-
-
-class Channel(Protocol):
-    """A process group of its own.
-
-    Attributes:
-        matches_tags: messages find their receive by the tag, in whatever order these are posted;
-            else both ends issue rounds in their order.
-    """
-
-    matches_tags: bool
-
-    def post(self, messages: Sequence[Message]) -> list[Pending]:
-        """Issue the messages of one round, in the order of rounds on every rank.
-
-        Raises:
-            BrokenChannelError: the backend refuses one.
-        """
-
-    def abort(self) -> None:
-        """Make all operations fail, on this rank and on its peers. From any thread."""
-
-    def close(self) -> None:
-        """Release the process group. Nothing is under way."""
 
 
 def gloo_is_local() -> bool:
@@ -130,7 +110,11 @@ def gloo_is_local() -> bool:
 
 
 class GlooChannel:
-    """A channel between CPUs.
+    """A channel between CPUs. All that is public here every channel has.
+
+    Attributes:
+        matches_tags: messages find their receive by the tag, in whatever order these are posted;
+            else both ends issue rounds in their order.
 
     Args:
         store: where the ranks meet, with keys of this channel's own.
@@ -145,7 +129,13 @@ class GlooChannel:
         self._group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, limit)
 
     def post(self, messages: Sequence[Message]) -> list[Pending]:
-        """Issue messages, receives first: a sender's bytes leave once its peer waits for them."""
+        """Issue the messages of one round, in the order of rounds on every rank.
+
+        Receives come first: a sender's bytes leave once its peer waits for them.
+
+        Raises:
+            BrokenChannelError: the backend refuses one.
+        """
         group = self._group
         pending = []
         for message in messages:
@@ -153,19 +143,17 @@ class GlooChannel:
             try:
                 work = (group.recv if receives else group.send)([tensor], peer, tag)
             except RuntimeError as error:
-                raise BrokenChannelError(
-                    _first_line(error), peer, receives=receives, seconds=0.0, timed_out=False
-                ) from error
+                raise BrokenChannelError(first_line(error), peer, receives=receives) from error
             pending.append(Pending(message, work))
         return pending
 
     def abort(self) -> None:
-        """Close all connections of the process group."""
+        """Make all operations fail, on this rank and on its peers. From any thread."""
         if self._group is not None:
             _abort_gloo(self._group)
 
     def close(self) -> None:
-        """Close the connections and end gloo's threads."""
+        """Close the connections and end gloo's threads. Nothing is under way."""
         self._group = None
 
 
@@ -243,9 +231,7 @@ class BackendChannel:
         except RuntimeError as error:
             first, *others = messages
             peer = first.peer if all(m.peer == first.peer for m in others) else -1
-            raise BrokenChannelError(
-                _first_line(error), peer, receives=first.receives, seconds=0.0, timed_out=False
-            ) from error
+            raise BrokenChannelError(first_line(error), peer, receives=first.receives) from error
         # A backend that runs a batch as one returns one work for all of it.
         shared = works[0]
         return [
@@ -270,3 +256,6 @@ class BackendChannel:
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):  # it has failed, or torch has ended
                 dist.destroy_process_group(group)
+
+
+Channel = GlooChannel | BackendChannel

@@ -11,20 +11,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, Movable
-from ultraep_comm.engines.c10d.agreement import Agreement, News, Record
+from ultraep_comm.engines.base import Engine, Movable, Objective, Setup
+from ultraep_comm.engines.c10d.agreement import Agreement, FailureNotice
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
-from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
-from ultraep_comm.engines.c10d.order import CallMark, DeviceOrder, HostOrder
+from ultraep_comm.engines.c10d.movement import Movement, read_steps
+from ultraep_comm.engines.c10d.order import DeviceOrder
 from ultraep_comm.engines.c10d.reduction import Reduction
 from ultraep_comm.engines.c10d.transfer import Transfer
+from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
@@ -38,42 +42,29 @@ _KNOWN_ENDS = 8  # calls whose finish times are kept
 _CLOSE_SECONDS = 2.0  # for a rejected call to reach its peers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """Where a rank's slots and slot gradients are.
-
-    Attributes:
-        names, grad_names: of the segments, and of those with gradients.
-        bytes: by bank and segment, uint8 ``[S, bytes]``.
-        grads: by set and segment with gradients, ``[S, elements]``.
-    """
-
-    names: Sequence[str]
-    grad_names: Sequence[str]
-    bytes: Sequence[list[Tensor]]
-    grads: Sequence[list[Tensor]]
-
-
 @dataclass(kw_only=True)
 class _Job:
     """A submitted call.
 
     Attributes:
-        record: what the peers are told; None: no rank moves anything, and no peer is asked.
+        kind: of its record; None: no rank moves anything, and no peer is asked.
+        epoch, digest, counts: in the record, see `Agreement.begin`.
         movement: its messages; None: there are none.
         table: of a gather, int32 ``[G, E]``.
         clear: slot gradients to clear behind it.
-        mark: its place among the caller's work.
+        events: on a device, those of `DeviceOrder.enter`.
         lacking: slots that it has yet to complete.
         keep: memory that it uses.
     """
 
+    kind: _core.RecordKind | None
     epoch: int
-    record: Record | None
+    digest: int = 0
+    counts: IntArray | None = None
     movement: Movement | None = None
     table: Tensor | None = None
     clear: Sequence[Tensor] = ()
-    mark: CallMark
+    events: tuple[Any, Any] | None = None
     lacking: set[int] = field(default_factory=set)
     keep: object = None
 
@@ -85,33 +76,30 @@ class C10dEngine(Engine):
     engine reads them; other results go back. Each copy waits for the device.
 
     Args:
-        topology, rank: as in `Engine`.
+        topology, rank, setup: as in `Engine`.
         device: where weights and slots are.
-        ledger: prepares calls.
-        slots: where they write to.
-        channel: carries weights and gradients.
-        agreement: compares calls.
+        channels: for weights and gradients, for records and for failures; the first may be one.
         call_limit, wait_limit: in seconds, until all ranks have called and from then on; 0: none.
-        order: of calls among the caller's work.
     """
 
     def __init__(
         self,
         topology: Topology,
         rank: int,
+        setup: Setup,
         device: torch.device,
+        channels: Sequence[Channel],
         *,
-        ledger: _core.C10dLedger,
-        slots: Slots,
-        channel: Channel,
-        agreement: Agreement,
         call_limit: float,
         wait_limit: float,
-        order: HostOrder | DeviceOrder,
     ) -> None:
-        super().__init__(topology, rank)
-        self._device, self._ledger, self._slots = device, ledger, slots
-        self._channel, self._agreement, self._order = channel, agreement, order
+        super().__init__(topology, rank, setup)
+        self._device, self._ledger = device, _core.C10dLedger(self.config)
+        self._slots, self._grads = _find_slots(setup[0], self.config, self.memory[0].local)
+        self._channel, (calls, alarms) = channels[0], channels[-2:]
+        num_ranks, num_experts = topology.num_ranks, topology.num_experts
+        self._agreement = Agreement(calls, alarms, rank, num_ranks, num_experts)
+        self._order = None if device.type == "cpu" else DeviceOrder(device)
         self._call_limit, self._wait_limit = call_limit, wait_limit
         self._changed = threading.Condition()
         # Under it:
@@ -122,7 +110,7 @@ class C10dEngine(Engine):
         self._owed = 0  # the epoch of a call that this rank rejects, until its peers know
         self._cancelled = self._closed = self._ends_itself = False
         self._ends: dict[int, int] = {}
-        self._marks: deque[tuple[int, CallMark]] = deque()
+        self._end_events: deque[tuple[int, Any]] = deque(maxlen=_KNOWN_ENDS)
         self._bytes_sent = self._num_regions = 0
         self._counts = {"replicate": 0, "reduce": 0, "gather": 0, "rejected": 0}
         self._thread = threading.Thread(
@@ -155,7 +143,9 @@ class C10dEngine(Engine):
             )
         return value.cpu()
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
         """Return the plan on the CPU, and False."""
         if self.is_capturing():
             raise UnsupportedError(
@@ -163,14 +153,6 @@ class C10dEngine(Engine):
                 " c10d engine cannot be captured"
             )
         return self.to_host(plan, "the plan"), False
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the CPU, where plans are."""
-        return tensor.cpu().clone()
-
-    def reroute(self, topk_ids: Tensor, plan: Plan, source: int | None = None) -> Tensor:
-        """Return physical ids, on the device of the ids."""
-        return super().reroute(topk_ids, plan, source).to(topk_ids.device)
 
     # ---- submitting -------------------------------------------------------------------------
 
@@ -183,7 +165,7 @@ class C10dEngine(Engine):
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
     ) -> SharedRegion:
         """Return new memory in which slots appear once more."""
-        if not self._order.is_host:
+        if self._order is not None:
             raise UnsupportedError(
                 f"rank {self.rank}: the c10d engine maps slots on a device only once; create the"
                 " group with a bank for each layer"
@@ -196,44 +178,48 @@ class C10dEngine(Engine):
             if self._refuses():
                 return self._ledger.reject(), _core.Mode.DIRECT
             epoch, digest, mode, is_empty, rows = self._ledger.transfer(call)
-            job = _Job(
-                epoch=epoch,
-                # Rule: an empty call asks nobody. Its digest is in that of the next call that does.
-                record=None if is_empty else Record(_Kind.CALL, epoch, digest),
-                mark=self._order.enter(),
-                keep=bound,
-            )
+            # Rule: an empty call asks nobody. Its digest is in that of the next call that does.
+            kind = None if is_empty else _Kind.CALL
+            job = _Job(kind=kind, epoch=epoch, digest=digest, keep=bound)
             steps = read_steps(rows.tolist())
             bank = max(call.bank, 0)  # the core's -1: bank 0 without reuse
             if bound.types:  # of gradients
                 self._counts["reduce"] += 1
-                grads = self._slots.grads[bank % len(self._slots.grads)]
-                main = _mains(bound.tensors, self._slots.grad_names, as_bytes=False)
-                job.movement = Reduction(steps, self._channel, digest, grads, main)
+                grads = self._grads[bank % len(self._grads)]
+                main = _find_mains(bound.tensors, list(grads), as_bytes=False)
+                job.movement = Reduction(steps, self._channel, digest, [*grads.values()], main)
                 if call.zero:
                     read = self._ledger.slots_to_fill()[self.rank].nonzero()[0].tolist()
-                    job.clear = [segment[slot] for segment in grads for slot in read]
+                    job.clear = [segment[slot] for segment in grads.values() for slot in read]
             else:
                 self._counts["replicate"] += 1
-                slots = self._slots.bytes[bank]
-                main = _mains(bound.tensors, self._slots.names, as_bytes=True)
-                movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))
-                job.movement, job.lacking = movement, set(movement.filled)
+                slots = self._slots[bank]
+                main = _find_mains(bound.tensors, list(slots), as_bytes=True)
+                job.movement = movement = Transfer(
+                    steps, self._channel, digest, [*slots.values()], main, self._slot_done(job)
+                )
+                job.lacking = set(movement.filled)
             self._submit(job)
-        self._order.leave(lambda: self._wait_for(lambda: job.mark.issued or self._is_over(epoch)))
+        if self._order is not None:
+            # Rule: the call's operations are issued before the caller's next ones, on every rank.
+            # Backends of devices may run two process groups one after another, and each rank in its
+            # own order of issue: two orders would wait for each other.
+            self._wait_for(lambda: self._is_over(epoch))
         return epoch, mode
 
-    def gather(self, counted: Counted, load: Tensor) -> int:
+    def gather(
+        self, counted: Tensor, load: Tensor, objective: Objective | None = None
+    ) -> tuple[int, None]:
         """Exchange counts ``[E]`` into ``load [G, E]``, both on the CPU; return the epoch."""
         with self._changed:
             if self._refuses():
-                return self._ledger.reject()
+                return self._ledger.reject(), None
             epoch, digest = self._ledger.gather()
             self._counts["gather"] += 1
-            record = Record(_Kind.CALL, epoch, digest, counted.values.numpy())
-            job = _Job(epoch=epoch, record=record, table=load, mark=self._order.enter())
+            counts = counted.numpy()
+            job = _Job(kind=_Kind.CALL, epoch=epoch, digest=digest, counts=counts, table=load)
             self._submit(job)
-        return epoch
+        return epoch, None
 
     def reject(self) -> None:
         """Take an epoch and tell the peers that this rank rejected its input."""
@@ -242,8 +228,7 @@ class C10dEngine(Engine):
                 return
             epoch = self._ledger.reject()
             self._counts["rejected"] += 1
-            record = Record(_Kind.REJECTED, epoch, 0)
-            self._submit(_Job(epoch=epoch, record=record, mark=self._order.enter()))
+            self._submit(_Job(kind=_Kind.REJECTED, epoch=epoch))
             self._owed = epoch
             # Calls from here on are refused.
             rank = self.rank
@@ -256,6 +241,8 @@ class C10dEngine(Engine):
         return self._failed != 0
 
     def _submit(self, job: _Job) -> None:
+        if self._order is not None:
+            job.events = self._order.enter()
         self._jobs.append(job)
         self._changed.notify_all()
 
@@ -293,7 +280,7 @@ class C10dEngine(Engine):
             while True:
                 self._set_cancelled()
                 # What was submitted before a call that this rank rejects is still owed, and so is
-                # the news of it.
+                # the record of that.
                 if self._jobs and (not self._failed or self._jobs[0].epoch <= self._owed):
                     self._running = self._jobs.popleft()
                     return self._running
@@ -305,10 +292,11 @@ class C10dEngine(Engine):
     def _run(self, job: _Job) -> None:
         report = None
         try:
-            with self._order.running(job.mark):
+            order, events = self._order, job.events
+            with nullcontext() if order is None or events is None else order.running(*events):
                 report = self._execute(job)
             if report is not None:  # a peer that has yet to compare may find this rank gone
-                self._agreement.tell(News(report.fault, report.peer, report.root))
+                self._agreement.broadcast(FailureNotice(report.fault, report.peer, report.root))
                 self._abort_channels()
         except Exception as error:
             report = self._explain(job, error)
@@ -318,28 +306,27 @@ class C10dEngine(Engine):
                 self._completed = job.epoch
                 self._ends[job.epoch] = time.monotonic_ns()
                 self._ends.pop(job.epoch - _KNOWN_ENDS, None)
-                self._marks.append((job.epoch, job.mark))
-                while len(self._marks) > _KNOWN_ENDS:
-                    self._marks.popleft()
+                if job.events is not None:
+                    self._end_events.append((job.epoch, job.events[1]))
             else:
                 self._owed = 0
-                if not 0 < self._failed <= report.epoch:
+                if not self._has_failed(report.epoch):
                     self._set_failed(report)
             self._changed.notify_all()
 
     def _execute(self, job: _Job) -> _core.Report | None:
         """Run a call; return how it failed, or None."""
         movement = job.movement
-        if job.record is not None:
-            self._agreement.begin(job.record)
+        if job.kind is not None:
+            self._agreement.begin(job.kind, job.epoch, job.digest, job.counts)
             # Rule: bytes may move before all ranks have agreed, as each rank receives only where
             # its own plan says; but no call ends well before they have.
             if movement is not None:
                 movement.begin()
             self._agreement.finish(self._call_limit)
-            report = self._compare(job)
-            if report is not None:
-                return report
+            if (found := self._agreement.compare()) is not None:
+                fault, rank = found
+                return _core.Report(fault=fault, epoch=job.epoch, peer=rank, root=rank)
             if job.table is not None:
                 job.table.copy_(torch.from_numpy(self._agreement.counts()))
         if movement is not None:
@@ -350,60 +337,51 @@ class C10dEngine(Engine):
             gradient.zero_()
         return None
 
-    def _compare(self, job: _Job) -> _core.Report | None:
-        """Return how the ranks' records of a call differ, or None."""
-        rank, fault = self._agreement.first_rejecting(), _Fault.REJECTED
-        if rank < 0:
-            rank, fault = self._agreement.first_other(), _Fault.MISMATCH
-        if rank < 0:
-            return None
-        return _core.Report(fault=fault, epoch=job.epoch, peer=rank, root=rank)
-
     def _explain(self, job: _Job, error: Exception) -> _core.Report:
         """Return how a call failed, once all ranks have exchanged their failure reports."""
         with self._changed:
             cancelled = self._cancelled
         if cancelled:
             return _core.Report(fault=_Fault.CANCELLED, epoch=job.epoch)
-        step = error.step if isinstance(error, BrokenStepError) else None
-        broken = error.__cause__ if step is not None else error
-        if not isinstance(broken, BrokenChannelError):  # ours, such as memory that was refused
-            text = str(error) or type(error).__name__
-            broken = BrokenChannelError(text, -1, receives=True, seconds=0.0, timed_out=False)
+        if isinstance(error, BrokenChannelError):
+            broken = error
+        else:  # ours, such as memory that was refused
+            broken = BrokenChannelError(str(error) or type(error).__name__, -1, receives=True)
         peer, fault = broken.peer, _Fault.TIMEOUT if broken.timed_out else _Fault.GONE
-        self._agreement.tell(News(fault, peer, peer))
-        self._abort_channels()  # the peers stop waiting for this rank, and hear what it told
+        self._agreement.broadcast(FailureNotice(fault, peer, peer))
+        self._abort_channels()  # the peers stop waiting for this rank, and read its notice
         aborter, root = -1, peer
         asked = {self.rank}
-        while root not in asked and (heard := self._agreement.hear(root)) is not None:
-            teller, news = heard
-            if aborter < 0 and news.fault is _Fault.GONE and news.peer == self.rank:
+        while root not in asked and (found := self._agreement.poll(root)) is not None:
+            sender, notice = found
+            if aborter < 0 and notice.fault is _Fault.GONE and notice.peer == self.rank:
                 break  # it saw this rank's abort, so this rank was first
-            root = teller
+            root = sender
             asked.add(root)
             if aborter < 0:
                 aborter = root
-            if news.fault in (_Fault.REJECTED, _Fault.MISMATCH):
-                other = root if news.root == self.rank else news.root
-                return _core.Report(fault=news.fault, epoch=job.epoch, peer=other, root=other)
-            if news.fault is _Fault.CANCELLED or news.peer < 0:
+            if notice.fault in (_Fault.REJECTED, _Fault.MISMATCH):
+                other = root if notice.root == self.rank else notice.root
+                return _core.Report(fault=notice.fault, epoch=job.epoch, peer=other, root=other)
+            if notice.fault is _Fault.CANCELLED or notice.peer < 0:
                 break
-            root = news.peer
+            root = notice.peer
         if aborter >= 0 and fault is _Fault.GONE:
             fault = _Fault.ABORTED
+        expert, piece = broken.chunk or (-1, -1)
         return _core.Report(
             fault=fault,
             epoch=job.epoch,
-            flag=_core.FlagKind.CALL if step is None else _core.FlagKind.DONE,
+            flag=_core.FlagKind.CALL if broken.chunk is None else _core.FlagKind.DONE,
             peer=peer,
-            expert=-1 if step is None else step.expert,
-            piece=-1 if step is None else step.chunk,
+            expert=expert,
+            piece=piece,
             seen=self._completed,
             expected=job.epoch,
             aborter=aborter if fault is _Fault.ABORTED else -1,
             root=root,
             seconds=broken.seconds,
-            all_called=step is not None,
+            all_called=broken.chunk is not None,
             detail=str(broken),
         )
 
@@ -421,8 +399,11 @@ class C10dEngine(Engine):
 
     # ---- waiting ----------------------------------------------------------------------------
 
+    def _has_failed(self, epoch: int) -> bool:
+        return 0 < self._failed <= epoch
+
     def _is_over(self, epoch: int) -> bool:
-        return self._completed >= epoch or 0 < self._failed <= epoch
+        return self._completed >= epoch or self._has_failed(epoch)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Block until a condition holds; Ctrl-C aborts the calls, since their memory is freed."""
@@ -435,64 +416,60 @@ class C10dEngine(Engine):
 
     def _succeeded(self, epoch: int) -> bool:
         with self._changed:
-            return not 0 < self._failed <= epoch
+            return not self._has_failed(epoch)
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Block until a call has finished; with a device, the current stream waits for it.
 
         On the CPU, ``slots`` are waited for alone.
         """
-        if slots is not None and self._order.is_host:
+        if slots is not None and self._order is None:
             return self._wait_slots(epoch, slots)
         self._wait_for(lambda: self._is_over(epoch))
-        for mark in self._marks_from(epoch):
-            mark.wait()
+        for event in self._end_of(epoch):
+            event.wait()
         return self._succeeded(epoch)
 
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished, on a device too."""
         self._wait_for(lambda: self._is_over(epoch))
-        for mark in self._marks_from(epoch):
-            mark.synchronize()
+        for event in self._end_of(epoch):
+            event.synchronize()
         return self._succeeded(epoch)
 
-    def _marks_from(self, epoch: int) -> list[CallMark]:
-        """Return the mark of a call, or of the first known one behind it: calls run in order."""
+    def _end_of(self, epoch: int) -> list[Any]:
+        """Return, on a device, the event of a call's end, or of the first known one behind it."""
         with self._changed:
-            return [mark for known, mark in self._marks if known >= epoch][:1]
+            return [event for known, event in self._end_events if known >= epoch][:1]
 
     def _wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        self._wait_for(
-            lambda: (
-                all(self._is_ready(epoch, slot) for slot in slots) or (0 < self._failed <= epoch)
-            )
-        )
-        with self._changed:
+        def are_ready() -> bool:
             return all(self._is_ready(epoch, slot) for slot in slots)
 
+        self._wait_for(lambda: are_ready() or self._has_failed(epoch))
+        with self._changed:
+            return are_ready()
+
     def _is_ready(self, epoch: int, slot: int) -> bool:
-        if 0 < self._failed <= epoch or not self._order.is_host:
-            return self._completed >= epoch and not 0 < self._failed <= epoch
+        if self._has_failed(epoch) or self._order is not None:
+            return self._completed >= epoch and not self._has_failed(epoch)
         if self._completed >= epoch:
             return True
         jobs = [job for job in (self._running, *self._jobs) if job is not None]
         return any(job.epoch == epoch and slot not in job.lacking for job in jobs)
 
-    def slot_ready(self, epoch: int, slot: int) -> bool:
-        """Return whether what a call brings to a slot is there."""
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
+        """Return whether a call has finished or failed, or has filled a slot."""
         with self._changed:
-            return self._is_ready(epoch, slot)
-
-    def is_completed(self, epoch: int) -> bool:
-        """Return whether a call has finished or failed."""
-        with self._changed:
-            over, failed = self._is_over(epoch), 0 < self._failed <= epoch
-        return over and (failed or all(mark.is_done() for mark in self._marks_from(epoch)))
+            if slot is not None:
+                return self._is_ready(epoch, slot)
+            over, failed = self._is_over(epoch), self._has_failed(epoch)
+        return over and (failed or all(event.query() for event in self._end_of(epoch)))
 
     def finished_at(self, epoch: int) -> int:
         """Return when one of the last calls finished, in nanoseconds; 0: unknown."""
         with self._changed:
-            return self._ends.get(epoch, 0) if self._order.is_host else 0
+            return self._ends.get(epoch, 0) if self._order is None else 0
 
     # ---- banks ------------------------------------------------------------------------------
 
@@ -512,16 +489,14 @@ class C10dEngine(Engine):
         with self._changed:
             return self._ledger.slots_to_fill()
 
-    def reader(self, bank: int) -> int:
-        """Return the call that fills a bank, if it has not finished, else 0."""
+    def invalidate(self, bank: int) -> int:
+        """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
         with self._changed:
             last = self._ledger.last_call(bank)
-            return 0 if self._is_over(last) else last
-
-    def invalidate(self, bank: int) -> None:
-        """Let a bank hold nothing, of the next version."""
-        with self._changed:
+            if not self._is_over(last):
+                return last
             self._ledger.invalidate(bank)
+            return 0
 
     # ---- failure and end --------------------------------------------------------------------
 
@@ -532,7 +507,7 @@ class C10dEngine(Engine):
                 return
             self._cancelled = True
             self._changed.notify_all()
-        self._agreement.tell(News(_Fault.CANCELLED, -1, self.rank))
+        self._agreement.broadcast(FailureNotice(_Fault.CANCELLED, -1, self.rank))
         self._abort_channels()
         if threading.current_thread() is not self._thread:
             with self._changed:  # the thread sees it at once, unless something holds it up
@@ -582,24 +557,41 @@ class C10dEngine(Engine):
             **self._counts, completed=self._completed, bytes_stored=self._bytes_sent
         )
 
-    @property
-    def bytes_stored(self) -> int:
-        """Return the bytes sent so far."""
-        return self._bytes_sent
+
+def _find_slots(
+    options: Options, config: _core.EngineConfig, memory: Tensor
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return views of a rank's slots and their gradients in its memory.
+
+    The slots by bank and segment, uint8 ``[S, bytes]``; the gradients by set and segment,
+    ``[S, elements]``.
+    """
+    layout, per_bank = _core.EngineLayout(config), config.slots_per_rank
+    offset, grad_offset = iter(layout.slot_offset), iter(layout.grad_offset)
+
+    def rows(offset: int, nbytes: int) -> Tensor:
+        return memory.narrow(0, offset, per_bank * nbytes).view(per_bank, nbytes)
+
+    slots = [
+        {name: rows(next(offset), s.nbytes) for name, s in options.segments.items()}
+        for _ in range(options.banks)
+    ]
+    grads = [
+        {name: rows(next(grad_offset), s.nbytes).view(s.dtype) for name, s in options.grads.items()}
+        for _ in range(options.grad_banks)
+    ]
+    return slots, grads
 
 
-def _mains(
+def _find_mains(
     weights: Weights, names: Sequence[str], *, as_bytes: bool
 ) -> Callable[[int, int], Tensor]:
     """Return a function from a segment's and a main's index to that main, as one dense row."""
-    known: dict[tuple[int, int], Tensor] = {}
 
+    @cache
     def find(segment: int, index: int) -> Tensor:
-        found = known.get((segment, index))
-        if found is None:
-            main = weights[names[segment]][index].detach()
-            found = main.as_strided((main.numel(),), (1,))  # any strides that are dense
-            known[segment, index] = found = found.view(torch.uint8) if as_bytes else found
-        return found
+        main = weights[names[segment]][index].detach()
+        main = main.as_strided((main.numel(),), (1,))  # any strides that are dense
+        return main.view(torch.uint8) if as_bytes else main
 
     return find

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -14,18 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ultraep_comm import _core
-from ultraep_comm.engines.base import start_engine
-from ultraep_comm.engines.c10d.agreement import Agreement
 from ultraep_comm.engines.c10d.channel import (
     BackendChannel,
     BrokenChannelError,
     Channel,
     GlooChannel,
+    first_line,
     gloo_is_local,
 )
-from ultraep_comm.engines.c10d.engine import C10dEngine, Slots
-from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
+from ultraep_comm.engines.c10d.engine import C10dEngine
 from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
@@ -37,14 +34,7 @@ from ultraep_comm.fabrics.rendezvous import (
     Rendezvous,
     check_same_arguments,
 )
-from ultraep_comm.fabrics.shm import (
-    UNKNOWN,
-    find_apart,
-    machine_id,
-    say_apart,
-    say_unknown,
-)
-from ultraep_comm.fabrics.sockets import Address, Listener
+from ultraep_comm.fabrics.shm import UNKNOWN, find_apart, machine_id, say_apart, say_unknown
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
@@ -146,17 +136,16 @@ def choose_engine(rendezvous: Rendezvous, wanted: torch.device | None) -> tuple[
         device = find_device(rendezvous.group, wanted).type
     except UnsupportedError:
         device = "cpu"
-    with closing(Listener(rendezvous.rank)) as listener:
-        records = rendezvous.exchange([device, machine_id(), listener.address])
-        devices, machines, addresses = map(list, zip(*records, strict=True))
-        if "cpu" not in devices:
-            return "c10d", ""
-        if unknown := say_unknown(machines):
-            return "c10d", unknown
-        if (count := len(set(machines))) > 1:
-            return "c10d", f"the ranks are on {count} machines"
-        apart = find_apart(rendezvous, [Address(*address) for address in addresses])
-        return ("c10d", say_apart(apart)) if apart else ("host", "")
+    records = rendezvous.exchange([device, machine_id()])
+    devices, machines = map(list, zip(*records, strict=True))
+    if "cpu" not in devices:
+        return "c10d", ""
+    if unknown := say_unknown(machines):
+        return "c10d", unknown
+    if (count := len(set(machines))) > 1:
+        return "c10d", f"the ranks are on {count} machines"
+    apart = find_apart(rendezvous)
+    return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
 def make_group_engine(
@@ -170,7 +159,7 @@ def make_group_engine(
         BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit in memory.
     """
-    options.refuse_check("the c10d engine")
+    options.refuse_check("c10d")
     device = find_device(rendezvous.group, options.device)
     if not dist.is_gloo_available():
         raise UnsupportedError("engine='c10d' compares calls over gloo, which torch lacks here")
@@ -198,7 +187,7 @@ def make_group_engine(
             raise BootstrapError(
                 f"rank {rank}: the engine's process groups could not be created;"
                 f" if they cannot connect, {IFNAME}"
-                f" ({(str(refused) or type(refused).__name__).splitlines()[0]})",
+                f" ({first_line(refused)})",
                 failed_rank=rank,
             ) from refused
         rendezvous.raise_if_any_failed()
@@ -287,45 +276,15 @@ def _make_one(
     device: torch.device,
     channels: Sequence[Channel],
 ) -> C10dEngine:
-    num_ranks = topology.num_ranks
     config = options.config(topology, rank, call_timeout, cost)
-    data, (calls, alarms) = channels[0], channels[-2:]
+    setup = options, config, PrivateFabric(rank, topology.num_ranks, device)
     given = options.timeout
-
-    def start(config: _core.EngineConfig) -> C10dEngine:
-        return C10dEngine(
-            topology,
-            rank,
-            device,
-            ledger=_core.C10dLedger(config),
-            slots=_find_slots(config, options, fabric.slots),
-            channel=data,
-            agreement=Agreement(calls, alarms, rank, num_ranks, topology.num_experts),
-            call_limit=call_timeout if given is None else given,
-            wait_limit=WAIT_TIMEOUT if given is None else given,
-            order=HostOrder() if device.type == "cpu" else DeviceOrder(device),
-        )
-
-    fabric = PrivateFabric(rank, num_ranks, device)
-
-    return start_engine(rank, topology, options, config, fabric, start)
-
-
-def _find_slots(config: _core.EngineConfig, options: Options, memory: torch.Tensor) -> Slots:
-    """Return views of the slots and their gradients in a rank's memory."""
-    layout, per_bank = _core.EngineLayout(config), config.slots_per_rank
-
-    def rows(offset: int, nbytes: int) -> torch.Tensor:
-        return memory.narrow(0, offset, per_bank * nbytes).view(per_bank, nbytes)
-
-    slots, grads = list(options.segments.values()), list(options.grads.values())
-    offset, grad_offset = iter(layout.slot_offset), iter(layout.grad_offset)
-    return Slots(
-        names=tuple(options.segments),
-        grad_names=tuple(options.grads),
-        bytes=[[rows(next(offset), s.nbytes) for s in slots] for _ in range(options.banks)],
-        grads=[
-            [rows(next(grad_offset), s.nbytes).view(s.dtype) for s in grads]
-            for _ in range(options.grad_banks)
-        ],
+    return C10dEngine(
+        topology,
+        rank,
+        setup,
+        device,
+        channels,
+        call_limit=call_timeout if given is None else given,
+        wait_limit=WAIT_TIMEOUT if given is None else given,
     )

@@ -51,14 +51,6 @@ def read_steps(rows: Sequence[Sequence[int]]) -> list[Step]:
     return [Step(row[0], _KINDS[row[1]], *row[2:]) for row in rows]
 
 
-class BrokenStepError(Exception):
-    """A step's message failed; the cause is a `BrokenChannelError`."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__(step)
-        self.step = step
-
-
 class Movement(ABC):
     """Sends and receives of one call on one rank.
 
@@ -91,17 +83,17 @@ class Movement(ABC):
             limit: of each wait, in seconds; 0: none.
 
         Raises:
-            BrokenStepError: a message did not arrive or leave.
+            BrokenChannelError: a message did not arrive or leave.
         """
         for t, steps in self._rounds[self._next :]:
             if self._channel.matches_tags:
                 self._receive_until(self._next + IN_FLIGHT)
-            self._settle(self._arriving, max(t - IN_FLIGHT, _behind(steps)), limit)
-            self._settle(self._leaving, t - IN_FLIGHT, limit)
+            self._wait_until(self._arriving, max(t - IN_FLIGHT, _behind(steps)), limit)
+            self._wait_until(self._leaving, t - IN_FLIGHT, limit)
             self._issue(steps)
         last = self._rounds[-1][0] if self._rounds else 0
-        self._settle(self._arriving, last, limit)
-        self._settle(self._leaving, last, limit)
+        self._wait_until(self._arriving, last, limit)
+        self._wait_until(self._leaving, last, limit)
 
     def _issue(self, steps: Sequence[Step]) -> None:
         """Post what a round sends, and what it receives unless that has been posted."""
@@ -122,7 +114,8 @@ class Movement(ABC):
             refused = error.peer, error.receives
             found = (s for s in steps if (s.peer, s.kind in _RECEIVE) == refused)
             step = next(found, steps[0])
-            raise BrokenStepError(step) from error
+            error.chunk = step.expert, step.chunk
+            raise
         for step, pending in zip(steps, posted, strict=True):
             if pending.message.receives:
                 self._arriving.append((step, pending))
@@ -130,14 +123,15 @@ class Movement(ABC):
                 self._leaving.append((step, pending))
                 self.bytes_sent += pending.message.tensor.nbytes
 
-    def _settle(self, pending: deque[tuple[Step, Pending]], last: int, limit: float) -> None:
+    def _wait_until(self, pending: deque[tuple[Step, Pending]], last: int, limit: float) -> None:
         """Wait for the messages of rounds up to ``last``."""
         while pending and pending[0][0].round <= last:
             step, message = pending.popleft()
             try:
                 message.wait(limit)
-            except Exception as error:
-                raise BrokenStepError(step) from error
+            except BrokenChannelError as error:
+                error.chunk = step.expert, step.chunk
+                raise
             if message.message.receives:
                 self.arrived(step, message.message.tensor)
 

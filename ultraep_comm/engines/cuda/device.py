@@ -1,4 +1,4 @@
-"""Access to a device. ``CudaDevice`` is a GPU; tests supply an emulation."""
+"""Access to a device, and to kernels on it. Tests supply emulations of both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -22,110 +23,23 @@ PCI_LENGTH = 32  # bytes of a PCI address, at most
 NEEDED = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")  # since CUDA 12.0
 
 
-class Kernels(Protocol):
+class Kernels:
     """A cubin, loaded on one device.
 
     Attributes:
+        library: its handle (CUlibrary).
         nvshmem: (major, minor) of NVSHMEM's device library in it, as `load_kernels` has read it.
     """
 
     nvshmem: tuple[int, int]
 
-    @property
-    def library(self) -> int:
-        """The handle of the loaded cubin (CUlibrary)."""
-
-    def handle(self, name: str, shared_bytes: int) -> int:
-        """Return a kernel's handle, for launches with up to ``shared_bytes`` dynamic memory."""
-
-
-class Device(Protocol):
-    """What the engine needs from a device.
-
-    Attributes:
-        torch_device: the device of tensors on it.
-        compute_capability: (major, minor).
-        num_sms: number of multiprocessors.
-        warp_size: threads per warp.
-        max_shared_bytes: maximum shared memory per block.
-        cuda_major: CUDA major version of the Python bindings.
-        context: CUDA context to make current around driver calls; 0: none.
-        driver: addresses of the driver's functions.
-        bindings: the module ``cuda.bindings.driver``.
-    """
-
-    torch_device: torch.device
-    compute_capability: tuple[int, int]
-    num_sms: int
-    warp_size: int
-    max_shared_bytes: int
-    cuda_major: int
-    context: int
-    driver: _core.CudaDriver
-    bindings: Any
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 device memory, already zeroed: usable from every stream."""
-
-    def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
-        """Return a uint8 tensor over device memory, which keeps its ``owner`` alive.
-
-        Raises:
-            DeviceError: the memory is not on this device.
-        """
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed page-locked host memory, uint8, at the same address on the device."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new uninitialised tensor, in stream order."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on this device."""
-
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep tensors' memory, even if dropped, until the current stream's work is done."""
-
-    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy a CPU tensor in stream order, without waiting; ``values`` may be freed at once."""
-
-    def links(self) -> Links | None:
-        """Return what NVML knows of the device now; None: it does not answer."""
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured into a graph."""
-
-    def has_graph_pool(self) -> bool:
-        """Return whether torch captures the current stream, and :meth:`empty` is of its graph."""
-
-    def current_stream(self) -> int:
-        """Return the handle of the caller's current stream."""
-
-    def new_stream(self) -> tuple[int, object]:
-        """Return a new stream's handle, and an object that keeps it alive."""
-
-    def settle(self) -> None:
-        """Block until all work on the device has finished."""
-
-    def settle_stream(self) -> None:
-        """Block until the work on the current stream has finished."""
-
-    def load(self, cubin: Path) -> Kernels:
-        """Load a cubin, once per file."""
-
-
-class CudaKernels:
-    """A cubin loaded by the driver."""
-
-    nvshmem: tuple[int, int]
-
-    def __init__(self, library: Any, device: CudaDevice) -> None:
+    def __init__(self, library: Any, device: Device) -> None:
         self.library = int(library)
         self._library = library
         self._device = device
 
     def handle(self, name: str, shared_bytes: int) -> int:
-        """Return a kernel's handle; its limit of dynamic shared memory only grows.
+        """Return a kernel's handle, for launches with up to ``shared_bytes`` dynamic memory.
 
         Loads the kernel on the device: lazy loading at launch could wait for other groups' kernels,
         which may be waiting for their peers.
@@ -155,21 +69,21 @@ class _Stream:
         weakref.finalize(self, driver.cuStreamDestroy, handle).atexit = False
 
 
-class _Memory:
-    """Device memory with the CUDA array interface, for torch.as_tensor."""
+class Device:
+    """A GPU of this process. Returned by :func:`find_device`.
 
-    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "version": 2,
-        }
-
-
-class CudaDevice:
-    """A GPU of this process. Returned by :func:`find_device`."""
+    Attributes:
+        torch_device: the device of tensors on it.
+        index: torch's and the driver's.
+        compute_capability: (major, minor).
+        num_sms: number of multiprocessors.
+        warp_size: threads per warp.
+        max_shared_bytes: maximum shared memory per block.
+        cuda_major: CUDA major version of the Python bindings.
+        context: CUDA context to make current around driver calls; 0: none.
+        driver: addresses of the driver's functions.
+        bindings: the module ``cuda.bindings.driver``.
+    """
 
     def __init__(self, index: int) -> None:
         driver, self.cuda_major = find_bindings()
@@ -209,7 +123,7 @@ class CudaDevice:
             addresses[name] = int(address)
         self.driver = _core.CudaDriver(addresses)
         self._raw_stream = getattr(undocumented(torch, "_C"), "_cuda_getCurrentRawStream", None)
-        self._loaded: dict[Path, CudaKernels] = {}
+        self._loaded: dict[Path, Kernels] = {}
 
     @contextmanager
     def made_current(self) -> Iterator[None]:
@@ -221,16 +135,27 @@ class CudaDevice:
             checked(self.bindings.cuCtxPopCurrent())
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed device memory."""
+        """Return uint8 device memory, already zeroed: usable from every stream."""
         with _typed_errors(f"{num_bytes} bytes"):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
-            self.settle_stream()
+            self.synchronize_stream()
         return memory
 
     def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
-        """Wrap device memory; torch copies memory that it takes for another device's."""
+        """Return a uint8 tensor over device memory, which keeps its ``owner`` alive.
+
+        Raises:
+            DeviceError: the memory is not on this device, so that torch has copied it.
+        """
+        interface = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+        wrapped = SimpleNamespace(__cuda_array_interface__=interface, owner=owner)
         with _typed_errors(f"a view of {num_bytes} bytes at {address:#x}"):
-            memory = torch.as_tensor(_Memory(address, num_bytes, owner), device=self.torch_device)
+            memory = torch.as_tensor(wrapped, device=self.torch_device)
         if num_bytes and memory.data_ptr() != address:
             raise DeviceError(
                 f"{num_bytes} bytes at {address:#x} are not memory of {self.torch_device}: torch"
@@ -239,7 +164,7 @@ class CudaDevice:
         return memory
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed page-locked memory, mapped for every device by unified addressing.
+        """Return zeroed page-locked host memory, uint8, at the same address on the device.
 
         Raises:
             DeviceError: it has another address on the device, which kernels are not told.
@@ -257,15 +182,15 @@ class CudaDevice:
         return memory
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor; during a capture, from the graph's memory pool."""
+        """Return a new uninitialised tensor, in stream order; in a capture, of its graph."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
         return tensor.device == self.torch_device
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record the stream with torch's allocator, which checks it when the memory is freed."""
+        """Keep tensors' memory, even if dropped, until the current stream's work is done."""
         stream, last = torch.cuda.current_stream(self.index), None
         for tensor in tensors:
             base = undocumented(tensor, "_base")
@@ -275,22 +200,26 @@ class CudaDevice:
             last = memory
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy through page-locked memory, which torch keeps until the stream has read it."""
+        """Copy a CPU tensor in stream order, without waiting; ``values`` may be freed at once."""
+        # torch keeps page-locked memory until the stream has read it.
         to.copy_(values.pin_memory(), non_blocking=True)
 
     def links(self) -> Links | None:
-        """Ask NVML, which knows GPUs by their PCI addresses."""
+        """Return what NVML knows of the device now; None: it does not answer."""
         device = checked(self.bindings.cuDeviceGet(self.index))
         address = checked(self.bindings.cuDeviceGetPCIBusId(PCI_LENGTH, device))
         return read_links(address.split(b"\0")[0].decode())
 
     def is_capturing(self) -> bool:
-        """Return whether torch's current stream is being captured, by any library."""
+        """Return whether the current stream is being captured into a graph, by any library."""
         with torch.cuda.device(self.index):  # whichever device is current
             return bool(torch.cuda.is_current_stream_capturing())
 
     def has_graph_pool(self) -> bool:
-        """Ask for torch's graph; its older releases do not tell, and are believed."""
+        """Return whether torch captures the current stream, and :meth:`empty` is of its graph.
+
+        Older releases of torch do not tell, and are believed.
+        """
         find = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
         try:
             with torch.cuda.device(self.index):
@@ -299,16 +228,17 @@ class CudaDevice:
             return False
 
     def current_stream(self) -> int:
-        """Return torch's current stream on this device."""
+        """Return the handle of torch's current stream on this device."""
         if self._raw_stream is not None:  # takes a tenth of the time
             return int(self._raw_stream(self.index))
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def new_stream(self) -> tuple[int, object]:
-        """Return a new high-priority stream, since other work waits for transfers.
+        """Return a new stream's handle, and an object that keeps it alive.
 
-        It is not one of torch's pool of 32, which others may share: their work would queue behind
-        kernels that wait for peers, or be captured with them.
+        Its priority is high, since other work waits for transfers. It is not one of torch's pool of
+        32, which others may share: their work would queue behind kernels that wait for peers, or be
+        captured with them.
         """
         driver = self.bindings
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -316,21 +246,21 @@ class CudaDevice:
             stream = checked(driver.cuStreamCreateWithPriority(flags, -1), "a stream")
         return int(stream), _Stream(driver, stream)
 
-    def settle(self) -> None:
-        """Wait for the device."""
+    def synchronize(self) -> None:
+        """Block until all work on the device has finished."""
         with _typed_errors("work in progress"):
             torch.cuda.synchronize(self.index)
 
-    def settle_stream(self) -> None:
-        """Wait for torch's current stream on this device."""
+    def synchronize_stream(self) -> None:
+        """Block until the work on the current stream has finished."""
         with _typed_errors("work in progress"):
             torch.cuda.current_stream(self.index).synchronize()
 
-    def load(self, cubin: Path) -> CudaKernels:
-        """Load a cubin, once for each file."""
+    def load(self, cubin: Path) -> Kernels:
+        """Load a cubin, once per file."""
         if cubin not in self._loaded:
             answer = self.bindings.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0)
-            self._loaded[cubin] = CudaKernels(checked(answer, str(cubin)), self)
+            self._loaded[cubin] = Kernels(checked(answer, str(cubin)), self)
         return self._loaded[cubin]
 
 
@@ -404,5 +334,5 @@ def find_device() -> Device:
 
 
 @functools.cache
-def _device(index: int) -> CudaDevice:
-    return CudaDevice(index)
+def _device(index: int) -> Device:
+    return Device(index)

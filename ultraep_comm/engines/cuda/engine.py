@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted
+from ultraep_comm.engines.base import Objective, Setup
 from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device, Kernels
-from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
-from ultraep_comm.engines.cuda.stages import CudaStages, raise_typed
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.engines.cuda.kernels import check_residency
+from ultraep_comm.engines.cuda.stages import CORE_ERRORS, CudaStages, raise_typed, translated
 from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import Binding
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peers:
-    """How a rank reaches peers without load/store access.
-
-    Attributes:
-        pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
-        far: 1 for each rank reached by puts and signals; empty: none is.
-        staging: symmetric memory for puts; None: no rank is far.
-    """
-
-    pes: Sequence[int] = ()
-    far: Sequence[int] = ()
-    staging: torch.Tensor | None = None
 
 
 class SharedLauncher:
@@ -50,7 +29,7 @@ class SharedLauncher:
     def __init__(
         self,
         device: Device,
-        kernels: GroupKernels,
+        kernels: Mapping[str, int],
         config: _core.EngineConfig,
         *,
         first_rank: int,
@@ -65,13 +44,6 @@ class SharedLauncher:
             context=device.context,
             stream=stream,
             captured_stream=captured_stream,
-            kernel=kernels.replicate,
-            bank_kernel=kernels.to_bank,
-            reduce=kernels.reduce,
-            notice=kernels.notice,
-            load=kernels.load,
-            load_plan=kernels.load_plan,
-            plan_warps=kernels.plan_warps,
             warp_size=device.warp_size,
             first_rank=first_rank,
             num_ranks=num_ranks,
@@ -79,14 +51,15 @@ class SharedLauncher:
             background_sms=background_sms,
             max_shared_bytes=device.max_shared_bytes,
             config=config,
+            **kernels,
         )
-        blocks_per_sm = _translated(launcher_config.blocks_per_multiprocessor)
+        blocks_per_sm = translated(launcher_config.blocks_per_multiprocessor)
         check_residency(num_sms, device, num_ranks, blocks_per_sm)
         self.device = device
-        self.plans = kernels.plan_warps > 0
+        self.plans = kernels["plan_warps"] > 0
         self.memory = memory = device.allocate(launcher_config.device_bytes)
         pinned = device.pinned(launcher_config.pinned_bytes)
-        self.launcher = _translated(
+        self.launcher = translated(
             _core.CudaLauncher,
             launcher_config,
             memory.data_ptr(),
@@ -99,7 +72,12 @@ _OF_CORE = ("failed_epoch", "report", "health", "version")  # as they are
 
 
 class CudaEngine(CudaStages):
-    """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
+    """One rank. Calls run on the current stream, or on the group's stream ordered after it.
+
+    Args:
+        device, kernels, topology, rank, setup: as for `CudaStages`.
+        shared, peers: as for :meth:`start`.
+    """
 
     def __init__(
         self,
@@ -107,29 +85,40 @@ class CudaEngine(CudaStages):
         kernels: Kernels,
         topology: Topology,
         rank: int,
-        config: _core.EngineConfig,
+        setup: Setup,
         shared: SharedLauncher,
-        peers: Peers | None = None,
-        *,
-        num_segments: int,
+        **peers: Any,
     ) -> None:
-        super().__init__(device, kernels, topology, rank, num_segments=num_segments)
-        self.start(config, shared, peers or Peers())
+        super().__init__(device, kernels, topology, rank, setup)
+        self.start(shared, **peers)
 
-    def start(self, config: _core.EngineConfig, shared: SharedLauncher, peers: Peers) -> None:
-        """Create the core's engine, in the memory of ``config``."""
+    def start(
+        self,
+        shared: SharedLauncher,
+        pes: Sequence[int] = (),
+        far: Sequence[int] = (),
+        staging: torch.Tensor | None = None,
+    ) -> None:
+        """Create the core's engine.
+
+        Args:
+            shared: launches calls.
+            pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
+            far: 1 for each rank reached by puts and signals; empty: none is.
+            staging: symmetric memory for puts; None: no rank is far.
+        """
         self._shared = shared
         self.plans_at_once = shared.plans
         self._current_stream = shared.device.current_stream
-        self._peers = peers
+        self._staging = staging
         self._tables: list[torch.Tensor] = []  # of regions
-        self._engine = _translated(
+        self._engine = translated(
             _core.CudaEngine,
-            config,
+            self.config,
             shared.launcher,
-            far=list(peers.far),
-            pes=list(peers.pes),
-            staging=0 if peers.staging is None else peers.staging.data_ptr(),
+            far=far,
+            pes=pes,
+            staging=0 if staging is None else staging.data_ptr(),
         )
         for name in _OF_CORE:
             setattr(self, name, getattr(self._engine, name))
@@ -138,7 +127,7 @@ class CudaEngine(CudaStages):
         """Register main weights that peers can address; return the region's index."""
         table = self._device.allocate(8 * (len(bases) + len(offset)))
         self._tables.append(table)
-        return _translated(self._engine.add_region, bases, offset, table.data_ptr())
+        return translated(self._engine.add_region, bases, offset, table.data_ptr())
 
     def share_slots(
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
@@ -155,50 +144,40 @@ class CudaEngine(CudaStages):
         """
         try:
             return self._engine.transfer(call, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        except CORE_ERRORS as error:
+            raise_typed(error)
 
     def residents(self, bank: int) -> IntArray:
         """Return int32 ``[G, S]``, what the slots of a bank hold; see `Engine`."""
-        return _translated(self._engine.residents, bank, self._current_stream())
+        return translated(self._engine.residents, bank, self._current_stream())
 
     def bank_table(self, bank: int) -> int:
         """Return the address of what the slots of a bank hold."""
-        return _translated(self._engine.bank_table, bank, self._current_stream())
+        return translated(self._engine.bank_table, bank, self._current_stream())
 
-    def invalidate(self, bank: int) -> None:
+    def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
-        _translated(self._engine.invalidate, bank, self._current_stream())
+        translated(self._engine.invalidate, bank, self._current_stream())
+        return 0
 
-    def gather(self, counted: Counted, load: torch.Tensor) -> int:
-        """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
-        return _translated(
-            self._engine.gather,
-            counted.values.data_ptr(),
-            counted.values.numel(),
-            counted.id_bytes,
-            load.data_ptr(),
-            self._current_stream(),
-        )
-
-    def gather_and_plan(
-        self, counted: Counted, load: torch.Tensor, target_ppm: int, costs: Costs | None
-    ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
-        """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
+    def gather(
+        self, counted: torch.Tensor, load: torch.Tensor, objective: Objective | None = None
+    ) -> tuple[int, Plan | None]:
+        """Count contiguous ids on the device, exchange the counts, and plan if one launch can."""
+        id_bytes = counted.element_size() if counted.dim() == 2 else 0  # 0: these are counts
+        given = (counted.data_ptr(), counted.numel(), id_bytes, load.data_ptr())
+        stream = self._current_stream()
+        if objective is None or not self.plans_at_once:
+            return translated(self._engine.gather, *given, stream), None
         memory, plan = self.plan_memory(load)
-        epoch = _translated(
+        return translated(
             self._engine.gather_and_plan,
-            counted.values.data_ptr(),
-            counted.values.numel(),
-            counted.id_bytes,
-            load.data_ptr(),
+            *given,
             memory.data_ptr(),
             self._stages,
-            target_ppm,
-            costs,
-            self._current_stream(),
-        )
-        return epoch, plan, (counted.values, load, memory)
+            *objective,
+            stream,
+        ), plan
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Make the current stream wait; False if the call is known to have failed."""
@@ -206,8 +185,8 @@ class CudaEngine(CudaStages):
             if slots is None:
                 return self._engine.wait(epoch, self._current_stream())
             return self._engine.wait_slots(epoch, slots, self._current_stream())
-        except (_core.DriverError, _core.CaptureError) as error:
-            _raise_typed(error)
+        except CORE_ERRORS as error:
+            raise_typed(error)
 
     def ready(self, bank: int) -> torch.Tensor:
         """Return int64 ``[S]`` on the device, the words of ready.cuh; a view."""
@@ -219,26 +198,26 @@ class CudaEngine(CudaStages):
 
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished; False if it has failed."""
-        return _translated(self._engine.synchronize, epoch)
+        return translated(self._engine.synchronize, epoch)
 
-    def is_completed(self, epoch: int) -> bool:
+    def is_completed(self, epoch: int, slot: int | None = None) -> bool:
         """Return whether a call has finished or failed."""
         try:
             return self._engine.is_completed(epoch)
-        except _core.DriverError as error:
+        except CORE_ERRORS as error:
             raise_typed(error)
 
     def reject(self) -> None:
         """Take an epoch and tell the peers that this rank rejected its input."""
-        _translated(self._engine.reject)
+        translated(self._engine.reject)
 
     def abort(self) -> None:
         """Fail the calls in progress, on this rank and its peers."""
-        _translated(self._engine.abort)
+        translated(self._engine.abort)
 
     def close(self) -> int:
         """Publish the close; return a rank known to have made another last call, else -1."""
-        return _translated(self._engine.close)
+        return translated(self._engine.close)
 
     @property
     def epoch(self) -> int:
@@ -253,17 +232,4 @@ class CudaEngine(CudaStages):
     @property
     def bytes_stored(self) -> int:
         """Return the bytes stored by finished calls; synchronises with the device."""
-        return _translated(lambda: self._engine.bytes_stored)
-
-
-def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    try:
-        return function(*args, **kwargs)
-    except (_core.DriverError, _core.CaptureError) as error:
-        _raise_typed(error)
-
-
-def _raise_typed(error: Exception) -> NoReturn:
-    if isinstance(error, _core.CaptureError):
-        raise UnsupportedError(str(error)) from error
-    raise_typed(error)
+        return translated(lambda: self._engine.bytes_stored)

@@ -61,8 +61,6 @@ def cubin_folder() -> Path:
 
     In an editable installation the Python sources are elsewhere.
     """
-    from ultraep_comm import _core
-
     return env.cubins() or Path(_core.__file__).parent / "cubins"
 
 
@@ -215,50 +213,42 @@ def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
     return kernels
 
 
-@dataclass(frozen=True)
-class GroupKernels:
-    """Handles of the kernels of one group."""
+def find_kernels(
+    device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool, adds: bool
+) -> dict[str, int]:
+    """Return the handles of a group's kernels, by their names in `CudaLauncherConfig`.
 
-    replicate: int
-    to_bank: int
-    notice: int
-    load: int
-    load_plan: int  # 0: the group is too large for it, or has far peers
-    plan_warps: int
-    reduce: int = 0  # 0: slots have no gradients
+    Args:
+        device: where they run.
+        kernels: has them.
+        config: of the group.
+        far: some peers are reached by puts.
+        adds: slots have gradients; else there is no ``reduce``.
 
-    @classmethod
-    def of(
-        cls, device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool, adds: bool
-    ) -> GroupKernels:
-        """Look up the handles; ``far``: some peers are reached by puts; ``adds``: gradients exist.
+    Raises:
+        UnsupportedError: the group is too large for the reduce kernel.
+    """
+    num_ranks, num_experts = config.num_ranks, config.num_experts
 
-        Raises:
-            UnsupportedError: the group is too large for the reduce kernel.
-        """
-        num_ranks, num_experts = config.num_ranks, config.num_experts
+    def plan_bytes(warps: int) -> int:
+        slots = config.slots_per_rank
+        return _core.cuda_load_plan_shared_bytes(num_ranks, num_experts, slots, warps)
 
-        def plan_bytes(warps: int) -> int:
-            slots = config.slots_per_rank
-            return _core.cuda_load_plan_shared_bytes(num_ranks, num_experts, slots, warps)
-
-        plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
-        suffix = "_far" if far else ""
-        transfer_bytes = _core.cuda_shared_bytes(config, device.max_shared_bytes)
-        return cls(
-            replicate=kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
-            to_bank=kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
-            notice=kernels.handle(NOTICE, 0),
-            load=kernels.handle(
-                f"ultraep_load{suffix}",
-                _core.cuda_load_shared_bytes(num_ranks, num_experts),
-            ),
-            load_plan=kernels.handle("ultraep_load_plan", plan_bytes(plan_warps))
-            if plan_warps
-            else 0,
-            plan_warps=plan_warps,
-            reduce=kernels.handle(REDUCE, reduce_bytes(config, device)) if adds else 0,
-        )
+    # Without: the group is too large for that kernel, or has far peers.
+    plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
+    suffix = "_far" if far else ""
+    transfer_bytes = _core.cuda_shared_bytes(config, device.max_shared_bytes)
+    load_bytes = _core.cuda_load_shared_bytes(num_ranks, num_experts)
+    plan = kernels.handle("ultraep_load_plan", plan_bytes(plan_warps)) if plan_warps else 0
+    return {
+        "kernel": kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
+        "bank_kernel": kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
+        "notice": kernels.handle(NOTICE, 0),
+        "load": kernels.handle(f"ultraep_load{suffix}", load_bytes),
+        "load_plan": plan,
+        "plan_warps": plan_warps,
+        "reduce": kernels.handle(REDUCE, reduce_bytes(config, device)) if adds else 0,
+    }
 
 
 def stage_shape(topology: Topology, rank: int, device: Device) -> _core.CudaStageShape:
@@ -292,10 +282,9 @@ def most_ranks_planned(topology: Topology, device: Device, *, in_bank: bool) -> 
 
 
 def choose_plan_warps(
-    shared_bytes: Callable[[int], int], device: Device, most: int | None = None
+    shared_bytes: Callable[[int], int], device: Device, most: int = PLAN_WARPS
 ) -> int:
     """Return the warps per block of a plan kernel: as many as fit in shared memory, or 0."""
-    most = PLAN_WARPS if most is None else most
     return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
 
 

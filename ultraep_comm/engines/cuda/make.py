@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,19 +13,18 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.calibration import link_gbps
-from ultraep_comm.engines.base import start_engine
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
-from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
+from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
-    GroupKernels,
     choose_background_sms,
     choose_num_sms,
     choose_tile_bytes,
+    find_kernels,
     load_kernels,
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
 from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
-from ultraep_comm.engines.options import Options, allowed_ways
+from ultraep_comm.engines.options import Options, allowed_backends
 from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
@@ -76,7 +75,7 @@ def find_torch_device() -> tuple[Device, SymmetricMemory, Kernels]:
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """An engine over a fabric, as this process has it.
 
     Attributes:
@@ -97,13 +96,15 @@ class Way:
         return "" if self.missing is None else str(self.missing) or "nothing was found"
 
 
-def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> Iterator[Way]:
+def probe_backends(
+    engine: str, fabric: str, device: torch.device | None = None
+) -> Iterator[Candidate]:
     """Look for what a group with these arguments may use, the preferred first.
 
-    `new_group` takes the first way that no rank is missing. Each is looked for when its turn has
-    come: NVSHMEM is not loaded for nothing.
+    `new_group` takes the first that every rank has. Each is looked for when its turn comes: NVSHMEM
+    is not loaded for nothing.
     """
-    for engine_name, fabric_name in allowed_ways(engine, fabric, device):
+    for engine_name, fabric_name in allowed_backends(engine, fabric, device):
         found: Any = None
         missing: Exception | None = None
         try:
@@ -111,7 +112,7 @@ def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> I
                 found = find_nvshmem_device() if fabric_name == "nvshmem" else find_torch_device()
         except Exception as nothing:  # of any type: the peers must not wait for this rank
             missing = nothing
-        yield Way(engine_name, fabric_name, found, missing)
+        yield Candidate(engine_name, fabric_name, found, missing)
 
 
 def make_group_engine(
@@ -132,22 +133,22 @@ def make_group_engine(
     own: list[Exception] = []
     foreign: OtherPesError | None = None  # why NVSHMEM was skipped
     reasons: dict[str, list[str]] = {}  # reason -> fabrics that it rules out
-    for way in find_ways(options.engine, options.fabric, options.device):
-        if way.engine != "cuda":
+    for candidate in probe_backends(options.engine, options.fabric, options.device):
+        if candidate.engine != "cuda":
             # If NVSHMEM is in use the ranks have GPUs, and taking another engine would surprise.
             if foreign is None:
                 return None, _reasons(reasons)
             break
-        name, text = way.fabric, way.reason
-        if way.missing is not None:
-            own.append(way.missing)
+        name, text = candidate.fabric, candidate.reason
+        if candidate.missing is not None:
+            own.append(candidate.missing)
         answers = rendezvous.exchange(text)
         lacking = [rank for rank, answer in enumerate(answers) if answer]
         if not lacking:
-            options.refuse_check("CUDA")  # on all ranks alike
+            options.refuse_check("cuda")  # on all ranks alike
             make = make_nvshmem_engine if name == "nvshmem" else make_torch_engine
             try:
-                return make(rendezvous, options, topology, given_domains, way.found), ""
+                return make(rendezvous, options, topology, given_domains, candidate.found), ""
             except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
@@ -203,7 +204,7 @@ def make_nvshmem_engine(
     def view(address: int, num_bytes: int) -> torch.Tensor:
         memory = device.view(address, num_bytes)
         memory.zero_()
-        device.settle_stream()
+        device.synchronize_stream()
         return memory
 
     fabric = NvshmemFabric(rendezvous, runtime, pes, view)
@@ -236,13 +237,12 @@ def make_nvshmem_engine(
             # Symmetric memory has one size on all ranks, though num_sms may differ.
             most = max(row[0] for row in rows)
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
-        peers = Peers(pes=pes, far=far, staging=staging)
+        peers = {"pes": pes, "far": far, "staging": staging}
+        engine = _make_one(rendezvous, options, topology, config, fabric, found, num_sms, **peers)
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
-        apart = not topology.allow_cross_domain and not all(map(all, reaches))
-        exchange = partial(_exchange_counts, rendezvous) if apart else None
-        return _make_one(
-            rendezvous, options, topology, config, fabric, found, num_sms, peers, exchange
-        )
+        if not topology.allow_cross_domain and not all(map(all, reaches)):
+            engine.exchange_counts = partial(_exchange_counts, rendezvous)
+        return engine
     except BaseException:
         fabric.close()
         raise
@@ -263,11 +263,13 @@ def make_torch_engine(
     device, memory, _ = found
     num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
     machines = [record["machine"] for record in records]
-    fabric = TorchFabric(rendezvous, memory, device.torch_device, device.settle_stream, machines)
+    fabric = TorchFabric(
+        rendezvous, memory, device.torch_device, device.synchronize_stream, machines
+    )
     if not given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(rendezvous.num_ranks, np.int32))
     config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
-    return _make_one(rendezvous, options, topology, config, fabric, found, num_sms, Peers())
+    return _make_one(rendezvous, options, topology, config, fabric, found, num_sms)
 
 
 def _agree_on_arguments(
@@ -328,15 +330,14 @@ def _make_one(
     fabric: Fabric,
     found: tuple[Device, object, Kernels],
     num_sms: int,
-    peers: Peers,
-    exchange_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **peers: Any,
 ) -> CudaEngine:
-    """Create this rank's engine, or raise on every rank."""
+    """Create this rank's engine, or raise on every rank; ``peers``: as for `CudaEngine`."""
     device, _, kernels = found
-    far, adds = bool(peers.far), bool(options.grads)
+    far, adds = bool(peers.get("far")), bool(options.grads)
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, config, far=far, adds=adds),
+        find_kernels(device, kernels, config, far=far, adds=adds),
         config,
         first_rank=rendezvous.rank,
         num_ranks=1,
@@ -345,15 +346,8 @@ def _make_one(
     )
     rendezvous.raise_if_any_failed()
 
-    engine = start_engine(
-        rendezvous.rank,
-        topology,
-        options,
-        config,
-        fabric,
-        partial(_start, device, kernels, topology, rendezvous.rank, options, shared, peers),
-        exchange_counts=exchange_counts,
-    )
+    setup = options, config, fabric
+    engine = CudaEngine(device, kernels, topology, rendezvous.rank, setup, shared, **peers)
     with ExitStack() as undo:
         undo.callback(fabric.close)
         undo.callback(engine.close)
@@ -361,20 +355,6 @@ def _make_one(
         rendezvous.raise_if_any_failed()
         undo.pop_all()
     return engine
-
-
-def _start(
-    device: Device,
-    kernels: Kernels,
-    topology: Topology,
-    rank: int,
-    options: Options,
-    shared: SharedLauncher,
-    peers: Peers | None,
-    config: _core.EngineConfig,
-) -> CudaEngine:
-    count = len(options.segments)
-    return CudaEngine(device, kernels, topology, rank, config, shared, peers, num_segments=count)
 
 
 def make_loopback_engines(
@@ -400,7 +380,7 @@ def make_loopback_engines(
     num_sms = choose_num_sms(options.num_sms, device, num_ranks)
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
+        find_kernels(device, kernels, configs[0], far=False, adds=bool(options.grads)),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,
@@ -419,14 +399,8 @@ def make_loopback_engines(
         return allocate(device, num_bytes, offsets, sizes)
 
     memory = LoopbackMemory(num_ranks, allocate_for_rank)
+    setups = [(options, config, LoopbackFabric(memory, r)) for r, config in enumerate(configs)]
     return [
-        start_engine(
-            rank,
-            topology,
-            options,
-            config,
-            LoopbackFabric(memory, rank),
-            partial(_start, device, kernels, topology, rank, options, shared, None),
-        )
-        for rank, config in enumerate(configs)
+        CudaEngine(device, kernels, topology, rank, setup, shared)
+        for rank, setup in enumerate(setups)
     ]

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Counted, Engine, Form, Movable, count_in_torch, find_ends
+from ultraep_comm.engines.base import Engine, Form, Movable, Setup, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
-from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
+from ultraep_comm.engines.cuda.kernels import (
+    PLAN_WARPS,
+    choose_plan_warps,
+    most_ranks_planned,
+    stage_shape,
+)
 from ultraep_comm.engines.cuda.overruns import Overruns
-from ultraep_comm.engines.cuda.tables import put_addresses
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.plan.topology import Topology
+from ultraep_comm.weights.binding import Addresses
 
 MAX_CAPTURED_SAVES = 4096  # of a group at a time
 MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
 ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
+CORE_ERRORS = (_core.DriverError, _core.CaptureError)
 Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CudaStages(Engine):
@@ -48,21 +55,22 @@ class CudaStages(Engine):
         kernels: Kernels,
         topology: Topology,
         rank: int,
+        setup: Setup | None = None,
         *,
-        num_segments: int = 1,
         plan_warps: int | None = None,
     ) -> None:
-        super().__init__(topology, rank)
-        self.put_addresses = partial(put_addresses, device)
+        super().__init__(topology, rank, setup)
         self._device = device
-        self._num_segments = num_segments
+        self._num_segments = 1 if setup is None else len(setup[0].segments)
         self._shape = shape = stage_shape(topology, rank, device)
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
             return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
 
-        self.plan_warps = choose_plan_warps(shape.plan_shared_bytes, device, plan_warps)
+        self.plan_warps = choose_plan_warps(
+            shape.plan_shared_bytes, device, plan_warps or PLAN_WARPS
+        )
         self._bank_plan_warps = choose_plan_warps(
             shape.bank_plan_shared_bytes, device, _core.CUDA_MAX_BANK_PLAN_WARPS
         )
@@ -71,26 +79,26 @@ class CudaStages(Engine):
         constants = device.allocate(shape.constants_bytes)
         faults = device.pinned(_core.cuda_stage_faults_bytes())
         self._memory = [constants, faults]  # and all states, since graphs may still use old ones
-        with _typed_errors():
-            self._stages = _core.CudaStages(
-                driver=device.driver,
-                context=device.context,
-                shape=shape,
-                plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
-                plan_in_bank=handle(
-                    "plan_in_bank", shape.bank_plan_shared_bytes(max(self._bank_plan_warps, 1))
-                ),
-                shares=handle("reroute_shares", shape.shares_shared_bytes),
-                reroute_int32=handle("reroute_int32", runs_bytes),
-                reroute_int64=handle("reroute_int64", runs_bytes),
-                reroute_map=handle("reroute_map", runs_bytes),
-                save_plan=handle("save_plan", 0),
-                plan_warps=self.plan_warps,
-                bank_plan_warps=self._bank_plan_warps,
-                constants=constants.data_ptr(),
-                faults=faults.data_ptr(),
-                keep=(device, self._memory),
-            )
+        self._stages = translated(
+            _core.CudaStages,
+            driver=device.driver,
+            context=device.context,
+            shape=shape,
+            plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
+            plan_in_bank=handle(
+                "plan_in_bank", shape.bank_plan_shared_bytes(max(self._bank_plan_warps, 1))
+            ),
+            shares=handle("reroute_shares", shape.shares_shared_bytes),
+            reroute_int32=handle("reroute_int32", runs_bytes),
+            reroute_int64=handle("reroute_int64", runs_bytes),
+            reroute_map=handle("reroute_map", runs_bytes),
+            save_plan=handle("save_plan", 0),
+            plan_warps=self.plan_warps,
+            bank_plan_warps=self._bank_plan_warps,
+            constants=constants.data_ptr(),
+            faults=faults.data_ptr(),
+            keep=(device, self._memory),
+        )
         maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
@@ -109,7 +117,7 @@ class CudaStages(Engine):
     def is_on_device(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
         tensor = value.slot_expert if isinstance(value, Plan) else value
-        return isinstance(tensor, Tensor) and self._device.holds(tensor)
+        return isinstance(tensor, Tensor) and self._device.is_on_device(tensor)
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""
@@ -133,12 +141,12 @@ class CudaStages(Engine):
             return value
         return value.cpu()
 
-    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
-        """Return a plan where the engine reads it, and whether that is on the device.
-
-        Raises:
-            UnsupportedError: it has to be copied, and the current stream is being captured.
-        """
+    def plan_for_call(
+        self, plan: Plan, operation: str, *, in_bank: bool = False
+    ) -> tuple[Plan, bool]:
+        """Return a plan where the engine reads it, and whether that is on the device."""
+        if in_bank:  # always there, as the table of what slots hold
+            return self._plan_for_bank(plan)
         if not self.is_on_device(plan):
             return self.to_host(plan, "the plan"), False
         most = _core.CUDA_MAX_DEVICE_SEGMENTS
@@ -158,13 +166,7 @@ class CudaStages(Engine):
             )
         return self.to_host(plan, "the plan"), False
 
-    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
-        """Return a plan of a bank on the device, where the table of what slots hold is.
-
-        Raises:
-            UnsupportedError: it has to be copied, and the current stream is being captured; or the
-                group has too many segments.
-        """
+    def _plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
         on_device = self.is_on_device(plan)
         if on_device or self.topology.slots_per_rank == 0:  # no slots: nothing is moved
             return plan, on_device
@@ -180,24 +182,12 @@ class CudaStages(Engine):
                 f"rank {self.rank}: a plan of bank {plan.bank} is on the CPU, and the current"
                 " stream is being captured into a CUDA graph; pass a plan on the device"
             )
-        return self._put_plan(plan), True
-
-    def _put_plan(self, plan: Plan) -> Plan:
-        """Return a plan on the device, without its load and moves."""
-
-        def put(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else self.to_device(tensor)
-
-        return replace(
-            plan,
-            slot_expert=self.to_device(plan.slot_expert),
-            home=self.home,
-            slot_quota=put(plan.slot_quota),
-            home_quota=put(plan.home_quota),
-            load=None,
-            domains=self.domains,
-            moves=None,
-        )
+        read = ("slot_expert", "slot_quota", "home_quota")
+        put: dict[str, Any] = {
+            name: self.to_device(tensor) for name, tensor in plan.tensors().items() if name in read
+        }
+        put |= {"home": self.home, "domains": self.domains}
+        return replace(plan, load=None, moves=None, **put), True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device, in stream order, without waiting.
@@ -210,33 +200,58 @@ class CudaStages(Engine):
         self._device.upload(copy, tensor.contiguous())
         return copy
 
+    def put_addresses(
+        self, addresses: Addresses, shape: tuple[int, int], table: Tensor | None
+    ) -> Tensor | None:
+        """Write addresses to a table, int64 ``[num_segments, M]``, in the current stream's order.
+
+        Args:
+            addresses: to write.
+            shape: of the table.
+            table: which is written to; None: a new one, ready for every stream.
+
+        Returns:
+            The table; None if it would be a new one, and the current stream is being captured.
+
+        Raises:
+            UnsupportedError: there is a table, and the current stream is being captured.
+        """
+        is_new = table is None
+        if self._device.is_capturing():
+            if is_new:
+                return None
+            raise UnsupportedError(
+                "the current stream is being captured into a CUDA graph: a replay would write the"
+                " addresses of the capture again; call bound.update() before the replay"
+            )
+        if table is None:
+            with torch.inference_mode(False):  # it is also written to outside inference mode
+                table = self._device.allocate(8 * len(addresses)).view(torch.int64).view(shape)
+        if addresses:  # uint64 bits in int64, since torch has few operations for uint64
+            self._device.upload(table, torch.frombuffer(addresses, dtype=torch.int64).view(shape))
+        if is_new:
+            self._device.synchronize_stream()
+        return table
+
     # ---- stages ---------------------------------------------------------------------------
 
-    def counts_of(self, routing: Tensor, form: Form) -> Tensor:
-        """Return this rank's tokens per expert, int32 ``[E]``, on the device of the routing."""
-        if not self.is_on_device(routing):
-            return super().counts_of(routing, form)
-        if form == "counts":
-            return self._as_counts(routing)
-        return count_in_torch(routing, self.topology.num_experts)
-
-    def count(self, routing: Tensor, form: Form) -> Counted:
-        """Return contiguous ids on the device, for the engine's kernel to count, or counts."""
-        if not self.is_on_device(routing) and self._device.is_capturing():
+    def count(self, routing: Tensor, form: Form, *, for_gather: bool = False) -> Tensor:
+        """Return int32 ``[E]``; ``for_gather``, on the device, or ids for the kernel to count."""
+        on_device = self.is_on_device(routing)
+        if for_gather and not on_device and self._device.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {form} is on the CPU, and the current stream is being"
                 " captured into a CUDA graph; pass a tensor on the device"
             )
-        if form == "topk_ids":
-            values, id_bytes = routing.contiguous(), routing.element_size()
+        if for_gather and form == "topk_ids":
+            found = routing.contiguous()
+        elif not on_device:
+            found = super().count(routing, form)
+        elif form == "counts":
+            found = self._as_counts(routing)
         else:
-            values, id_bytes = self.counts_of(routing, form), 0
-        return Counted(values if self.is_on_device(values) else self.to_device(values), id_bytes)
-
-    def empty_load(self) -> Tensor:
-        """Return uninitialised int32 ``[G, E]`` on the device."""
-        shape = (self.topology.num_ranks, self.topology.num_experts)
-        return self._device.empty(shape, torch.int32)
+            found = count_in_torch(routing, self.topology.num_experts)
+        return self.to_device(found) if for_gather and not self.is_on_device(found) else found
 
     def plan(
         self,
@@ -475,29 +490,32 @@ class CudaStages(Engine):
             )
         self._device.keep(itertools.chain.from_iterable(fields))
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return uninitialised uint8 memory on the device; in a capture, of its graph.
-
-        Raises:
-            UnsupportedError: the current stream is being captured by another library than torch.
-        """
-        if self.is_capturing() and not self._device.has_graph_pool():
+    def empty(self, shape: Sequence[int], *, of_graph: bool = False) -> Tensor:
+        """Return an uninitialised int32 tensor on the device."""
+        if of_graph and self.is_capturing() and not self._device.has_graph_pool():
             raise UnsupportedError(
                 f"rank {self.rank}: save in a capture into a CUDA graph that is not one of torch:"
                 " only with torch.cuda.graph does the memory of the plan belong to the graph. Save"
                 " the plan before, or capture with torch.cuda.graph"
             )
-        return self._device.empty((num_bytes,), torch.uint8)
+        return self._device.empty(shape, torch.int32)
 
     # ---- faults ---------------------------------------------------------------------------
 
-    def raise_fault(self) -> None:
+    def raise_fault(self, *, wait: bool = False) -> None:
         """Raise the error of a launch that has found its input invalid since the last call of this.
+
+        ``wait``: first for the launches outside captures; if any were captured, or torch's launches
+        count overruns, for the whole device.
 
         Raises:
             InvalidLoadError, InvalidPlanError, PlanHandleError: once per fault; of several faults,
                 the one that may have caused the others.
         """
+        if wait:
+            self.finish()
+            if self._stages.has_captured or self._overruns.has_counted:
+                self._device.synchronize()
         found = self._stages.take_faults()
         if found is None:
             self._overruns.raise_new()
@@ -532,17 +550,7 @@ class CudaStages(Engine):
 
     def finish(self) -> None:
         """Wait for the launches outside captures."""
-        with _typed_errors():
-            self._stages.await_idle()
-
-    def synchronize_captured(self) -> None:
-        """Wait for the launches outside captures; if any were captured, for the whole device.
-
-        The same for counts of overruns, which are torch's launches.
-        """
-        self.finish()
-        if self._stages.has_captured or self._overruns.has_counted:
-            self._device.settle()
+        translated(self._stages.await_idle)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
@@ -582,8 +590,7 @@ class CudaStages(Engine):
         num_runs = 1 << (num_runs - 1).bit_length()
         state = self._device.allocate(self._shape.state_bytes(num_runs))
         self._memory.append(state)
-        with _typed_errors():
-            self._stages.lend_state(state.data_ptr(), num_runs)
+        translated(self._stages.lend_state, state.data_ptr(), num_runs)
 
     def _tensors(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return int32 tensors in one allocation."""
@@ -656,16 +663,18 @@ def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
     return grad.gather(1, columns).masked_fill(instances < 0, 0)
 
 
-@contextmanager
-def _typed_errors() -> Iterator[None]:
+def translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function of the core; raise its errors as this library's."""
     try:
-        yield
-    except _core.DriverError as error:
+        return function(*args, **kwargs)
+    except CORE_ERRORS as error:
         raise_typed(error)
 
 
 def raise_typed(error: Exception) -> NoReturn:
-    """Raise a refusal of the driver as DeviceError."""
+    """Raise one of ``CORE_ERRORS`` as UnsupportedError or DeviceError."""
+    if isinstance(error, _core.CaptureError):
+        raise UnsupportedError(str(error)) from error
     raise DeviceError(
         f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
         " the process"

@@ -52,7 +52,7 @@ class Mapping:
 
 
 def _free(device: Device, start: int, num_bytes: int, mapped: list[tuple[int, int]]) -> None:
-    device.settle()
+    device.synchronize()
     for begin, size in mapped:
         device.bindings.cuMemUnmap(begin, size)
     device.bindings.cuMemAddressFree(start, num_bytes)
@@ -124,7 +124,7 @@ def _compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.T
     for part in parts:
         if not part.address:
             memory[part.offset : part.offset + part.num_bytes].zero_()
-    device.settle_stream()
+    device.synchronize_stream()
     return memory
 
 

@@ -25,14 +25,14 @@ from ultraep_comm.bench.ranks import (
     make_turns,
 )
 from ultraep_comm.bench.report import Report, write_output
-from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
+from ultraep_comm.bench.traffic import GROUP_BYTES, list_hubs, make_schedule
+from ultraep_comm.calibration import MAX_FIGURE, MeasuredCosts, device_name, make_calibration
 from ultraep_comm.engines.c10d.make import open_channels
 from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import GROUP_BYTES, make_schedule
 
 MANY_GROUPS = 32
 _TINY_CALLS, _SHORT_CALLS, _BIG_CALLS = 30, 10, 3  # in a row
@@ -167,13 +167,9 @@ class Probe:
         """Return the number of flag groups that hubs other than the home rank forward."""
         plan = link_plan(self._settings.num_ranks, links)
         schedule = make_schedule(
-            plan.slot_expert,
-            home=plan.home,
-            segment_bytes=list(segments.values()),
-            tile_bytes=self._tile_bytes,
-            mode="push",
+            plan, "push", segment_bytes=list(segments.values()), tile_bytes=self._tile_bytes
         )
-        _home, *hubs = schedule.hubs(0)
+        _home, *hubs = list_hubs(schedule)[0]
         return sum(end - begin for _, begin, end in hubs)
 
     def _times(self, shapes: Sequence[Shape]) -> list[float]:
@@ -298,7 +294,7 @@ def make_costs(
         ranks=ranks,
         store_gbps=copy_bytes / store_us / 1e3,
         # A read without cost gets the largest rate that a file can hold.
-        load_gbps=min(copy_bytes / load_us / 1e3, MOST) if load_us else MOST,
+        load_gbps=min(copy_bytes / load_us / 1e3, MAX_FIGURE) if load_us else MAX_FIGURE,
         flag_us=max(flag_us, 0.0),
         hop_us=hop_us,
         parallel=min(max(ranks * alone_us / together_us, 1.0), float(ranks)),

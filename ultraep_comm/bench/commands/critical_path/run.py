@@ -21,6 +21,7 @@ from ultraep_comm.bench.measure import (
     gather,
     interleave,
     times_of,
+    transfer_bound,
     with_link,
 )
 from ultraep_comm.bench.payload import Payload
@@ -28,7 +29,6 @@ from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import describe_segments
 from ultraep_comm.bench.table import Column, format_records
-from ultraep_comm.plan.schedule import transfer_bound
 
 BIG_COPY, HOST_PLAN = "big copy", "host plan"
 WHOLE_PATH = (
@@ -312,6 +312,6 @@ class Measurement:
 
 def _describe(expected: Expected) -> NDArray[np.float64]:
     plan, load = expected.plan, expected.load.numpy().sum(axis=0, dtype=np.int64)
-    bound = transfer_bound(plan.slot_expert, home=plan.home)
+    bound = transfer_bound(plan)
     before = rank_imbalance(load, plan.num_ranks)
     return np.array([before, plan.imbalance, plan.num_replicas, bound], np.float64)

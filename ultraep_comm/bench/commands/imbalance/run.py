@@ -11,6 +11,7 @@ from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.bench.workloads import workload_load
 from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.plan.topology import Topology
 
 TARGETS = {"default": DEFAULT_TARGET, "exact": EXACT_TARGET}
 
@@ -50,13 +51,11 @@ def measure(settings: ImbalanceSettings, workload: str, step: int) -> Record:
         seed=settings.seed,
     )
     planned = {}
+    topology = Topology.make(
+        num_ranks=num_ranks, num_experts=settings.experts, slots_per_rank=settings.slots
+    )
     for name, target in TARGETS.items():
-        plan = plan_replicas(
-            torch.from_numpy(load.copy()),
-            slots_per_rank=settings.slots,
-            num_ranks=num_ranks,
-            target=target,
-        )
+        plan = plan_replicas(torch.from_numpy(load.copy()), topology=topology, target=target)
         planned[name] = {
             "owner_imbalance": plan.imbalance,
             "imbalance_bound": plan.imbalance_bound,

@@ -14,11 +14,11 @@ from ultraep_comm.bench.commands.model.published import EXPERT_BYTES, PUBLISHED_
 from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.plan.cells import describe_loads, each_cell, plan_load
 from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.peers.relay import predict_relay
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.model import Machine, predict
-from ultraep_comm.model.relay import predict_relay
 from ultraep_comm.plan.plan import Plan
 
 WAYS = ("push", "pull", "direct", "relay")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ultraep_comm.bench.traces import Trace
+    from ultraep_comm.plan.topology import Topology
 
 TRACE = "trace"
 DEFAULT_SIZES = (
@@ -74,6 +75,18 @@ class PlanSize:
             "slots": self.slots_per_rank,
             "domain_size": self.domain_size,
         }
+
+    @property
+    def topology(self) -> Topology:
+        """Return the same as the planner takes it."""
+        from ultraep_comm.plan.topology import Topology
+
+        return Topology.make(
+            num_ranks=self.num_ranks,
+            num_experts=self.num_experts,
+            slots_per_rank=self.slots_per_rank,
+            domains=self.domain,
+        )
 
     @property
     def home(self) -> NDArray[np.int32]:
@@ -326,13 +339,14 @@ def _parse_against(options: argparse.Namespace) -> tuple[str, ...]:
             raise InvalidArgumentError(
                 f"--{flag} is {value}, but is not for --against; give one of the two"
             )
-    if importlib.util.find_spec("scipy") is None:
-        raise InvalidArgumentError(
-            "--against needs SciPy, for bounds of other systems' plans and for LPLB; run: pip"
-            " install 'ultraep_comm[model]'"
-        )
     text = ",".join(PEER_NAMES) if options.against == ALL_PEERS else options.against
-    return parse_families(text, PEER_NAMES, "--against")
+    names = parse_families(text, PEER_NAMES, "--against")
+    if "lplb" in names and importlib.util.find_spec("scipy") is None:
+        raise InvalidArgumentError(
+            "--against lplb needs SciPy, for its linear program; run: pip install"
+            " 'ultraep_comm[bench]'"
+        )
+    return names
 
 
 def _parse_families(text: str | None, has_trace: bool, against: bool) -> tuple[str, ...]:

@@ -25,11 +25,11 @@ from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.options import EXACT_TARGET
 from ultraep_comm.bench.peers import PEERS
+from ultraep_comm.bench.peers.relay import predict_relay
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.model import predict
-from ultraep_comm.model.relay import predict_relay
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
 

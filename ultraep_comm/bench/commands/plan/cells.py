@@ -91,14 +91,7 @@ def make_plan_loads(settings: LoadsSettings, size: PlanSize, family: str) -> Loa
 
 def plan_load(size: PlanSize, load: NDArray[Any], target: float = DEFAULT_TARGET) -> Plan:
     """Return the library's plan of a load ``[E]`` or ``[G, E]``."""
-    return plan_replicas(
-        torch.from_numpy(load.copy()),
-        slots_per_rank=size.slots_per_rank,
-        num_ranks=size.num_ranks,
-        home=size.home,
-        domains=size.domain,
-        target=target,
-    )
+    return plan_replicas(torch.from_numpy(load.copy()), topology=size.topology, target=target)
 
 
 def time_core_us(size: PlanSize, load: NDArray[np.int64], target: float) -> float:

@@ -24,13 +24,12 @@ from ultraep_comm.bench.commands.plan.cells import (
 )
 from ultraep_comm.bench.commands.plan.device import run_device
 from ultraep_comm.bench.loads import rank_imbalance
-from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.measure import figures_of, transfer_bound
 from ultraep_comm.bench.peers.ultraep import plan_published
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import transfer_bound
 
 
 def run(settings: PlanSettings, report: Report) -> int:
@@ -115,7 +114,7 @@ def _plan_published(size: PlanSize, load: NDArray[np.int64], target: float) -> P
 
 def _transfers(plans: Sequence[Plan]) -> NDArray[np.float64]:
     """Return T of each plan, in experts over one link."""
-    return np.array([transfer_bound(plan.slot_expert, home=plan.home) for plan in plans])
+    return np.array([transfer_bound(plan) for plan in plans])
 
 
 def _judge(plans: Sequence[Plan]) -> Record:

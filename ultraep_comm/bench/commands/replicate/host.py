@@ -17,11 +17,11 @@ from ultraep_comm.bench.measure import (
     link_bound_us,
     paired_ratio,
     rate,
+    transfer_bound,
 )
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, RecordTable
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import transfer_bound
 
 _WIDTH = 9  # of columns, if rows of several sizes follow
 _MACHINE = ("memcpy", "copy+add")  # baselines: the machine's own rate
@@ -112,7 +112,7 @@ class HostRow:
 
         See "The model and its bound" in bench/METRICS.md.
         """
-        bound = transfer_bound(self.plan.slot_expert, home=self.plan.home)
+        bound = transfer_bound(self.plan)
         if not bound:
             return None
         busiest = self.collective.busiest_rank(self.settings, self.plan, m.chosen)

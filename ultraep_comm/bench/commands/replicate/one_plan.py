@@ -22,6 +22,7 @@ from ultraep_comm.bench.measure import (
     describe_link,
     measure,
     time_path,
+    transfer_bound,
 )
 from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.ranks import Mode, Ranks
@@ -32,7 +33,6 @@ from ultraep_comm.bench.traffic import Traffic
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import transfer_bound
 
 
 class Collective(Protocol):
@@ -200,7 +200,7 @@ def _describe_plan(plan: Plan) -> str:
         return "plan: no replicas; nothing to transfer"
     slots = plan.slot_expert
     experts = len(set(slots[slots >= 0].tolist()))
-    bound = transfer_bound(plan.slot_expert, home=plan.home)
+    bound = transfer_bound(plan)
     return (
         f"plan: {plan.num_replicas} replicas of {experts} experts, at most"
         f" {plan.max_exports} exported and {plan.max_imports} imported by a rank; T* = {bound:.4g}"

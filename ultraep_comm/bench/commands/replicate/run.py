@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +26,9 @@ from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, WeightRanks
 from ultraep_comm.bench.report import Report
-from ultraep_comm.bench.traffic import Traffic, count_traffic
+from ultraep_comm.bench.traffic import Traffic, count_traffic, make_schedule
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import Schedule, make_schedule
 
 
 def run(settings: ReplicateSettings, report: Report) -> int:
@@ -95,16 +95,12 @@ class Replication:
 
     def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
         """Return the largest egress of a rank under the schedule, in experts."""
-        return _schedule(settings, plan, mode, HOST_TILE_BYTES).max_egress
+        schedule = make_schedule(plan, mode, **_sizes(settings, HOST_TILE_BYTES))
+        return float(max(schedule["egress"])) / 65536
 
     def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
         """Return the bytes that a call on a device moves."""
-        return count_traffic(
-            _schedule(settings, plan, mode, TILE_BYTES),
-            num_ranks=settings.num_ranks,
-            segment_bytes=list(settings.segments.values()),
-            tile_bytes=settings.tile_bytes or TILE_BYTES,
-        )
+        return count_traffic(plan, mode, **_sizes(settings, TILE_BYTES))
 
     def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
         """Return the time of one tile through a hub; None with too few ranks or slots."""
@@ -118,14 +114,11 @@ class Replication:
         return took
 
 
-def _schedule(settings: ReplicateSettings, plan: Plan, mode: str, tile_bytes: int) -> Schedule:
-    return make_schedule(
-        plan.slot_expert,
-        home=plan.home,
-        segment_bytes=list(settings.segments.values()),
-        tile_bytes=settings.tile_bytes or tile_bytes,
-        mode=mode,
-    )
+def _sizes(settings: ReplicateSettings, tile_bytes: int) -> dict[str, Any]:
+    return {
+        "segment_bytes": list(settings.segments.values()),
+        "tile_bytes": settings.tile_bytes or tile_bytes,
+    }
 
 
 def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:

@@ -18,9 +18,9 @@ from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.group.group import Group
+from ultraep_comm.plan.bounds import find_transfer_bound
 from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import transfer_bound
 from ultraep_comm.testing import new_loopback_groups
 from ultraep_comm.weights.segments import Segment
 
@@ -90,7 +90,7 @@ class Way:
         forecast = self._forecasts[layer]
         if self.name == "prefetch":
             for group in groups:  # what the bank holds is another layer's
-                group.bank(0).invalidate()
+                group.banks[0].invalidate()
             before = self._stored()
             works = [
                 prefetch_experts(
@@ -144,13 +144,14 @@ class Way:
         seen.missed.append(missed)
 
     def _stored(self) -> int:
-        return sum(g.bytes_stored for g in self.groups) // self._settings.expert_bytes
+        stored = sum(group.health().bytes_stored or 0 for group in self.groups)
+        return stored // self._settings.expert_bytes
 
     def _count_wrong(self, plan: Plan, layer: int, bank: int) -> int:
         """Return how many bytes of filled slots are not those of their experts."""
         wrong = 0
         for group in self.groups:
-            rows = group.bank(bank).slots[_NAME].numpy()
+            rows = group.banks[bank].slots[_NAME].numpy()
             for row, expert in zip(rows, plan.slot_expert[group.rank].tolist(), strict=True):
                 if expert >= 0:
                     wrong += self._payload.count_wrong(
@@ -194,7 +195,7 @@ def _bound(plan: Plan) -> float:
     moved = plan.slot_expert
     if plan.moves is not None:
         moved = torch.where(plan.moves, moved, -1)
-    return transfer_bound(moved.numpy(), home=plan.home.numpy())
+    return float(find_transfer_bound(moved.numpy(), plan.home.numpy())[0])
 
 
 def make_loads(settings: SteadySettings) -> Iterator[list[torch.Tensor]]:

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from ultraep_comm import env
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.rendezvous import Rendezvous
+from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication
 from ultraep_comm.weights.segments import local_part
 
@@ -82,14 +83,16 @@ def check_signature(function: Callable[..., Any], parameters: Sequence[str]) -> 
         )
 
 
-def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str]) -> dict[str, Any]:
+def check_signatures(
+    package: str, lowest: str, highest: str, points: Mapping[str, str]
+) -> dict[str, Any]:
     """Do :func:`check_version`, and :func:`check_signature` for all that an adapter counts on.
 
     Args:
         package: as for check_version.
         lowest: likewise.
         highest: likewise.
-        seam: parameters, such as "self tokens", by a path for :func:`find`.
+        points: parameters, such as "self tokens", by a path for :func:`find`.
 
     Returns:
         What was found, by path.
@@ -98,9 +101,9 @@ def check_seam(package: str, lowest: str, highest: str, seam: Mapping[str, str])
         UnsupportedError: the framework is not installed, or its functions take other parameters.
     """
     check_version(package, lowest, highest)
-    found = {path: find(path) for path in seam}
+    found = {path: find(path) for path in points}
     for path, function in found.items():
-        check_signature(function, seam[path].split())
+        check_signature(function, points[path].split())
     return found
 
 
@@ -300,8 +303,8 @@ def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool
         f" replicas: they have {what}: {code.get(what)}, and had {known.get(what)}; other ranks"
         " compute their replicas as before. Change experts before, alike on all ranks"
     )
-    calls.group.session.reject(error)
-    raise error
+    with rejecting(calls.group):
+        raise error
 
 
 def _named(value: Any) -> Any:

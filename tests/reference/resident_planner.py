@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from reference import planner
+from reference.planner import Int32Array
 
-from ultraep_comm.plan import planner
-from ultraep_comm.plan.planner import PPM, Int32Array
+from ultraep_comm.plan.planner import PPM
 
 MAX_TRIALS = 5
 MAX_SOURCES = 8

@@ -17,8 +17,7 @@ from ranks import RankPool, raised, run_python
 from torch.distributed import HashStore, ProcessGroup
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.holders import walk
-from ultraep_comm.adapters.seams import (
+from ultraep_comm.adapters.checks import (
     agree,
     check_experts,
     check_signature,
@@ -27,6 +26,7 @@ from ultraep_comm.adapters.seams import (
     is_alone,
     warn_idle,
 )
+from ultraep_comm.adapters.holders import walk
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 
@@ -78,12 +78,12 @@ def test_another_distribution_may_have_a_framework(
 
 
 def test_another_signature_is_an_error() -> None:
-    def seam(layer: Any, ids: Any, weights: Any = None) -> None:
+    def patched(layer: Any, ids: Any, weights: Any = None) -> None:
         del layer, ids, weights
 
-    check_signature(seam, ["layer", "ids"])
+    check_signature(patched, ["layer", "ids"])
     with pytest.raises(UnsupportedError, match=r"takes \['layer', 'ids', 'weights'\]; the adapter"):
-        check_signature(seam, ["layer", "probs"])
+        check_signature(patched, ["layer", "probs"])
 
 
 def test_one_rank_has_nothing_to_replicate(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,7 +211,7 @@ def test_a_layer_whose_hooks_refer_to_it_is_freed() -> None:
 
 MEETS = """
 import os, signal, sys, torch.distributed as dist
-from ultraep_comm.adapters.seams import gather_json
+from ultraep_comm.adapters.checks import gather_json
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 assert gather_json(dist.group.WORLD, rank) == [0, 1]
