@@ -32,6 +32,10 @@ from ultraep_comm.engines.cuda import kernels as kernels_module
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
+# Tests run side by side: threads of torch would take their processors only to wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
 # --hypothesis-profile=long runs for about an hour instead of seconds.
 settings.register_profile("long", deadline=None, max_examples=100_000)
 
@@ -159,13 +163,10 @@ def new_groups() -> Iterator[Callable[..., list[uec.Group]]]:
 
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
-    """Dynamo without compiled code, and torch on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Dynamo without compiled code."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@
 python tools/python_mutants.py RECORD [--number 200]         # write a record, or continue it
 python tools/python_mutants.py RECORD --only-killed OLD      # mutants that OLD says were killed
 
-A mutant changes one place of the package: a comparison, a condition, an integer, a returned value
-or a call made for its effect. The same sources give the same sample. The tests of the changed
-folder run, then those of folders that import it, until one fails; the record has the name of that
-test, "survived" or "timeout" for each mutant.
+A mutant changes a comparison, a condition, an integer, a returned value or a call made for its
+effect. The same sources give the same sample. The tests of the changed folder run, then those of
+folders that import it, until one fails: the record has its name, "survived" or "timeout".
 
 This checkout's own files are changed and restored, as an editable install imports no others: run it
 in a git worktree that nothing else uses, with the interpreter of that worktree's environment.
@@ -28,48 +27,41 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ultraep_comm"
 SURVIVED, TIMEOUT = "survived", "timeout"
-
-# The folders of tests/python that test each folder of the package, the nearest first.
+# The folders of tests/python, and tests/device, that test a folder of the package; nearest first.
 FOLDERS = {
     "plan": "plan model interop group calls engines nn",
-    "weights": "group calls nn engines fabrics",
+    "weights": "group calls device nn engines fabrics",
     "fabrics": "fabrics group engines",
     "recording": "recording calls group",
     "model": "model plan group bench",
-    "engines": "engines group calls",
-    "group": "group calls engines nn adapters",
-    "calls": "calls group nn engines recording adapters",
+    "engines": "engines device group calls",
+    "group": "group calls device engines nn adapters",
+    "calls": "calls device group nn engines recording adapters",
     "nn": "nn adapters group",
     "interop": "interop plan",
     "adapters": "adapters",
     "doctor": "doctor",
+    "ops.py": "calls device nn",
 }
 TOP_LEVEL = "doctor group plan engines calls bench model"  # calibration, driver, env, ...
 OPPOSITES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 OPPOSITES |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A change of ``text[begin:end]``, in bytes, of a file of the package."""
+class Mutant(NamedTuple):
+    """A change of the bytes ``begin`` to ``end`` of a file of the package."""
 
     name: str
     path: Path
     begin: int
     end: int
     new: str
-
-    @property
-    def folders(self) -> list[str]:
-        """Folders of tests, the nearest first."""
-        names = FOLDERS.get(self.path.relative_to(PACKAGE).parts[0], TOP_LEVEL).split()
-        return [f"tests/python/{name}" for name in names]
 
 
 def new_source(node: ast.AST) -> str | None:
@@ -97,9 +89,8 @@ def changes(node: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST, str]
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.JoinedStr | ast.Raise):  # texts
             continue
-        inner = where
-        if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            inner = f"{where}.{child.name}".lstrip(".")
+        is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inner = f"{where}.{child.name}".lstrip(".") if is_scope else where
         if inner and (new := new_source(child)) is not None:
             yield inner, child, new
         if inner and isinstance(child, ast.If | ast.While | ast.IfExp):
@@ -129,8 +120,7 @@ def all_mutants() -> dict[str, list[Mutant]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         folder = path.relative_to(PACKAGE).parts[0]
         if folder not in ("bench", "viz"):  # what measures and draws
-            own = found.setdefault(folder if folder in FOLDERS else "", [])
-            own += mutants_of(path)
+            found.setdefault(folder if folder in FOLDERS else "", []).extend(mutants_of(path))
     for own in found.values():
         own.sort(key=lambda mutant: hashlib.sha256(mutant.name.encode()).digest())
     return found
@@ -139,14 +129,13 @@ def all_mutants() -> dict[str, list[Mutant]]:
 def choose(number: int) -> list[Mutant]:
     """Return the first mutants of each folder, a number by its share of all; at least one."""
     found = all_mutants()
-    total = sum(map(len, found.values()))
-    chosen = [own[: max(1, round(number * len(own) / total))] for own in found.values()]
-    return sorted((m for own in chosen for m in own), key=lambda mutant: mutant.name)
+    share = number / sum(map(len, found.values()))
+    return [m for own in found.values() for m in own[: max(1, round(share * len(own)))]]
 
 
-def failing_test(tests: list[str], limit: float) -> str:
-    """Return the first of the tests that fails, "survived" or "timeout"."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--timeout=60", *tests]
+def failing_test(tests: str, limit: float) -> str:
+    """Return the first test of a folder that fails, "survived" or "timeout"."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=60", tests]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
@@ -157,26 +146,25 @@ def failing_test(tests: list[str], limit: float) -> str:
         finally:  # ranks that a failed test left behind too
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode in (0, 5):
+    if process.returncode in (0, 5) or "ERROR: not found: " in text:  # a test that is gone
         return SURVIVED
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.M)
-    return failed[1] if failed else f"{' '.join(tests)}: {text.strip().splitlines()[-1]}"
+    return failed[1] if failed else f"{tests}: {text.strip().splitlines()[-1]}"
 
 
 def run(mutant: Mutant, limit: float, first: str = "") -> str:
     """Return what becomes of a mutant; ``first`` is the test that once killed it."""
+    folders = FOLDERS.get(mutant.path.relative_to(PACKAGE).parts[0], TOP_LEVEL).split()
+    places = [ROOT / "tests" / ("" if name == "device" else "python") / name for name in folders]
     text = mutant.path.read_bytes()
     mutant.path.write_bytes(text[: mutant.begin] + mutant.new.encode() + text[mutant.end :])
-    result = SURVIVED
     try:
-        for tests in [first, *mutant.folders] if "::" in first else mutant.folders:
-            exists = (ROOT / tests.partition("::")[0]).exists()
-            result = failing_test([tests], limit) if exists else SURVIVED
-            if result != SURVIVED and "not found: " not in result:
-                break
+        for tests in [*([first] if "::" in first else []), *map(str, places)]:
+            if (result := failing_test(tests, limit)) != SURVIVED:
+                return result
+        return SURVIVED
     finally:
         mutant.path.write_bytes(text)
-    return result
 
 
 def main() -> int:
@@ -191,8 +179,8 @@ def main() -> int:
     record = json.loads(options.record.read_text()) if options.record.exists() else {}
     old, chosen = {}, choose(options.number)
     if options.only_killed:
-        old = json.loads(options.only_killed.read_text())
-        old = {name: test for name, test in old.items() if test not in (SURVIVED, TIMEOUT)}
+        known = json.loads(options.only_killed.read_text())
+        old = {name: test for name, test in known.items() if test not in (SURVIVED, TIMEOUT)}
         chosen = [m for own in all_mutants().values() for m in own if m.name in old]
         for name in old.keys() - {mutant.name for mutant in chosen}:
             print(f"is no longer there: {name}")
@@ -204,8 +192,7 @@ def main() -> int:
             print(f"{number}/{len(chosen)}, {time.monotonic() - begin:.0f} s: {mutant.name}")
             print(f"    {record[mutant.name]}", flush=True)
     lost = [mutant.name for mutant in chosen if old and record[mutant.name] == SURVIVED]
-    for name in lost:
-        print(f"survives now: {name}")
+    print(*(f"survives now: {name}\n" for name in lost), sep="", end="")
     return int(bool(lost))
 
 

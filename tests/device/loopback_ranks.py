@@ -187,7 +187,8 @@ class Ranks:
         return [rank.stacked() for rank in self.ranks]
 
     def start(self, weights: Sequence[Any], plan: uec.Plan, **options: Any) -> list[uec.Work]:
-        return start_all(self.groups, weights, plan, **options)
+        given = {g.rank: own for g, own in zip(self.groups, weights, strict=True)}
+        return start_all(self.groups, given, plan, **options)
 
     def call(
         self, weights: Sequence[Any], plan: uec.Plan, *, blocking: bool = False, **options: Any

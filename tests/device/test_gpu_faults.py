@@ -93,8 +93,11 @@ def test_a_rank_that_closes_is_named(engine: str) -> None:
         ranks.groups[rank].close()
 
 
-def test_abort_ends_the_peers_that_wait(engine: str) -> None:
+@pytest.mark.parametrize("when", ["before", "while they wait"])
+def test_abort_ends_what_the_peers_wait_for(engine: str, when: str) -> None:
     ranks = _ranks(engine)
+    if when == "before":
+        ranks.groups[1].abort()
     works = [_start(ranks, rank, _ring(ranks)) for rank in (0, 2)]
     aborter = threading.Timer(0.2, ranks.groups[1].abort)
     aborter.start()
@@ -102,7 +105,7 @@ def test_abort_ends_the_peers_that_wait(engine: str) -> None:
         assert isinstance(error, errors.TransferAbortedError)
         assert _root(error) == 1
     aborter.join()
-    for rank in (0, 2):
+    for rank in range(3):
         with pytest.raises(errors.GroupClosedError):
             _start(ranks, rank, _ring(ranks))
     for group in ranks.groups:

@@ -22,6 +22,7 @@ import ultraep_comm as uec
 from ultraep_comm.bench.inside import put
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import group_offsets
+from ultraep_comm.engines.cuda import device
 from ultraep_comm.group.group import session_of
 
 Case = TypeVar("Case")
@@ -319,31 +320,36 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
             assert (rest >= 0).all()
 
 
-def test_loads_of_many_sizes(engine: str) -> None:
-    """Ids on the device, from none to more than one block counts; strided ones too."""
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_loads_of_many_sizes(engine: str, on_device: bool, dtype: torch.dtype) -> None:
+    """From none to more than one block counts, on some ranks one more; strided ones too."""
     num_ranks, num_experts = 3, 40
     sizes = (0, 1, 33, 4096, 70_001) if engine == "cuda" else (0, 1, 33)
     with Ranks(engine, num_ranks, {"w": 64}, num_experts=num_experts) as ranks:
         generator = torch.Generator().manual_seed(4)
         for tokens in sizes:
-            shape = (num_ranks, tokens, 3)
-            ids = torch.randint(-1, num_experts, shape, generator=generator)
-            there = [put(ranks.groups[0], own) for own in ids]
-            for step in (1, 2):
+            ids = [
+                torch.randint(-1, num_experts, (tokens + r, 4), generator=generator).to(dtype)
+                for r in range(num_ranks)
+            ]
+            there = [put(ranks.groups[0], own) for own in ids] if on_device else ids
+            for rows, columns in ((1, 1), (2, 1), (1, 2)):
                 loads = loopback(
                     num_ranks,
-                    lambda r, own=there, step=step: uec.gather_load(
-                        own[r][::step], group=ranks.groups[r]
+                    lambda r, own=there, rows=rows, columns=columns: uec.gather_load(
+                        own[r][::rows, ::columns], group=ranks.groups[r]
                     ),
                 )
                 ranks.finish()
-                expected = torch.stack(
-                    [
-                        torch.bincount(own[::step].flatten() + 1, minlength=num_experts + 1)[1:]
-                        for own in ids
-                    ]
-                )
-                assert all(torch.equal(load.cpu().long(), expected) for load in loads)
+                counted = [own[::rows, ::columns].flatten() + 1 for own in ids]
+                bins = [torch.bincount(own, minlength=num_experts + 1)[1:] for own in counted]
+                for load in loads:
+                    assert torch.equal(load.cpu().long(), torch.stack(bins))
+                    assert load.dtype == torch.int32
+                    assert load.device == there[0].device
+                    if engine != "host":
+                        assert device.find_device().is_on_device(load) == on_device
 
 
 def test_maps_are_rerouted_where_they_are(engine: str) -> None:

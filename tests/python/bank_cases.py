@@ -14,6 +14,7 @@ from ranks import (
     make_weights,
     random_plan,
     raw,
+    same_bytes,
     start_all,
     synchronize_all,
 )
@@ -75,7 +76,7 @@ def check_slots(group: uec.Group, held: Held) -> None:
                 if expert < 0:
                     assert not found.any()
                 else:
-                    assert torch.equal(found, expert_bytes(epoch, expert, index, segment))
+                    assert same_bytes(found, expert_bytes(epoch, expert, index, segment))
 
 
 def check_residents(bank: Bank, rank: int) -> None:
@@ -84,7 +85,7 @@ def check_residents(bank: Bank, rank: int) -> None:
         for index, (name, segment) in enumerate(MIXED.items()):
             if expert >= 0:
                 found = raw(bank.slots[name][slot], segment).cpu()
-                assert torch.equal(found, expert_bytes(0, expert, index, segment))
+                assert same_bytes(found, expert_bytes(0, expert, index, segment))
 
 
 def walk(seed: int, num_ranks: int, steps: int) -> list[tuple[int, int, list[list[int]]]]:

@@ -39,32 +39,6 @@ def counts_of(ids: torch.Tensor) -> torch.Tensor:
     return torch.bincount(ids.flatten().long() + 1, minlength=E + 1)[1:].int()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_every_rank_has_every_row(
-    emulated: EmulatedDevice, groups_of: Any, dtype: torch.dtype, on_device: bool
-) -> None:
-    groups = groups_of(3)
-    for tokens in (10, 0, 3, 40):
-        ids = [torch.randint(-1, E, (tokens + r, 2), dtype=dtype) for r in range(3)]
-        given = [emulated.put(i) for i in ids] if on_device else ids
-        tables = each(3, lambda r, g=given: uec.gather_load(g[r], group=groups[r]))
-        emulated.synchronize()
-        expected = torch.stack([counts_of(i) for i in ids])
-        for table in tables:
-            assert torch.equal(table, expected)
-            assert table.dtype == torch.int32
-            assert emulated.is_on_device(table) == on_device
-
-
-def test_strided_ids_are_counted_as_they_are(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2)
-    wide = [emulated.put(torch.randint(-1, E, (9, 4))) for _ in range(2)]
-    tables = each(2, lambda r: uec.gather_load(wide[r][:, ::2], group=groups[r]))
-    emulated.synchronize()
-    assert torch.equal(tables[0], torch.stack([counts_of(w[:, ::2]) for w in wide]))
-
-
 def map_of(ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.one_hot(ids + 1, E + 1)[..., 1:].sum(1) > 0
 

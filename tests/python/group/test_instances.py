@@ -20,6 +20,7 @@ from ranks import (
     fill_weights,
     random_plan,
     raw,
+    same_bytes,
     start_all,
     synchronize_all,
 )
@@ -38,7 +39,11 @@ UNEVEN = [0, 0, 0, 2, 2, 0]  # rank 1 has no expert
 GRADS = {"w13": torch.float32, "w_t": torch.bfloat16, "bias": torch.float32}
 GROUPED = {"up": Segment((16, 24), torch.bfloat16), "down": Segment((24, 16), torch.float32)}
 Tensors = dict[str, torch.Tensor]
-_bytes = cache(expert_bytes)
+
+
+@cache
+def _filled(value: int, nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
 def _groups(num_ranks: int = 3, **options: Any) -> list[uec.Group]:
@@ -53,16 +58,20 @@ def _mains(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors:
 def _check_mains(group: uec.Group, instances: Tensors, epoch: int) -> None:
     for index, (name, segment) in enumerate(group.segments.items()):
         for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
-            wanted = _bytes(epoch, expert, index, segment) if epoch else 0
-            assert bool((raw(instances[name][i], segment) == wanted).all()), (name, i)
+            wanted = _filled(0, segment.nbytes)
+            if epoch:
+                wanted = expert_bytes(epoch, expert, index, segment)
+            assert same_bytes(raw(instances[name][i], segment), wanted), (name, i)
 
 
 def _check_slots(group: uec.Group, instances: Tensors, plan: uec.Plan, epoch: int) -> None:
     for index, (name, segment) in enumerate(group.segments.items()):
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             found = raw(instances[name][group.num_local_experts + slot], segment)
-            wanted = _bytes(epoch, expert, index, segment) if expert >= 0 else 0xA5
-            assert bool((found == wanted).all()), (name, slot, expert)
+            wanted = _filled(0xA5, segment.nbytes)
+            if expert >= 0:
+                wanted = expert_bytes(epoch, expert, index, segment)
+            assert same_bytes(found, wanted), (name, slot, expert)
 
 
 def _clear(bank: Bank, group: uec.Group) -> None:
