@@ -69,7 +69,7 @@ def place(
     if streams == "emulated":
         _settle_behind_calls(made, monkeypatch)
         order_gathers(made.device, monkeypatch)  # type: ignore[arg-type]
-        monkeypatch.setattr(type(made.device), "holds", lambda self, tensor: True)
+        monkeypatch.setattr(type(made.device), "is_on_device", lambda self, tensor: True)
     return made
 
 

@@ -100,7 +100,7 @@ def _walk(
             for layer, (bank, tensors) in enumerate(layers):
                 for group in groups:
                     _clear(group.banks[bank], group)
-                given = [_mains(g, tensors[g.rank - first]) for g in groups]
+                given = {g.rank: _mains(g, tensors[g.rank - first]) for g in groups}
                 synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
                 for group in groups:
                     for other, (same, shown) in enumerate(layers):
