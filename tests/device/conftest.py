@@ -59,6 +59,8 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     if pyfuncitem.callspec.params.get("any_engine") != "processes":
         return None
     options = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if options.get("num_ranks", 0) > MAX_RANKS:
+        pytest.skip(f"{MAX_RANKS} processes at most")
     pool = pyfuncitem._request.getfixturevalue("ranks")
     pool.run(MAX_RANKS, run_here, pyfuncitem.obj, options, timeout=250)
     return True

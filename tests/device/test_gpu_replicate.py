@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from loopback_ranks import LONG, Ranks, put_plan
-from ranks import MAX_RANKS, MIXED, bytes_stored, loopback, plan_alone
+from ranks import MIXED, bytes_stored, loopback, plan_alone
 from reference.schedule import make_schedule
 from tiers import cases, sampled
 
@@ -63,8 +63,6 @@ def test_every_mode_moves_every_byte(
     any_engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
 ) -> None:
     """From weights that are bound or not, with plans on the CPU or the device."""
-    if any_engine == "processes" and num_ranks > MAX_RANKS:
-        pytest.skip(f"{MAX_RANKS} processes at most")
     with Ranks(
         any_engine, num_ranks, SEGMENTS, num_experts=num_experts, slots=slots, **options
     ) as ranks:
