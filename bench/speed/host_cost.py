@@ -159,7 +159,7 @@ class IdleEngine(CudaEngine):
         self, plan: Plan, operation: str, *, in_bank: bool = False
     ) -> tuple[Plan, bool]:
         """Return the plan, and whether it is on the device."""
-        return plan, self.is_on_device(plan)
+        return plan, in_bank or self.is_on_device(plan)  # a bank's plans here are
 
     is_capturing = Engine.is_capturing
     raise_fault = Engine.raise_fault
