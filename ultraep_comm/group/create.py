@@ -138,10 +138,10 @@ def _make_engine(
     rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
 ) -> Engine:
     """Create one rank's engine, the one asked for or the best one. Collective."""
-    ways = allowed_backends(options.engine, options.fabric, options.device)
+    backends = allowed_backends(options.engine, options.fabric, options.device)
     made: Engine | None = None
     reason = ""
-    if ways[0][0] == "cuda":
+    if backends[0][0] == "cuda":
         from ultraep_comm.engines.cuda import make
 
         made, reason = make.make_group_engine(rendezvous, options, topology, given_domains)
@@ -149,7 +149,7 @@ def _make_engine(
     if made is None:
         from ultraep_comm.engines.c10d import make as c10d
 
-        left = {name for name, _ in ways if name != "cuda"}
+        left = {name for name, _ in backends if name != "cuda"}
         if len(left) == 1:
             engine = left.pop()
         else:
