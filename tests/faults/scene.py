@@ -11,6 +11,7 @@ from actor import Actor, Event
 from cast import Cue, Outcome, run_cast
 
 AT_ONCE = 1.0  # seconds until the death of a process, or a peer's abort, is seen
+TOO_LATE = "expected at most"  # in what judge() says of an attempt that took too long
 SIZE = 4
 ALL = tuple(range(SIZE))
 
@@ -189,7 +190,7 @@ def judge(scene: Scene, outcome: Outcome) -> list[str]:
             wrong += [f"rank {rank}, {event.name}: {why}" for why in _differs(event, expect)]
             if seconds > expect.within:
                 wrong.append(
-                    f"rank {rank}, {event.name}: {seconds:.2f} s, expected at most {expect.within}"
+                    f"rank {rank}, {event.name}: {seconds:.2f} s, {TOO_LATE} {expect.within}"
                 )
     for name, ranks in scene.expect.items():
         made = {r for r, e, _ in times(outcome) if e.name == name}

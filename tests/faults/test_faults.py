@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from scene import Scene, judge
+from scene import TOO_LATE, Scene, judge
 from scenes import SCENES
 from tiers import sampled
 
@@ -29,5 +29,10 @@ def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[list[s
 )
 def test_fault(scene: Scene, verdicts: dict[str, Future[list[str]]]) -> None:
     wrong = verdicts[scene.name].result()
+    for _ in range(2):
+        # Scenes beside it and other tests may keep its processes from a core: what was only late is
+        # played again, and what is slow is late again.
+        if wrong and all(TOO_LATE in each for each in wrong):
+            wrong = judge(scene, scene.run())
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)
