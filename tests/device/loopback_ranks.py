@@ -13,15 +13,26 @@ from ranks import group_here, loopback, raw, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
-from ultraep_comm.bench.inside import put
+from ultraep_comm.bench import inside
 from ultraep_comm.bench.payload import SENTINEL, Payload
 from ultraep_comm.engines.cuda import device
-from ultraep_comm.group.group import session_of
+from ultraep_comm.group.group import is_on_device, session_of
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Slots = list[list[int]]
 LONG = 500_000_000  # cycles: some tenths of a second
 EMULATED_SMS = 16  # of emulated_device
+
+
+def put(group: uec.Group, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the group's device; the copy is complete.
+
+    On the emulated device torch writes at once, so a copy under way could undo what a test writes.
+    """
+    found = inside.put(group, tensor)
+    if is_on_device(found, group):
+        device.find_device().synchronize_stream()
+    return found
 
 
 def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:

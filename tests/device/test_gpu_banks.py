@@ -22,7 +22,7 @@ from bank_cases import (
     walk,
 )
 from graphs import MAKERS, on_each
-from loopback_ranks import hold, put_plan
+from loopback_ranks import hold, put, put_plan
 from ranks import (
     MIXED,
     bytes_stored,
@@ -245,12 +245,11 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
             slots.fill_(-1)
             for group in groups:
                 group.banks[1].invalidate()
+        loads = [put(group, load) for group in groups]
         hold(streams)
         plans = [
-            uec.plan_replicas(
-                session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
-            )
-            for group in groups
+            uec.plan_replicas(own, group=group, bank=1, reuse=True)
+            for own, group in zip(loads, groups, strict=True)
         ]
         works = start_all(groups, weights, plans)
         assert not works[0].is_completed()
@@ -268,9 +267,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     assert still == 2
     load[1, 2] = -1
     group = groups[0]
-    plan = uec.plan_replicas(
-        session_of(group).engine.to_device(load), group=group, bank=1, reuse=True
-    )
+    plan = uec.plan_replicas(put(group, load), group=group, bank=1, reuse=True)
     device.find_device().synchronize()
     assert plan.num_moves == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
@@ -284,9 +281,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
     weights = filled_weights(groups, 0)
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
-    loads = [
-        session_of(group).engine.to_device(torch.ones(4, E, dtype=torch.int32)) for group in groups
-    ]
+    loads = [put(group, torch.ones(4, E, dtype=torch.int32)) for group in groups]
     plans: dict[int, uec.Plan] = {}
 
     def calls(rank: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import MAKERS, Graphs, on_each, on_forks
-from loopback_ranks import Ranks, put_plan
+from loopback_ranks import Ranks, put, put_plan
 from ranks import raised
 from stage_cases import assert_same
 
@@ -57,9 +57,7 @@ class Layer(Ranks):
         self.draw = torch.Generator().manual_seed(num_ranks)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        stages = session_of(self.groups[0]).engine
-        assert stages is not None
-        return stages.to_device(tensor)
+        return put(self.groups[0], tensor)
 
     def put_plan(self, plan: uec.Plan) -> uec.Plan:
         return put_plan(self.groups[0], plan)

@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from loopback_ranks import LONG, Ranks, put_plan
+from loopback_ranks import LONG, Ranks, put, put_plan
 from ranks import MIXED, bytes_stored, loopback, plan_alone
 from reference.schedule import make_schedule
 from tiers import cases, sampled
 
 import ultraep_comm as uec
-from ultraep_comm.bench.inside import put
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import group_offsets
 from ultraep_comm.engines.cuda import device
