@@ -225,7 +225,7 @@ def _plan_replicas_in_bank(
     plan = plan_apart(load, find_group(group), target, _cost_of(cost), bank, reuse=True)
     return (
         *(plan.slot_expert, plan.slot_quota, plan.home_quota),
-        *(plan.home, plan.domains, plan.moves),
+        *(plan.home, plan.domains, plan.slots_to_fill),
     )
 
 

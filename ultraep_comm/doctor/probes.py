@@ -44,10 +44,10 @@ def probe_torch() -> Fields:
     }
     from ultraep_comm.engines.cuda.make import probe_backends
 
-    ways: list[dict[str, str]] = []
-    for way in probe_backends("auto", "auto"):
-        ways.append({"engine": way.engine, "fabric": way.fabric, "missing": way.reason})
-        yield {"ways": ways}
+    found: list[dict[str, str]] = []
+    for c in probe_backends("auto", "auto"):
+        found.append({"engine": c.engine, "fabric": c.fabric, "missing": c.reason})
+        yield {"candidates": found}
 
 
 def probe_nvshmem() -> Fields:

@@ -426,7 +426,7 @@ def plan_on_cpu(
     by_source = load.dim() == 2
     tokens = load.sum(dim=0, dtype=torch.int64) if by_source else load.long()
     total = tokens.contiguous().numpy()
-    moves = None
+    slots_to_fill = None
     try:
         if residents is None:
             slot_expert, slot_quota, home_quota = _core.plan_replicas(
@@ -437,7 +437,7 @@ def plan_on_cpu(
             slot_expert, slot_quota, home_quota = _core.plan_with_residents(
                 total, t.home, t.domain, residents, t.allow_cross_domain, target_ppm
             )
-            moves = torch.from_numpy((slot_expert >= 0) & (slot_expert != residents))
+            slots_to_fill = torch.from_numpy((slot_expert >= 0) & (slot_expert != residents))
     except ValueError as error:
         raise InvalidLoadError(str(error)) from None
     return Plan(
@@ -447,7 +447,7 @@ def plan_on_cpu(
         home_quota=torch.from_numpy(home_quota),
         load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
         domains=torch.tensor(t.domain, device="cpu"),
-        moves=moves,
+        slots_to_fill=slots_to_fill,
     )
 
 

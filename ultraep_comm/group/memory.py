@@ -18,7 +18,8 @@ class GroupMemory:
     Attributes:
         slots: of the slots of all banks.
         slot_grads: of their gradients.
-        mains: room for main weights and gradients before them, in a group with ``instances=True``.
+        local_experts: room for main weights and gradients before the slots, in a group with
+            ``instances=True``.
         other: flags, loads, what reductions add up in, and padding; in check mode also copies of
             the main weights. Not included: main weights of ``group.empty_weights()``, and of
             further ``empty_instances()`` of a bank.
@@ -26,13 +27,13 @@ class GroupMemory:
 
     slots: int
     slot_grads: int
-    mains: int
+    local_experts: int
     other: int
 
     @property
     def total(self) -> int:
         """Return their sum."""
-        return self.slots + self.slot_grads + self.mains + self.other
+        return self.slots + self.slot_grads + self.local_experts + self.other
 
 
 def memory_of(
@@ -48,10 +49,11 @@ def memory_of(
     weights = banks * sum(s.nbytes for s in segments.values())
     gradients = grad_banks * sum(s.nbytes for s in grads.values())
     slots, slot_grads = slots_per_rank * weights, slots_per_rank * gradients
-    mains = layout.max_local_experts * (weights + gradients) if layout.instance_align else 0
+    before_slots = layout.max_local_experts if layout.instance_align else 0
+    local_experts = before_slots * (weights + gradients)
     total = layout.total_bytes + (layout.check_bytes if check else 0)
-    other = total - slots - slot_grads - mains
-    return GroupMemory(slots=slots, slot_grads=slot_grads, mains=mains, other=other)
+    other = total - slots - slot_grads - local_experts
+    return GroupMemory(slots=slots, slot_grads=slot_grads, local_experts=local_experts, other=other)
 
 
 def group_memory(num_ranks: int, **arguments: Any) -> GroupMemory:

@@ -232,7 +232,7 @@ class PlanStore:
         fields = {
             name: tensor
             for name, tensor in plan.tensors().items()
-            if name != "moves" and not any(tensor is constant for constant in shared)
+            if name != "slots_to_fill" and not any(tensor is constant for constant in shared)
         }
         entry = mark = None
         copies: dict[str, Any] = {}
@@ -247,7 +247,7 @@ class PlanStore:
             copies.update({name: memory[name] for name in fields})
         saved = Saved(
             store=self,
-            plan=replace(plan, moves=None, **copies),  # what a later call moves is another matter
+            plan=replace(plan, slots_to_fill=None, **copies),  # a later call may fill others
             entry=entry,
             mark=mark,
             layer=layer,

@@ -147,8 +147,8 @@ class Recorder:
         known = _PLACEMENT
         self._slot_expert[i] = plan.slot_expert.numpy()
         moves = self._moves() if plan.reuse else None
-        if moves is None and plan.reuse and plan.moves is not None:
-            moves = plan.moves.numpy()  # as planned: the host does not know the call's own
+        if moves is None and plan.reuse and plan.slots_to_fill is not None:
+            moves = plan.slots_to_fill.numpy()  # as planned: the host does not know the call's own
         self._kept[i] = False if moves is None else ~moves
         if plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS

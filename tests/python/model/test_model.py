@@ -371,7 +371,7 @@ def test_empty_plans_take_no_time() -> None:
 # ---- what workers spend -------------------------------------------------------------------------
 
 COSTS = (
-    *("launch_us", "call_us", "leave_us", "look_us"),
+    *("launch_us", "call_us", "leave_us", "poll_us"),
     *("fetch_us", "store_us", "publish_us"),
 )
 
@@ -390,7 +390,7 @@ def test_workers_of_a_hub_look_side_by_side() -> None:
     """With two replicas each hub passes on half of the groups: a worker those of its own."""
     plan = make_plan([[-1], [0], [0]], 3)
     for num_sms in (16, 64):
-        on = dataclasses.replace(NVL72, look_us=10.0, num_sms=num_sms)
+        on = dataclasses.replace(NVL72, poll_us=10.0, num_sms=num_sms)
         groups = (4 << 20) // on.tile_bytes // 2  # of two tiles
         own = -(-groups // 2 // num_sms)
         time = predict(plan, 4 << 20, on, "push").time_us
@@ -414,7 +414,7 @@ def test_a_published_copy_alone() -> None:
     """22 MB took 34.5 us, a launch and what a call of ours spends besides not included."""
     on = MACHINES["gb200"]
     found = predict(make_plan([[-1], [0]], 2), 22_000_000, on, "direct")
-    ours = on.call_us + on.leave_us + on.look_us + on.fetch_us + on.store_us + on.publish_us
+    ours = on.call_us + on.leave_us + on.poll_us + on.fetch_us + on.store_us + on.publish_us
     assert found.time_us - ours == pytest.approx(34.5, rel=0.1)
 
 

@@ -350,11 +350,12 @@ def keys_alone() -> Section:
 
 def keys_of_doctor() -> Section:
     """Keys of the document, and of its areas, of which a machine fills only some."""
-    areas = {name: cls for name, cls in vars(facts).items() if dataclasses.is_dataclass(cls)}
+    kinds = {name: cls for name, cls in vars(facts).items() if dataclasses.is_dataclass(cls)}
     found = {
         name: "; ".join(f"{field.name}: {field.type}" for field in dataclasses.fields(cls))
-        for name, cls in {**areas, "Finding": Finding}.items()
+        for name, cls in {**kinds, "Finding": Finding}.items()
     }
+    found |= {name: " ".join(fields) for name, fields in facts.AREAS.items()}
     document = json.loads(run_command("doctor", "--json"))
     return {"": " ".join([*document, f"format={document['format']}"]), **found}
 

@@ -187,7 +187,7 @@ class CudaStages(Engine):
             name: self.to_device(tensor) for name, tensor in plan.tensors().items() if name in read
         }
         put |= {"home": self.home, "domains": self.domains}
-        return replace(plan, load=None, moves=None, **put), True
+        return replace(plan, load=None, slots_to_fill=None, **put), True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device, in stream order, without waiting.
@@ -308,7 +308,7 @@ class CudaStages(Engine):
             home_quota=home_quota,
             load=None if load.dim() == 1 else kept[0] if kept else given,
             domains=self.to_device(self.domains) if apart else self.domains,
-            moves=moves,
+            slots_to_fill=moves,
         )
 
     def bank_table(self, bank: int) -> int:
