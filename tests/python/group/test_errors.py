@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -594,6 +596,17 @@ def test_who_failed_first_is_said_as_far_as_it_is_known(
     report = _core.Report(fault=_core.Fault.ABORTED, aborter=aborter, peer=peer, root=root, epoch=1)
     text = str(error_from(report, 0, "replicate_experts", ()))
     assert expected in text
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.UltraEPError)],
+)
+def test_errors_pass_from_process_to_process(kind: type[errors.UltraEPError]) -> None:
+    names = [name for base in kind.__mro__ for name in inspect.get_annotations(base)]
+    error = kind("what, and why", **{name: [name] for name in names})
+    loaded = pickle.loads(pickle.dumps(error))
+    assert (type(loaded), str(loaded), vars(loaded)) == (kind, "what, and why", vars(error))
 
 
 def _comes_late(rank: int, process_group: Any, engine: str, is_load: bool) -> Any:

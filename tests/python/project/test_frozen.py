@@ -195,16 +195,14 @@ def python_names() -> Section:
 
 
 def error_types() -> Section:
-    """Bases of each error, how it is made, and the attributes that it has then."""
+    """Bases of each error, and its own attributes with their types."""
     found = {}
     for name, cls in vars(errors).items():
         if not (inspect.isclass(cls) and issubclass(cls, errors.UltraEPError)):
             continue
         found[name] = f"{cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
-        if cls.__init__ is not RuntimeError.__init__:
-            required = list(inspect.signature(cls).parameters)[1:]
-            attributes = vars(cls("text", **dict.fromkeys(required)))
-            found[name] += f"; {signature(cls)}; {' '.join(sorted(attributes))}"
+        attributes = inspect.get_annotations(cls).items()
+        found[name] += "".join(f"; {attribute}: {kind}" for attribute, kind in attributes)
     return found
 
 
