@@ -83,12 +83,7 @@ class Session(Shared):
         }
         self.weights = Binder(segments=self.segments, **local_experts)
         self.grads = GradBinder(segments=self.grad_segments, **local_experts)
-        self.plans = PlanStore(
-            rank=self.rank,
-            name=self.name,
-            topology=self.topology,
-            engine=engine,
-        )
+        self.plans = PlanStore(self.name, engine)
         self.filled_by: dict[int, Plan | PlanHandle] = {}
         self.recorder: Recorder | None = None
         self.run = ""
