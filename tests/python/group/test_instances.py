@@ -334,9 +334,9 @@ def test_memory_is_known_before_it_is_taken() -> None:
     gradients = sum(
         MIXED[name].nbytes // MIXED[name].dtype.itemsize * t.itemsize for name, t in GRADS.items()
     )
-    assert known.mains == E // 3 * (3 * weights + 2 * gradients)
+    assert known.local_experts == E // 3 * (3 * weights + 2 * gradients)
     without = uec.group_memory(3, **sizes)
-    assert without.mains == 0
+    assert without.local_experts == 0
     assert (without.slots, without.slot_grads) == (known.slots, known.slot_grads)
     close_all(groups)
 

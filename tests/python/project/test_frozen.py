@@ -168,7 +168,7 @@ def small_run(groups: list[uec.Group], folder: Path) -> tuple[list[object], Path
     health = groups[0].health()
     assert health.peers is not None
     one_of_each = [groups[0], plan, handles[0], recorders[0], bound[0], works[0], health]
-    one_of_each += [health.calls, health.waits, health.peers[0], recorders[0].recording()]
+    one_of_each += [health.waits, health.peers[0], recorders[0].recording()]
     one_of_each += [model.predict(plan, 1 << 20), model.find_machine("nvl72")]
     one_of_each += [uec.PlanCost(token=1, expert_byte=1), uec.Segment((4,), torch.float32)]
     one_of_each += [uec.verify_plan(plan, [6, 2, 2, 2])]
