@@ -144,7 +144,7 @@ class Call:
             if not async_op:
                 work.wait()
         except BaseException as error:
-            session.note_failure(error)
+            session.record_failure(error)
             raise
         return work if async_op else None
 

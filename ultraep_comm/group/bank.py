@@ -32,9 +32,9 @@ class Bank(Shared):
     Attributes:
         index: of the bank in its group.
         slots: ``{name: [S, *shape]}``, views of this rank's slots; addresses do not change.
-        slot_grads: the same for their gradients; only segments with gradients. Banks share them,
-            but for what ``grad_banks`` in :func:`new_group` says.
-        holder: for :class:`nn.Replication`: whose main weights the slots hold, once it is told.
+        slot_grads: the same for their gradients; only segments with gradients. Several banks may
+            share them: see ``grad_banks`` in :func:`new_group`.
+        holder: for :class:`nn.Replication`: whose main weights the slots hold; empty: unknown.
     """
 
     def __init__(self, session: Session, index: int, weights: SlotSet, grads: SlotSet) -> None:
@@ -85,8 +85,8 @@ class Bank(Shared):
     def invalidate(self) -> None:
         """Declare that main weights have changed: slots hold nothing, and the version is the next.
 
-        Local; every rank has to, between the same calls, for instance after each optimizer step.
-        Calls of ranks that differ in this raise PlanMismatchError.
+        Local. Every rank calls it between the same calls, for instance after each optimizer step;
+        if ranks differ in this, their calls raise PlanMismatchError.
 
         On the CUDA engine it is work of the current stream, as the optimizer's step is: it makes
         the stream wait for the bank's calls, never blocks the host, and can be captured.

@@ -32,7 +32,7 @@ class LayerGroup(NamedTuple):
     layer: int
 
 
-# By options: the latest layer that has asked.
+# The latest layer of each group, by the group's options.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, LayerGroup]] = WeakKeyDictionary()
 
 

@@ -18,7 +18,7 @@ class GroupMemory:
         slot_grads: of their gradients.
         local_experts: room for main weights and gradients before the slots, in a group with
             ``instances=True``.
-        other: flags, loads, what reductions add up in, and padding; in check mode also copies of
+        other: flags, loads, the scratch of reductions, and padding; in check mode also copies of
             the main weights. Not included: main weights of ``group.empty_weights()``, and of
             further ``empty_instances()`` of a bank.
     """

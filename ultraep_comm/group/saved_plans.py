@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 4  # in int32, of an entry's fields: the 16 bytes that compilers assume of tensors
 Entry = Mapping[str, torch.Tensor]  # memory on the device for the fields of one plan
 LAYERS, MICROBATCHES = 1 << 31, 1 << 32  # limits of the fields of a tag
-NAMED = 4  # live handles that an error lists
+MAX_NAMED = 4  # live handles that an error lists
 
 
 # Why a handle has ended, and what to do instead.
@@ -377,8 +377,8 @@ class PlanStore:
         live = list(self._live.values())  # in the order of saving
         if not live:
             return None
-        named = "; ".join(f"layer {layer}, microbatch {mb}" for layer, mb in live[:NAMED])
-        rest = f"; and {len(live) - NAMED} more" if len(live) > NAMED else ""
+        named = "; ".join(f"layer {layer}, microbatch {mb}" for layer, mb in live[:MAX_NAMED])
+        rest = f"; and {len(live) - MAX_NAMED} more" if len(live) > MAX_NAMED else ""
         return GroupBusyError(
             f"rank {self._rank}: {operation} with {len(live)} saved"
             f" {'plan' if len(live) == 1 else 'plans'} not reduced or released: {named}{rest}."

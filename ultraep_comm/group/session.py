@@ -229,7 +229,7 @@ class Session(Shared):
             self.reject(error)
             raise
 
-    def note_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Remember why submitting or waiting failed; after Ctrl-C, abort the group.
 
         The engine may have accepted the call before the signal came: nothing would keep the call's
