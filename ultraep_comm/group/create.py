@@ -1,4 +1,4 @@
-"""Creation of groups: check the arguments, agree on an engine, let its module do the rest."""
+"""Creation of groups: check the arguments, agree on an engine, and let its module create it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _make_engine(
 
 @cache
 def _say_engine(engine: str, reason: str) -> None:
-    """Log, once for each, which engine engine="auto" has taken."""
+    """Log which engine engine="auto" has taken; each once in a process."""
     why = f" ({reason})" if reason else ""
     _LOGGER.log(
         logging.WARNING if engine == "c10d" else logging.INFO,
@@ -177,7 +177,7 @@ def _say_engine(engine: str, reason: str) -> None:
 
 @cache
 def _say_domains(domain: tuple[int, ...]) -> None:
-    """Log, once for each, which domains groups have."""
+    """Log which domains groups have; each once in a process."""
     members = [
         f"domain {d}: {name_ranks([r for r, other in enumerate(domain) if other == d])}"
         for d in sorted(set(domain))

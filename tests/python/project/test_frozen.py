@@ -68,7 +68,12 @@ INTERNAL = {
     "Binding.types",
     "Bank.filled_by",
     "Bank.holder",
-    "PlanHandle.saved",
+    "PlanHandle.end",
+    "PlanHandle.entry",
+    "PlanHandle.mark",
+    "PlanHandle.store",
+    "PlanHandle.stored",
+    "PlanHandle.tag",
     "Recorder.add",
     "Recorder.enter",
     "Work.epoch",
@@ -163,7 +168,7 @@ def small_run(groups: list[uec.Group], folder: Path) -> tuple[list[object], Path
     health = groups[0].health()
     assert health.peers is not None
     one_of_each = [groups[0], plan, handles[0], recorders[0], bound[0], works[0], health]
-    one_of_each += [health.calls, health.waits, health.peers[0], recorders[0].recording()]
+    one_of_each += [health.waits, health.peers[0], recorders[0].recording()]
     one_of_each += [model.predict(plan, 1 << 20), model.find_machine("nvl72")]
     one_of_each += [uec.PlanCost(token=1, expert_byte=1), uec.Segment((4,), torch.float32)]
     one_of_each += [uec.verify_plan(plan, [6, 2, 2, 2])]
@@ -195,16 +200,14 @@ def python_names() -> Section:
 
 
 def error_types() -> Section:
-    """Bases of each error, how it is made, and the attributes that it has then."""
+    """Bases of each error, and its own attributes with their types."""
     found = {}
     for name, cls in vars(errors).items():
         if not (inspect.isclass(cls) and issubclass(cls, errors.UltraEPError)):
             continue
         found[name] = f"{cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
-        if cls.__init__ is not RuntimeError.__init__:
-            required = list(inspect.signature(cls).parameters)[1:]
-            attributes = vars(cls("text", **dict.fromkeys(required)))
-            found[name] += f"; {signature(cls)}; {' '.join(sorted(attributes))}"
+        attributes = inspect.get_annotations(cls).items()
+        found[name] += "".join(f"; {attribute}: {kind}" for attribute, kind in attributes)
     return found
 
 
