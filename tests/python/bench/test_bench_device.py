@@ -142,17 +142,6 @@ def test_the_rate_of_a_gpus_links(
     assert meter.find_link() == (377.0, "measured here, by bench calibrate")
 
 
-def test_two_ranks_have_no_hub(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_on(StandIn(), *FEW, "--ranks", "2", "--mode", "push") == 0
-    assert "one tile through a hub - us" in capsys.readouterr().out
-
-
-def test_nothing_to_transfer(capsys: pytest.CaptureFixture[str]) -> None:
-    few = [*FEW, "--ranks", "2", "--imbalance", "1", "--mode", "push"]
-    assert run_on(StandIn(), *few) == 0
-    assert "no replicas; nothing" in capsys.readouterr().out
-
-
 def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: one bit of a slot, and one of a copy."""
     few = [*FEW, "--mode", "push"]

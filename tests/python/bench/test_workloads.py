@@ -64,17 +64,6 @@ def routed(workload: str, step: int = 0, **shape: int) -> np.ndarray:
     return route_tokens(workload, step=step, **(PUBLISHED | shape))
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_tokens_have_different_experts(workload: str) -> None:
-    for step in range(5):
-        ids = routed(workload, step, num_experts=16, topk=3)
-        assert ids.shape == (WORKLOAD_TOKENS, 3)
-        assert ids.min() >= 0
-        assert ids.max() < 16
-        assert all(len(set(row)) == 3 for row in ids.tolist())
-        assert np.array_equal(ids, routed(workload, step, num_experts=16, topk=3))
-
-
 def test_pools() -> None:
     """Where each token may go: h = max(k, E // 4) hot experts, and one token in four is cold."""
     shape = {"num_experts": 32, "topk": 2, "num_tokens": 4000}
@@ -85,6 +74,7 @@ def test_pools() -> None:
         "W3": np.arange(0, 32, 2),
     }.items():
         ids = routed(workload, **shape)
+        assert (ids[:, 0] != ids[:, 1]).all()
         assert set(np.unique(ids[hot])) == set(pool.tolist())
         assert len(np.unique(ids[~hot])) == 32
     assert len(np.unique(routed("W4", **shape))) == 32
@@ -157,21 +147,3 @@ def test_a_row_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[:2] for row in table] == [
         [WORKLOADS[name], str(step)] for name in ("W6", "W7") for step in range(4)
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--workloads", "W9"], "--workloads has 'W9'; expected any of W0, W1"),
-        (["--topk", "5"], "--experts is 8, but workload W5 draws --topk 5 different experts of 4;"),
-        (["--topk", "9", "--workloads", "W1"], "W1 draws --topk 9 different experts of 8;"),
-        (["--slots", "9"], "--slots is 9; expected at most --experts 8"),
-        (["--ranks", "3"], "--experts is 8, not a multiple of --ranks 3"),
-        (["--tokens", "0"], "--tokens is 0; expected at least 1"),
-        (["--tokens", str(1 << 24)], "are too many"),
-        (["--seed", "-1"], "--seed is -1; expected at least 0"),
-    ],
-)
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
-    assert main(["imbalance", *arguments]) == 2
-    assert text in capsys.readouterr().err

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from recorded_groups import make_recorder
 
@@ -379,45 +376,6 @@ def test_the_command_draws_calls(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["timeline", str(run), "--out", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_command_draws_predictions(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {}
-
-    def predict(
-        plan: uec.Plan,
-        expert_bytes: int,
-        machine: str,
-        mode: str,
-        *,
-        residents: np.ndarray[Any, Any],
-        timeline: bool,
-    ) -> Any:
-        assert (residents == -1).all()
-        asked.update(slots=plan.slot_expert, size=expert_bytes, machine=machine, mode=mode)
-        assert timeline
-        if machine == "unknown":
-            raise errors.InvalidArgumentError("there is no machine 'unknown'")
-        figures = {"time_us": 120.5, "bound_us": 100.0, "over_bound": 1.205, "mode": "push"}
-        return SimpleNamespace(timeline=make_timeline(G), **figures)
-
-    module: Any = ModuleType("ultraep_comm.model")
-    module.predict = predict
-    module.__spec__ = SimpleNamespace(name="ultraep_comm.model")
-    monkeypatch.setitem(sys.modules, "ultraep_comm.model", module)
-    out = tmp_path / "p.json"
-    command = ["timeline", str(run), "--predict", "2", "--out", str(out)]
-    assert main([*command, "--mode", "push"]) == 0
-    assert torch.equal(asked["slots"], torch.tensor([[5], [0], [-1]], dtype=torch.int32))
-    assert (asked["size"], asked["machine"], asked["mode"]) == (1000, "nvl72", "push")
-    document = json.loads(out.read_text())
-    assert len(check_trace(document)) > G
-    assert "mode push: 120.5 us, 1.205 of the bound" in document["otherData"]["subtitle"]
-    assert main([*command, "--expert-bytes", "36M"]) == 0
-    assert asked["size"] == 36 << 20
-    assert main([*command, "--machine", "unknown"]) == 2
 
 
 @pytest.mark.parametrize("mode", ["push", "pull", "direct"])
