@@ -17,10 +17,8 @@ from stand_in import Emulated
 from ultraep_comm.bench.commands.critical_path import PathSettings
 from ultraep_comm.bench.commands.critical_path.calls import Found, PathCalls, Variant
 from ultraep_comm.bench.commands.critical_path.ids import count_ids, draw_ids, expert_shares
-from ultraep_comm.bench.commands.critical_path.run import PathRow, PathRun, make_records
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.loads import rank_imbalance
-from ultraep_comm.bench.measure import Times
 from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda import make
 
@@ -186,43 +184,3 @@ def test_a_trace_gives_each_source_its_own_shares(tmp_path: Path) -> None:
     assert np.array_equal(expert_shares(settings, 2), expert_shares(settings, 0))
     assert count_ids(draw_ids(settings, 1), 4)[0].tolist() == [0, 0, 0, 100]
     assert "t.npz" in settings.source
-
-
-# ---- figures ------------------------------------------------------------------------------------
-
-
-def _row(name: str, time_us: float) -> PathRow:
-    times = np.array([time_us, time_us, 3 * time_us])
-    return PathRow(
-        name=name,
-        times=Times(iterations=times, ranks=times[:1]),
-        host_us=times / 10,
-        kernels=3,
-        copies=0,
-        wrong_bytes=0,
-        wrong_values=0,
-    )
-
-
-def _run(rows: list[PathRow], copy_bytes: int) -> PathRun:
-    figures = {name: np.array([2.0, 3.0, 4.0]) for name in ("before", "after", "transfer")}
-    return PathRun(rows=rows, replicas=np.array([4.0] * 3), copy_bytes=copy_bytes, **figures)
-
-
-def test_the_bound_of_one_gpu_is_a_copy() -> None:
-    settings = settings_of("critical-path", "-b", "1M", "--segments", "1")
-    found = _run([_row("graph", 40.0), _row("host plan", 100.0), _row("big copy", 80.0)], 32 << 20)
-    assert found.bound_us(settings) == pytest.approx(10.0)
-    record = make_records(settings, found)[0]
-    assert record["over_bound"] == pytest.approx(4.0)
-    assert record["speedup_over_host_plan"] == pytest.approx(2.5)
-    assert record["host_us"] == pytest.approx(4.0)
-
-
-def test_the_bound_over_links_needs_to_know_them() -> None:
-    found = _run([_row("graph", 40.0)], 0)
-    given = ["critical-path", "-b", "1000000", "--segments", "1", "--fabric", "torch"]
-    assert found.bound_us(settings_of(*given)) is None
-    # Three experts of a megabyte over 100 GB/s.
-    assert found.bound_us(settings_of(*given, "--link-gbps", "100")) == pytest.approx(30.0)
-    assert make_records(settings_of(*given), found)[0]["over_bound"] is None

@@ -15,7 +15,6 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
-from ultraep_comm.bench.commands.replicate.device import sms_needed
 from ultraep_comm.bench.commands.replicate.run import hub_plan
 from ultraep_comm.bench.measure import describe_link, with_link
 from ultraep_comm.bench.ranks import WeightRanks
@@ -162,12 +161,6 @@ def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- parts --------------------------------------------------------------------------------------
-
-
-def test_sms_needed_for_each_rate() -> None:
-    (needed,) = sms_needed([("push", 4, 400.0), ("push", 8, 500.0)])
-    assert needed["curve"][0] == [4, 400]
-    assert needed["sms"] == {"450": pytest.approx(6), "900": None}
 
 
 def test_the_plan_through_a_hub_has_one() -> None:

@@ -24,7 +24,6 @@ from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.measure import link_bound_us
 from ultraep_comm.bench.options import TIMES
 from ultraep_comm.bench.report import format_csv, write_output
-from ultraep_comm.bench.table import Column, format_records
 
 FEW = ["replicate", "--ranks", "2", "--experts", "8", "-w", "0", "--mode", "push"]
 
@@ -271,27 +270,6 @@ def test_records_on_standard_output(tmp_path: Path) -> None:
     assert cells_of(f"{header}\n{row}\n")[0]["mode"] == "push"
     assert done.stdout.startswith("# ultraep_comm")
     assert not list(tmp_path.iterdir())
-
-
-def test_columns_of_records() -> None:
-    """A missing value, or NaN, is a dash."""
-    columns = [
-        Column("name", "", "name"),
-        Column("p50", "(us)", "time_us.p50", ".1f"),
-        Column("both", "", lambda r: r["a"] + 1 if "a" in r else None),
-    ]
-    records = [
-        {"name": "x", "time_us": {"p50": 3.25}, "a": 1},
-        {"name": "y", "time_us": {"p50": float("nan")}},
-        {"name": "z", "time_us": None},
-    ]
-    assert format_records(columns, records).splitlines() == [
-        "# name   p50  both",
-        "#       (us)",
-        "  x      3.2     2",
-        "  y        -     -",
-        "  z        -     -",
-    ]
 
 
 def test_places_of_ranks(tmp_path: Path) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benched import ONE_PLAN_KEYS, SMALL, Done, bench, settings_of
 
-from ultraep_comm import Plan
 from ultraep_comm.bench import baselines
-from ultraep_comm.bench.baselines import holders_of
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.reduce import run as reduce
 from ultraep_comm.bench.netlab import lab_problem
@@ -88,8 +85,6 @@ def run(folder: Path, command: str, *arguments: str, fault: Any = None) -> Done:
     [
         ("replicate", []),
         ("reduce", []),
-        ("reduce", ["--no-zero"]),
-        ("reduce", ["--grad-dtype", "bfloat16"]),
         ("reduce", ["--grad-dtype", "bfloat16", "--main-dtype", "bfloat16", "--no-zero"]),
     ],
 )
@@ -161,15 +156,3 @@ def test_a_lab_of_one_machine(tmp_path: Path) -> None:
 
 
 # ---- parts --------------------------------------------------------------------------------------
-
-
-def test_who_holds_an_expert() -> None:
-    """Experts 0 and 1 are at home on rank 0, experts 2 and 3 on rank 1, and so on."""
-    slots = np.array([[3, 6], [0, -1], [0, 3], [0, 1]])
-    plan = Plan.from_slots(slots, num_experts=8)
-    assert holders_of(plan) == [
-        (0, 0, (0, 1, 2, 3)),
-        (1, 0, (0, 3)),
-        (3, 1, (0, 1, 2)),
-        (6, 3, (0, 3)),
-    ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benched import TIMES, bench, check_times, settings_of
+from benched import bench, check_times, settings_of
 from tiers import sampled
 
 from ultraep_comm.bench.commands.layer import native as layer
@@ -20,29 +20,8 @@ from ultraep_comm.bench.commands.layer.native import PHASES
 from ultraep_comm.bench.commands.layer.run import make_record
 from ultraep_comm.bench.measure import Measured, Times
 
-FEW = [
-    "layer",
-    "--experts",
-    "8",
-    "--tokens",
-    "64",
-    "--topk",
-    "2",
-    "--hidden",
-    "32",
-    "--inner",
-    "48",
-    "-n",
-    "2",
-    "-w",
-    "1",
-]
-RECORD_KEYS = {
-    *("op", "routing", "ranks", "experts", "slots", "tokens_per_s", *TIMES),
-    *("share_of_balanced", "over_bound", "compute_us", "compute_share_of_balanced", "imbalance"),
-    *("replicas", "phases_us", "phases_share", "wrong_values", "gate"),
-    *("framework", "workload", "step_ms", "assignments_per_s", "speedup"),
-}
+FEW = ["layer", "--experts", "8", "--tokens", "64", "--topk", "2", "-n", "2", "-w", "1"]
+FEW += ["--hidden", "32", "--inner", "48"]
 
 
 def records_of(done: Any) -> dict[str, dict[str, Any]]:
@@ -58,7 +37,6 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     records = records_of(done)
     assert list(records) == routings
     for record in records.values():
-        assert set(record) == RECORD_KEYS
         assert record["gate"] is None
         check_times(record)
         assert (record["over_bound"] is None) == (record["routing"] != "replicated")

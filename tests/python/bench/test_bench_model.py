@@ -95,17 +95,11 @@ def test_what_a_claim_says() -> None:
 def test_the_claim_holds(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of schedules, on links alone, with one load of each kind; bench/results has more."""
     path = tmp_path / "out.json"
-    chosen = [
-        "--machine",
-        "nvl72-links",
-        "--sizes",
-        size,
-        "--imbalances",
-        "1.5,3,8",
-        "--families",
-        "adversarial",
-    ]
-    assert main(["model", *chosen, "--seeds", "1", "--json", str(path)]) == 0
+    chosen = ["--machine", "nvl72-links", "--sizes", size, "--imbalances", "1.5,3,8"]
+    assert (
+        main(["model", *chosen, "--families", "adversarial", "--seeds", "1", "--json", str(path)])
+        == 0
+    )
     capsys.readouterr()
     claims = json.loads(path.read_text())["claims"]
     assert [claim["mode"] for claim in claims] == list(OURS)

@@ -18,7 +18,6 @@ from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, parse_plan_sizes
 from ultraep_comm.bench.commands.plan.cells import plan_load
 from ultraep_comm.bench.loads import (
-    adversarial_loads,
     draw_topk,
     make_loads,
     rank_imbalance,
@@ -73,23 +72,6 @@ def test_an_imbalance_beyond_the_ranks_is_left_out() -> None:
     shape = {"num_ranks": 3, "num_experts": 6, "num_tokens": 300, "topk": 2, "seeds": 1}
     assert len(make_loads("published2", **shape)) == 1
     assert make_loads("published3", **shape) == []
-
-
-@pytest.mark.parametrize(("g", "e"), [(8, 32), (8, 8), (5, 3), (1, 4), (1, 1)])
-def test_adversarial_loads(g: int, e: int) -> None:
-    total = 10_000
-    loads = adversarial_loads(g, e, total)
-    home = contiguous_home(e, g)
-    for load in loads:
-        assert load.min() >= 0
-        assert load.sum() == total
-    if g > 1 and e > 1:
-        one, near, all_but_one, _, ramp = loads
-        assert one.max() == pytest.approx(0.9 * total, abs=e)
-        ranks = np.bincount(home, weights=near, minlength=g)
-        assert ranks.max() == pytest.approx(0.9 * total, abs=e)
-        assert (np.bincount(home, weights=all_but_one)[home] == 0).any()
-        assert (np.diff(ramp) >= 0).all()
 
 
 # ---- the published planner --------------------------------------------------------------------
@@ -238,14 +220,6 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, *arguments, "--trace", str(tmp_path / "ids.npz")]) == 0
     (row,) = cells(capsys.readouterr().out)
     assert row[2] == "9"  # 3 windows of 4 * 64 tokens, 3 layers
-
-
-@pytest.mark.trace
-def test_recorded_traces(traces_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = str(traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz")
-    assert main(["plan", "--trace", trace, "--families", "trace", "--sizes", "8/32/1"]) == 0
-    (row,) = cells(capsys.readouterr().out)
-    assert row[2:4] == ["144", "1.50"]
 
 
 def test_a_trace_that_fits_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

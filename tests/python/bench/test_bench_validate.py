@@ -20,28 +20,7 @@ from ultraep_comm.bench.ranks import WeightRanks, make_turns
 from ultraep_comm.errors import UnsupportedError
 
 FEW = ["validate", "--plans", "4", "-b", "64K", "-e", "256K", "-n", "3"]
-RECORD_KEYS = {
-    *("op", "mode", "chosen", "expert_bytes", "replicas", "imports", "filling", "calls"),
-    *("time_us", "measured_us", "predicted_us", "error"),
-}
-
-
 # ---- the plans ----------------------------------------------------------------------------------
-
-
-def test_plans_of_all_kinds() -> None:
-    settings = settings_of("validate")
-    cases = make_cases(settings)
-    assert len(cases) == 20
-    assert settings.sizes == (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
-    assert {case.expert_bytes for case in cases} == set(settings.sizes)
-    for mode in MODES:
-        assert sum(case.mode == mode for case in cases) == 5
-    one_way = sum(0 in case.imports for case in cases)
-    assert 0 < one_way < 20
-    assert len({tuple(case.imports) for case in cases}) > 8
-    assert make_cases(settings) == cases
-    assert make_cases(settings_of("validate", "--seed", "2")) != cases
 
 
 @pytest.mark.parametrize("ranks", ["2", "3", "5"])
@@ -138,7 +117,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(records) == 4
     assert [record["mode"] for record in records] == list(MODES)
     for record in records:
-        assert set(record) == RECORD_KEYS
         assert record["time_us"]["min"] <= record["measured_us"] <= record["time_us"]["max"]
         assert record["error"] == pytest.approx(record["predicted_us"] / record["measured_us"] - 1)
         assert record["predicted_us"] > document["calibration"]["call_us"]

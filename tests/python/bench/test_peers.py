@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_tokens import EPLB_ROWS, EPLB_WEIGHT
 from ranks import plan_alone
@@ -55,7 +55,6 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
 
 @pytest.mark.parametrize("name", PEERS)
 @given(problem=problems())
-@settings(max_examples=60, deadline=None)
 def test_every_plan_is_legal_and_serves_the_load(
     name: str, problem: tuple[np.ndarray, int, int]
 ) -> None:
@@ -102,12 +101,6 @@ def test_moonep_by_hand() -> None:
         [4, 0, 0, 0, 2, 0, 0, 0],
         [0, 2, 0, 0, 0, 0, 2, 2],  # now it is the hottest
     ]
-
-
-def test_a_home_that_gives_too_much_receives() -> None:
-    """Rank 0 has 9 of a level of 6 and fills rank 2, which lacks 6; rank 1 then fills rank 0."""
-    tokens = place("moonep", [9, 9, 0], 3).tokens
-    assert tokens.tolist() == [[3, 3, 0], [0, 6, 0], [6, 0, 0]]
 
 
 def test_moonep_sends_many_copies_from_one_home() -> None:
@@ -200,18 +193,6 @@ def test_eplb_gives_its_published_example(weights: list[int], expected: list[int
     assert found.ravel().tolist() == expected
 
 
-def test_eplb_splits_evenly_and_counts_moved_mains() -> None:
-    """Ten instances on two ranks: expert 0 gets both spare ones."""
-    placed = place("eplb", [90, 0, 0, 0, 10, 10, 10, 10], 2, slots=1)
-    assert placed.tokens[:, 0].tolist() in ([30, 60], [60, 30])
-    plan = placed.plan(contiguous_home(8, 2))
-    assert placed.holds is not None
-    home = contiguous_home(8, 2)
-    away = placed.holds.copy()
-    away[home, np.arange(8)] = False
-    assert plan.num_replicas == away.sum()
-
-
 def test_eplb_hierarchical_keeps_groups_on_their_node() -> None:
     load = np.arange(1, 33, dtype=np.int64) * 10
     holds = place("eplb-hier", load, 8).holds
@@ -252,7 +233,6 @@ def least_maximum(rank_load: np.ndarray, most: np.ndarray) -> float:
 
 
 @given(st.lists(st.integers(0, 100), min_size=24, max_size=24))
-@settings(max_examples=30, deadline=None)
 def test_the_linear_program_is_optimal(numbers: list[int]) -> None:
     most = np.array(numbers[:16], np.int64).reshape(8, 2)
     rank_load = most.sum(axis=1) + np.array(numbers[16:], np.int64)
@@ -263,20 +243,6 @@ def test_the_linear_program_is_optimal(numbers: list[int]) -> None:
     for edge in range(2):
         np.add.at(after, CUBE[edge], flow[:, edge])
     assert after.max() == pytest.approx(least_maximum(rank_load, most), abs=1e-6)
-
-
-def test_one_hot_rank_spreads_over_the_cube() -> None:
-    """Ranks 0 and 1 have 130 and edges for 40 out of the two: 45 each, where the level is 39."""
-    load = np.zeros(24, np.int64)
-    load[:3] = 70, 20, 10
-    load[3:] = 10
-    plan = plan_of("lplb", load, 8)
-    filled = plan.slot_expert[plan.slot_expert >= 0]
-    assert plan.num_replicas == 16
-    assert (plan.slot_expert == 0).nonzero()[:, 0].tolist() == [CUBE[0, 0]]
-    assert (plan.slot_expert == 1).nonzero()[:, 0].tolist() == [CUBE[1, 0]]
-    assert 2 not in filled
-    assert plan.imbalance * load.sum() / 8 == pytest.approx(45)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from benched import check_csv
 from benched import table_cells as cells
 
 from ultraep_comm.bench.cli import main
-from ultraep_comm.bench.loads import make_loads, rank_imbalance
 from ultraep_comm.bench.options import (
     WORKLOAD_EXPERTS,
     WORKLOAD_TOKENS,
@@ -19,7 +18,6 @@ from ultraep_comm.bench.options import (
     WORKLOADS,
 )
 from ultraep_comm.bench.workloads import route_tokens, workload_load
-from ultraep_comm.errors import InvalidArgumentError
 
 PUBLISHED = {
     "num_experts": WORKLOAD_EXPERTS,
@@ -93,23 +91,6 @@ def test_seeds_are_of_name_seed_and_step() -> None:
     assert not np.array_equal(one, routed("W4", 1))
     assert not np.array_equal(one, route_tokens("W4", step=0, seed=1, **PUBLISHED))
     assert not np.array_equal(routed("W1"), routed("W2"))  # one distribution, two names
-
-
-def test_a_pool_that_is_too_small() -> None:
-    with pytest.raises(InvalidArgumentError, match="W5 draws --topk 5 different experts of 4"):
-        routed("W5", topk=5)
-    with pytest.raises(InvalidArgumentError, match="W1 draws --topk 9 different experts of 8"):
-        routed("W1", topk=9)
-    assert routed("W5", num_experts=1, topk=1).tolist() == [[0]] * WORKLOAD_TOKENS
-
-
-def test_as_families_of_loads() -> None:
-    shape = {"num_ranks": 4, "num_experts": 8, "num_tokens": 4 * 128, "topk": 2}
-    loads = make_loads("W7", **shape, seeds=4)
-    imbalance = [rank_imbalance(load, 4) for load in loads]
-    assert max(imbalance[:3]) < 1.2
-    assert imbalance[3] > 2.4
-    assert all(load.sum() == 4 * 128 * 2 for load in loads)
 
 
 # ---- the command --------------------------------------------------------------------------------

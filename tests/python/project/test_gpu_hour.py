@@ -43,16 +43,6 @@ def stage(*commands: Command, **options: Any) -> Stage:
     return Stage("a stage", list(commands), **options)
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, or does soon."""
-    state = Path("/proc", str(pid), "stat")
-    for _ in range(400):
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that runs stages, by default all, on a GPU that nobody asks."""
@@ -178,18 +168,6 @@ def test_what_is_run_instead_counts(run: Any, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out.partition("====")[2]
     assert "instead of: " in said
     assert "why it fails" in said.partition("still")[0]
-
-
-def test_a_child_that_outlives_its_parent_is_ended(run: Any, tmp_path: Path) -> None:
-    code = f"""
-import shutil
-import subprocess
-child = subprocess.Popen(['sleep', '100'])
-open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))"""
-    status, found = run({"leaves": stage(python(code))})
-    assert status == 0
-    assert found["leaves"]["seconds"] < 10
-    assert has_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_resuming_leaves_out_what_has_passed(
@@ -325,34 +303,6 @@ def test_wheels_of_what_lacks_are_unpacked(tmp_path: Path) -> None:
     assert said[0].endswith("unpacked")
     assert "not a supported wheel" in said[1]
     assert (tmp_path / "wheels" / "nvshmem" / "__init__.py").exists()
-
-
-def test_a_bare_process_has_only_what_is_listed(tmp_path: Path) -> None:
-    """And what was carried."""
-    code = """
-import importlib.metadata, importlib.util, sys
-print(importlib.util.find_spec("hypothesis") is not None)
-for name in sys.argv[1:]:
-    try:
-        __import__(name)
-        print(name)
-    except ModuleNotFoundError as error:
-        print(error)
-try:
-    print(importlib.metadata.version("pyelftools"))
-except importlib.metadata.PackageNotFoundError:
-    print("not installed")
-"""
-    (tmp_path / "z3").mkdir()
-    (tmp_path / "z3" / "__init__.py").touch()
-    env = os.environ | machine.bare_env(tmp_path)
-    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    words = [sys.executable, "-c", code, "elftools", "z3"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-    assert pytest.importorskip("elftools")
-    assert done.stdout.splitlines() == [
-        *("True", "No module named 'elftools'", "z3", "not installed")
-    ]
 
 
 # ---- what the stages name ------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from collections import Counter
@@ -20,7 +19,7 @@ from ultraep_comm import errors
 from ultraep_comm.model.timeline import SPAN, Span
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Recording, save_recording
-from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_paths, chart_timeline
+from ultraep_comm.viz.charts import Chart, chart_calls, chart_paths, chart_timeline
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.style import save_png, short
 from ultraep_comm.viz.timeline import LOOKS, draw_timeline, format_trace, trace_events
@@ -69,37 +68,6 @@ def busy(timeline: NDArray[np.void], rank: int, kind: Span) -> float:
 
 
 # ---- charts ---------------------------------------------------------------------------------
-
-
-def test_charts_have_every_piece(chart: Chart) -> None:
-    timeline = make_timeline(G)
-    for rank in range(G):
-        for kind, name in KINDS.items():
-            bars = [b for b in chart.bars if (b.rank, b.kind) == (rank, name)]
-            total = sum(b.end_us - b.begin_us for b in bars)
-            assert total == pytest.approx(busy(timeline, rank, kind))
-            assert total > 0
-            spans = timeline[timeline["rank"] == rank]
-            moved = spans["bytes"][spans["kind"] == kind].sum()
-            assert sum(int(b.details.get("bytes", 0)) for b in bars) == moved
-    assert chart.end_us == timeline["end_us"].max()
-    store = next(bar for bar in chart.bars if bar.kind == "store")
-    assert store.details["bytes"] == 2 << 20
-    assert store.details["peers"] == "0, 1"
-    assert store.label == f"e{store.details['expert']}\u21920,1"
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("more", [{}, {"gap_us": 5.0}, {"max_lanes": 1}])
-def test_bars_of_a_lane_do_not_overlap(seed: int, more: Any) -> None:
-    chart = chart_timeline(make_timeline(G, seed), G, title="", subtitle="", **more)
-    for rank in range(G):
-        for lane in range(CALL_LANE, chart.lanes_of(rank)):
-            bars = [bar for bar in chart.bars if (bar.rank, bar.lane) == (rank, lane)]
-            assert bars
-            assert {bar.kind == "call" for bar in bars} == {lane == CALL_LANE}
-            for one, two in itertools.pairwise(bars):
-                assert one.end_us <= two.begin_us
 
 
 def tiles(rows: list[tuple[int, int, float, float]]) -> NDArray[np.void]:
@@ -419,17 +387,6 @@ def test_predictions_are_of_what_a_call_moves(run: Path, tmp_path: Path) -> None
         stores = [e for e in check_trace(document) if e["cat"] == "store"]
         assert sum(e["args"]["bytes"] for e in stores) == 1000
         assert f"{found.time_us:,.1f} us" in document["otherData"]["subtitle"]
-
-
-def test_without_the_model(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["timeline", str(run), "--predict", "1", "--out", str(tmp_path / "p.json")]) == 2
-    assert "has no ultraep_comm.model; draw recorded calls instead" in capsys.readouterr().err
 
 
 def test_a_generated_load_needs_no_recording(tmp_path: Path) -> None:
