@@ -54,32 +54,24 @@ def _set(patch: pytest.MonkeyPatch, **values: str) -> None:
         patch.setenv(name, value)
 
 
-def test_torchrun(plain: pytest.MonkeyPatch) -> None:
-    _set(plain, **TORCHRUN)
-    assert find_launcher() == Launched(3, 8, 1)
-    _set(plain, **SRUN)  # torchrun inside a step
-    assert find_launcher() == Launched(3, 8, 1)
+LAUNCHED: dict[str, tuple[dict[str, str], Launched | None]] = {
+    "none": ({}, None),
+    "torchrun": (TORCHRUN, Launched(3, 8, 1)),
+    "torchrun inside a step": (SRUN | TORCHRUN, Launched(3, 8, 1)),
+    "srun": (SRUN, Launched(5, 72, 1)),
+    "a step smaller than its job": (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, Launched(5, 16, 1)),
+    "a step that may start ranks itself": (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+    "a batch script": (SRUN | {"SLURM_STEP_ID": "4294967291"}, None),
+    "a shell of salloc": (SRUN | {"SLURM_STEP_ID": "4294967290"}, None),
+    "no step": (SRUN | {"SLURM_STEP_ID": ""}, None),
+}
 
 
-def test_srun(plain: pytest.MonkeyPatch) -> None:
-    _set(plain, **SRUN)
-    assert find_launcher() == Launched(5, 72, 1)
-    _set(plain, SLURM_STEP_NUM_TASKS="16")  # a step smaller than its job
-    assert find_launcher() == Launched(5, 16, 1)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"SLURM_STEP_ID": "4294967291"},  # a batch script
-        {"SLURM_STEP_ID": "4294967290"},  # a shell of salloc
-        {"SLURM_STEP_ID": ""},
-        {"SLURM_STEP_NUM_TASKS": "1"},  # may start ranks itself
-    ],
-)
-def test_inside_slurm_but_not_a_rank(plain: pytest.MonkeyPatch, change: dict[str, str]) -> None:
-    _set(plain, **{**SRUN, **change})
-    assert find_launcher() is None
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_launchers(plain: pytest.MonkeyPatch, launcher: str) -> None:
+    variables, found = LAUNCHED[launcher]
+    _set(plain, **variables)
+    assert find_launcher() == found
 
 
 @pytest.mark.parametrize("change", [{"RANK": "x"}, {"RANK": "8"}, {"WORLD_SIZE": "-1"}])
@@ -255,7 +247,7 @@ CLOSED, FULL = "was closed by its reader", "cannot be written: No space left"
     ("program", "why"),
     sampled(
         [("bench", CLOSED), ("bench", FULL), ("doctor", CLOSED), ("doctor", FULL)],
-        lambda case: "bench" in case,
+        ("bench", CLOSED).__eq__,
     ),
 )
 def test_an_output_that_cannot_be_written_is_one_line(program: str, why: str) -> None:

@@ -106,9 +106,7 @@ def break_layer(when: str, spoil: Spoil) -> None:
     layer.reduce_expert_grads = broken_reduce  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(
-    "fault", sampled(FAULTS, ["a bit of a replica", "a gradient is lost"].__contains__)
-)
+@pytest.mark.parametrize("fault", sampled(FAULTS, "a gradient is lost".__eq__))
 def test_what_goes_wrong_is_found(tmp_path: Path, fault: str) -> None:
     """Negative controls."""
     broken = functools.partial(break_layer, *FAULTS[fault])

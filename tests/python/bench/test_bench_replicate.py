@@ -20,6 +20,7 @@ from benched import (
     check_times,
     plain_environment,
 )
+from tiers import sampled
 
 from ultraep_comm.bench import ranks as bench_ranks
 from ultraep_comm.bench.commands.replicate import one_plan
@@ -156,7 +157,6 @@ def test_check_verifies_the_plan(tmp_path: Path) -> None:
     done = bench(tmp_path, *few, "--check", fault=plan_another_load)
     assert done.returncode == 2
     assert "own load" in done.stderr
-    assert bench(tmp_path, *few, fault=plan_another_load).returncode == 0
 
 
 def run_broken(folder: Path, fault: str) -> Done:
@@ -225,7 +225,7 @@ def test_generated_load_has_the_wanted_imbalance(
     assert not np.array_equal(load, make(seed=8))
 
 
-@pytest.mark.parametrize("name", ["recorder_cost", "host_cost"])
+@pytest.mark.parametrize("name", sampled(["recorder_cost", "host_cost"], "host_cost".__eq__))
 def test_costs_of_the_host_need_no_gpu(tmp_path: Path, name: str) -> None:
     few = ["--ranks", "8", "--iters", "3", "--json", "r.json"]
     done = run(str(SCRIPTS / f"{name}.py"), *few, cwd=tmp_path)
