@@ -27,6 +27,7 @@ from ranks import (
     raised,
     wrong_bytes,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
@@ -70,6 +71,16 @@ def _describe(error: BaseException | None) -> tuple[str, str, int, int]:
 
 W, BYTES = torch.zeros(2, 30, 20, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.uint8)
 SPARSE_ROWS = torch.zeros(2, 30, 21, dtype=torch.bfloat16)[:, :, :20]
+TRANSPOSED = W[1].T.contiguous().T
+with FakeTensorMode():
+    FAKE = torch.empty(2, 30, 20, dtype=torch.bfloat16)
+OTHER_HOME = dataclasses.replace(_plan(EMPTY), home=torch.arange(E, dtype=torch.int32) % 4)
+
+
+def _second(row: Any) -> dict[str, Any]:
+    return {"weights": {"w": [W[0], row], "s": BYTES}}
+
+
 OF_WEIGHTS, OF_PLAN = errors.InvalidWeightsError, errors.InvalidPlanError
 OF_ARGUMENT = errors.InvalidArgumentError
 # What rank 2 passes instead, and its error.
@@ -79,6 +90,16 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"weights": {"w": W.float(), "s": BYTES}}, OF_WEIGHTS, "torch.float32"),
     "device": ({"weights": {"w": W.to("meta"), "s": BYTES}}, OF_WEIGHTS, "meta"),
     "not dense": ({"weights": {"w": SPARSE_ROWS, "s": BYTES}}, OF_WEIGHTS, "strides"),
+    "dtype of one": (_second(W[1].float()), OF_WEIGHTS, "weights[w][1] has dtype torch.float32;"),
+    "device of one": (_second(W[1].to("meta")), OF_WEIGHTS, "weights[w][1] is on meta; expected"),
+    "sparse": (_second(W[1].to_sparse()), OF_WEIGHTS, "weights[w][1] is a Tensor without dense"),
+    "shape of one": (_second(W[1, 1:]), OF_WEIGHTS, "an expert of weights[w][1] has shape"),
+    "strides of one": (_second(TRANSPOSED), OF_WEIGHTS, "an expert of weights[w][1] has strides"),
+    "no tensor": (_second(W[1].tolist()), OF_WEIGHTS, "weights['w'][1] is a list; expected a"),
+    "no tensors": ({"weights": {"w": None, "s": None}}, OF_WEIGHTS, "NoneType"),
+    "no mapping": ({"weights": [W]}, OF_WEIGHTS, "list"),
+    "no weights": ({"weights": None}, OF_WEIGHTS, "NoneType"),
+    "fake": ({"weights": {"w": FAKE, "s": BYTES}}, OF_WEIGHTS, "FakeTensor"),
     "missing": ({"weights": {"w": W}}, OF_WEIGHTS, "'s'"),
     "extra": ({"weights": {"w": W, "s": BYTES, "bias": BYTES}}, OF_WEIGHTS, "'bias'"),
     "own home": ({"plan": _plan([[0, -1], *RING[1:]])}, OF_PLAN, "at home"),
@@ -89,14 +110,19 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "expected an expert in [0, 8)",
     ),
     "negative": ({"plan": _plan([[-2, -1], *RING[1:]])}, OF_PLAN, "-2"),
+    "other home": ({"plan": OTHER_HOME}, OF_PLAN, "home map is not the group's"),
     "too few ranks": ({"plan": _plan(RING[:3])}, OF_PLAN, "3 ranks"),
     "mode": ({"mode": "relay"}, OF_ARGUMENT, "'relay'"),
     "pull": ({"mode": "pull"}, OF_WEIGHTS, "empty_weights"),
     "segments": ({"segments": ["v"]}, OF_ARGUMENT, "'v'"),
     "no segments": ({"segments": []}, OF_ARGUMENT, "()"),
+    "a name": ({"segments": "w"}, OF_ARGUMENT, "segments"),
+    "a number": ({"segments": 7}, OF_ARGUMENT, "segments"),
+    "no names": ({"segments": [["w"]]}, OF_ARGUMENT, "segments"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_bad_input_is_named(fault: str) -> None:
     groups = uec.testing.new_loopback_groups(4, num_experts=E, slots_per_rank=S, expert=EXPERT)
