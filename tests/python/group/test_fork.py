@@ -160,38 +160,6 @@ def test_a_forked_child_changes_nothing(tmp_path: Path, what: str) -> None:
     assert run_ranks(tmp_path, 2, _forks, what) == [(0, 0)] * 2
 
 
-class _Numbers(torch.utils.data.Dataset[int]):
-    """Refers to a group, as a data set of a training script may."""
-
-    def __init__(self, group: uec.Group) -> None:
-        self._group = group
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> int:
-        assert isinstance(raised(self._group.assert_idle), errors.GroupClosedError)
-        return i
-
-
-def _loads_data(rank: int) -> Any:
-    group = _group()
-    wrong, seen = 0, 0
-    for _ in range(2):
-        loader = torch.utils.data.DataLoader(
-            _Numbers(group), batch_size=8, num_workers=2, multiprocessing_context="fork"
-        )
-        for batch in loader:
-            seen += len(batch)
-            wrong += _transfer(group, seen, seen % 16 == 0)
-    group.close()
-    return wrong, seen
-
-
-def test_workers_of_a_data_loader(tmp_path: Path) -> None:
-    assert run_ranks(tmp_path, 2, _loads_data) == [(0, 128)] * 2
-
-
 def _dies_with_child(rank: int, hooks: bool) -> Any:
     group = _group()
     _transfer(group, 1, False)

@@ -63,6 +63,13 @@ def test_slots_are_stable_views() -> None:
     assert slots["w13"].data_ptr() == before == groups[0].slots["w13"].data_ptr()
     close_all(groups)
     assert int(slots["scale"].sum()) > 0  # views outlive the group
+    for call in (
+        lambda: uec.replicate_experts(weights[0], plan, group=groups[0]),
+        lambda: uec.gather_load(torch.zeros(1, 1).long(), group=groups[0]),
+        groups[0].empty_weights,
+    ):
+        with pytest.raises(errors.GroupClosedError, match=r"rank 0: .+ is closed; create"):
+            call()
 
 
 def test_expert_pointers_are_mains_then_slots() -> None:

@@ -92,7 +92,7 @@ def test_calls_bytes_and_plans_are_counted() -> None:
 
 @pytest.mark.parametrize("engine", ["host", "c10d"])
 def test_a_wait_ends_in_time_and_the_call_continues(engine: str) -> None:
-    groups = _loopback(2, engine=engine)
+    groups = _loopback(2, engine=engine, timeout=0)  # no limit but those of the waits
     weights = [make_weights(group) for group in groups]
     plan = _plan([[4, 5], [0, -1]])
     (work,) = start_all(groups[1:], weights, plan)

@@ -61,14 +61,24 @@ WAITS: dict[str, Callable[[uec.Group, Any], Any]] = {
 }
 
 
-def _interrupted(rank: int, what: str) -> Any:
+def _interrupt_soon() -> None:
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+def _wait(what: str, group: uec.Group, weights: Any) -> None:
+    _interrupt_soon()
+    WAITS[what](group, weights)
+
+
+def _interrupted(rank: int, what: str, interrupted: Path) -> Any:
     group = _group()
     weights = make_weights(group)
     if rank == 0:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        error = raised(partial(WAITS[what], group, weights))
+        error = raised(partial(_wait, what, group, weights))
+        interrupted.touch()
     else:
-        time.sleep(0.8)
+        while not interrupted.exists():
+            time.sleep(0.01)
         error = raised(partial(uec.replicate_experts, weights, PLAN, group=group))
     closed = raised(group.close)
     del group
@@ -83,7 +93,9 @@ def _interrupted(rank: int, what: str) -> Any:
 
 @pytest.mark.parametrize("what", ["replicate", "gather", "full queue", "reject", "close"])
 def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> None:
-    first, second = run_ranks(tmp_path, 2, _interrupted, what)
+    first, second = run_ranks(
+        tmp_path, 2, _interrupted, what, tmp_path / "interrupted", timeout=200
+    )
     assert first[0] == "KeyboardInterrupt"
     assert first[1] == "None"  # what ended the group has been raised
     assert issubclass(getattr(errors, second[0]), errors.TransferError)
@@ -94,7 +106,7 @@ def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> No
 def _asks(rank: int, interrupted: Path) -> str:
     like = {"w": torch.zeros(2, 3)}
     if rank == 0:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        _interrupt_soon()
     while rank == 1 and not interrupted.exists():
         time.sleep(0.01)
     error = raised(lambda: group_for(like=like, slots_per_rank=S))
