@@ -262,7 +262,7 @@ def own_group(rank: int, num_ranks: int, path: str) -> dist.ProcessGroup:
 
 
 def run_python(
-    *arguments: str, timeout: float = 120, **environment: str
+    *arguments: str, timeout: float = 250, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
@@ -308,16 +308,16 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MAX_RANKS)
     for size in range(1, MAX_RANKS + 1):
         SUBGROUPS[size] = dist.new_group(list(range(size)))
-    pipe.send(("ready", None))
+    pipe.send((0, "ready", None))
     while True:
         task = pipe.recv()
         if task is None:
             break
-        fn, size, args = task
+        number, fn, size, args = task
         try:
-            pipe.send(("ok", fn(rank, SUBGROUPS[size], *args)))
+            pipe.send((number, "ok", fn(rank, SUBGROUPS[size], *args)))
         except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+            pipe.send((number, "error", traceback.format_exc()))
 
 
 class RankPool:
@@ -329,6 +329,7 @@ class RankPool:
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self._processes = []
+        self._number = 0  # of the latest task
         for rank in range(MAX_RANKS):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
@@ -339,17 +340,20 @@ class RankPool:
             self._receive(rank, 120)
 
     def _receive(self, rank: int, timeout: float) -> Any:
-        if not self._pipes[rank].poll(timeout):
-            raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
-        kind, value = self._pipes[rank].recv()
+        number = -1
+        while number != self._number:  # results of a task that was given up come late
+            if not self._pipes[rank].poll(timeout):
+                raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+            number, kind, value = self._pipes[rank].recv()
         if kind == "error":
             raise AssertionError(f"rank {rank} failed:\n{value}")
         return value
 
-    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 200) -> Any:
         """Run on ranks 0 to ``num_ranks - 1`` and return their results by rank."""
+        self._number += 1
         for pipe in self._pipes[:num_ranks]:
-            pipe.send((fn, num_ranks, args))
+            pipe.send((self._number, fn, num_ranks, args))
         end, results, errors = time.monotonic() + timeout, [], []
         for rank in range(num_ranks):
             try:

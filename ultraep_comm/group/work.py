@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.engines.base import Engine
 from ultraep_comm.engines.options import as_seconds
 from ultraep_comm.errors import (
     InvalidArgumentError,
@@ -19,8 +20,19 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.plan.topology import as_int
 
-if TYPE_CHECKING:
-    from ultraep_comm.group.session import Session
+
+class Submitter(Protocol):
+    """The part of the session that a Work uses."""
+
+    rank: int
+    engine: Engine
+    aborted: bool
+
+    def failure(self, epoch: int, operation: str) -> UltraEPError:
+        """Record and return the error of a failed call."""
+
+    def require_own_process(self, operation: str) -> None:
+        """Raise GroupClosedError in a forked child."""
 
 
 class Work:
@@ -38,7 +50,7 @@ class Work:
 
     def __init__(
         self,
-        session: Session,
+        session: Submitter,
         epoch: int,
         operation: str,
         mode: str,

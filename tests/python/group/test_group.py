@@ -28,7 +28,6 @@ from ranks import (
     wrong_bytes,
 )
 from tiers import sampled
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
@@ -64,6 +63,13 @@ def test_slots_are_stable_views() -> None:
     assert slots["w13"].data_ptr() == before == groups[0].slots["w13"].data_ptr()
     close_all(groups)
     assert int(slots["scale"].sum()) > 0  # views outlive the group
+    for call in (
+        lambda: uec.replicate_experts(weights[0], plan, group=groups[0]),
+        lambda: uec.gather_load(torch.zeros(1, 1).long(), group=groups[0]),
+        groups[0].empty_weights,
+    ):
+        with pytest.raises(errors.GroupClosedError, match=r"rank 0: .+ is closed; create"):
+            call()
 
 
 def test_expert_pointers_are_mains_then_slots() -> None:
@@ -161,37 +167,6 @@ def test_an_update_is_of_the_same_segments_dtypes_and_region() -> None:
 
 class Tagged(torch.Tensor):
     """A plain tensor of another class."""
-
-
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        (lambda w: w.float(), r"weights\[w\]\[1\] has dtype torch.float32; expected"),
-        (lambda w: w.to("meta"), r"weights\[w\]\[1\] is on meta; expected cpu"),
-        (lambda w: w.to_sparse(), r"weights\[w\]\[1\] is a Tensor without dense memory"),
-        (lambda w: w[1:], r"an expert of weights\[w\]\[1\] has shape"),
-        (lambda w: w.T.contiguous().T, r"an expert of weights\[w\]\[1\] has strides"),
-        (lambda w: w.tolist(), r"weights\['w'\]\[1\] is a list; expected a tensor"),
-    ],
-    ids=["dtype", "device", "layout", "shape", "strides", "no tensor"],
-)
-def test_one_bad_tensor_of_many_is_named(change: Any, text: str) -> None:
-    (group,) = _groups(1)
-    weights: Any = make_weights(group)
-    weights["w"] = list(weights["w"])
-    weights["w"][1] = change(weights["w"][1])
-    with pytest.raises(errors.InvalidWeightsError, match=text):
-        group.bind(weights)
-    close_all([group])
-
-
-def test_a_plan_for_another_home_map_is_rejected() -> None:
-    (group,) = _groups(2)[:1]
-    home = torch.arange(E, dtype=torch.int32) % 2
-    plan = uec.Plan.from_slots(torch.full((2, S), -1), num_experts=E, home=home)
-    with pytest.raises(errors.InvalidPlanError, match="home map is not the group's"):
-        uec.replicate_experts(make_weights(group), plan, group=group)
-    group.close()
 
 
 def test_weights_of_a_region_are_recognised() -> None:
@@ -418,7 +393,7 @@ _SCRIPT = """
 import gc, torch
 import ultraep_comm as uec
 groups = uec.testing.new_loopback_groups(
-    2, num_experts=4, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, timeout=30
+    2, num_experts=4, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, timeout=1000
 )
 weights = [{"w": torch.zeros((2, 1 << 16), dtype=torch.uint8)} for _ in groups]
 plan = uec.Plan.from_slots([[2], [0]], num_experts=4)
@@ -452,13 +427,12 @@ except KeyError:
 
 @pytest.mark.parametrize("end", sampled(_ENDS, lambda end: "call" in end))
 def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
-    done = run_python("-c", _SCRIPT + _ENDS[end], timeout=20)  # the limit of the calls is 30 s
+    done = run_python("-c", _SCRIPT + _ENDS[end])
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("timeout", [0.3, timedelta(seconds=0.3)])
-def test_close_reports_a_failure_that_nobody_waited_for(timeout: Any) -> None:
-    groups = _groups(2, timeout=timeout)
+def test_close_reports_a_failure_that_nobody_waited_for() -> None:
+    groups = _groups(2, timeout=timedelta(seconds=0.3))
     plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
     uec.replicate_experts(make_weights(groups[0]), plan, group=groups[0], async_op=True)
     with pytest.raises(errors.TransferTimeoutError, match="rank 1"):
@@ -480,51 +454,6 @@ def test_copies_of_what_holds_a_group_share_it_and_saved_ones_lack_it() -> None:
     for thing in copy.deepcopy(loaded).values():
         with pytest.raises(errors.GroupClosedError, match=r"module\.group = new_group\(\.\.\.\)"):
             _ = thing.slots
-    group.close()
-
-
-def test_a_refused_call_names_the_first_failure() -> None:
-    (group,) = _groups(1)
-    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E)
-    with pytest.raises(errors.InvalidWeightsError) as first:
-        uec.replicate_experts({}, plan, group=group)
-    with pytest.raises(errors.GroupClosedError) as second:
-        uec.replicate_experts({}, plan, group=group)
-    assert second.value.__cause__ is first.value
-    group.close()
-
-
-# ---- input that looks right ---------------------------------------------------------------------
-
-
-def _fake(shape: tuple[int, ...]) -> torch.Tensor:
-    with FakeTensorMode():
-        return torch.empty(shape, dtype=torch.bfloat16)
-
-
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(
-    "weights",
-    [
-        None,
-        [torch.zeros(1)],
-        {"w": None, "s": None},
-        {"w": _fake((E, 8, 4)), "s": torch.zeros((E, 3), dtype=torch.uint8)},
-    ],
-)
-def test_weights_without_memory_are_rejected(weights: Any) -> None:
-    (group,) = _groups(1)
-    with pytest.raises(errors.InvalidWeightsError):
-        group.bind(weights)
-    group.close()
-
-
-@pytest.mark.parametrize("segments", ["w", 7, [["w"]]])
-def test_segments_are_names(segments: Any) -> None:
-    (group,) = _groups(1)
-    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E)
-    with pytest.raises(errors.InvalidArgumentError, match="segments"):
-        uec.replicate_experts(make_weights(group), plan, group=group, segments=segments)
     group.close()
 
 

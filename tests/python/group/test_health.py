@@ -92,7 +92,7 @@ def test_calls_bytes_and_plans_are_counted() -> None:
 
 @pytest.mark.parametrize("engine", ["host", "c10d"])
 def test_a_wait_ends_in_time_and_the_call_continues(engine: str) -> None:
-    groups = _loopback(2, engine=engine)
+    groups = _loopback(2, engine=engine, timeout=0)  # no limit but those of the waits
     weights = [make_weights(group) for group in groups]
     plan = _plan([[4, 5], [0, -1]])
     (work,) = start_all(groups[1:], weights, plan)
@@ -117,9 +117,7 @@ def test_a_wait_for_a_late_peer_is_seen_while_it_lasts_and_names_the_peer() -> N
     plan = _plan(ONE)
     work = uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
     assert work is not None
-    end = time.monotonic() + 20
     while (waits := groups[0].health().waits) is not None and waits.over_100ms == 0:
-        assert time.monotonic() < end
         time.sleep(0.005)
     assert not work.is_completed()
     health = groups[0].health()
@@ -292,7 +290,7 @@ def test_the_text_is_short_for_64_ranks_in_64_states() -> None:
 
 def _late_and_closed(rank: int, process_group: Any) -> Any:
     group = uec.new_group(
-        process_group, num_experts=E, slots_per_rank=S, expert=EXPERT, timeout=1.0
+        process_group, num_experts=E, slots_per_rank=S, expert=EXPERT, timeout=5.0
     )
     weights = make_weights(group)
     # Home map on 4 ranks: 0 0 1 1 2 2 3 3.

@@ -32,7 +32,7 @@ def _group() -> uec.Group:
         slots_per_rank=S,
         expert=EXPERT,
         grads=torch.float32,
-        timeout=20.0,
+        timeout=200.0,
     )
 
 
@@ -61,18 +61,25 @@ WAITS: dict[str, Callable[[uec.Group, Any], Any]] = {
 }
 
 
-def _interrupted(rank: int, what: str) -> Any:
+def _interrupt_soon() -> None:
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+def _wait(what: str, group: uec.Group, weights: Any) -> None:
+    _interrupt_soon()
+    WAITS[what](group, weights)
+
+
+def _interrupted(rank: int, what: str, interrupted: Path) -> Any:
     group = _group()
     weights = make_weights(group)
-    start = time.monotonic()
     if rank == 0:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        error = raised(partial(WAITS[what], group, weights))
+        error = raised(partial(_wait, what, group, weights))
+        interrupted.touch()
     else:
-        time.sleep(0.8)
-        start = time.monotonic()
+        while not interrupted.exists():
+            time.sleep(0.01)
         error = raised(partial(uec.replicate_experts, weights, PLAN, group=group))
-    seconds = time.monotonic() - start
     closed = raised(group.close)
     del group
     with _group() as fresh:
@@ -81,24 +88,25 @@ def _interrupted(rank: int, what: str) -> Any:
         clear_slots(fresh)
         uec.replicate_experts(weights, PLAN, group=fresh)
         wrong = wrong_bytes(fresh, PLAN, 1)
-    return type(error).__name__, repr(closed), seconds, wrong
+    return type(error).__name__, repr(closed), wrong
 
 
 @pytest.mark.parametrize("what", ["replicate", "gather", "full queue", "reject", "close"])
 def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> None:
-    first, second = run_ranks(tmp_path, 2, _interrupted, what)
+    first, second = run_ranks(
+        tmp_path, 2, _interrupted, what, tmp_path / "interrupted", timeout=200
+    )
     assert first[0] == "KeyboardInterrupt"
     assert first[1] == "None"  # what ended the group has been raised
-    assert first[2] < 1.5
     assert issubclass(getattr(errors, second[0]), errors.TransferError)
-    assert second[2] < 1.5  # of a limit of 20 s
-    assert first[3] == second[3] == 0
+    assert second[0] != "TransferTimeoutError"
+    assert first[2] == second[2] == 0
 
 
 def _asks(rank: int, interrupted: Path) -> str:
     like = {"w": torch.zeros(2, 3)}
     if rank == 0:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        _interrupt_soon()
     while rank == 1 and not interrupted.exists():
         time.sleep(0.01)
     error = raised(lambda: group_for(like=like, slots_per_rank=S))
@@ -119,7 +127,7 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
 ) -> None:
     """The engine has taken the call, and no other thread knows of it yet."""
     groups = uec.testing.new_loopback_groups(
-        2, num_experts=E, slots_per_rank=S, expert=EXPERT, grads=torch.float32, timeout=20.0
+        2, num_experts=E, slots_per_rank=S, expert=EXPERT, grads=torch.float32, timeout=200.0
     )
     weights = [make_weights(group) for group in groups]
 
@@ -127,12 +135,10 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session_of(groups[0]), "submit", interrupt)
-    start = time.monotonic()
     found = loopback(2, lambda r: raised(partial(WAITS[what], groups[r], weights[r])))
     assert isinstance(found[0], KeyboardInterrupt)
     assert isinstance(found[1], errors.TransferAbortedError)
     assert found[1].root == 0
-    assert time.monotonic() - start < 10  # of a limit of 20 s
     assert groups[0].health().failed_epoch == 1  # nothing of it is left to run
     close_all(groups)
 
