@@ -238,7 +238,7 @@ class Group(Shared):
         """Raise unless the group is open, earlier launches were right, and the plan fits."""
         session = self._session
         session.require_open(operation)
-        session.engine.raise_fault()
+        session.raise_fault()
         if session.engine.is_on_device(plan):
             check_device_plan(plan, session)
         else:
@@ -257,7 +257,7 @@ class Group(Shared):
                 a replay of one, found the error.
         """
         self._session.require_open("assert_idle")
-        self._session.engine.raise_fault()
+        self._session.raise_fault()
         self._session.plans.assert_idle()
 
     # ---- recording ------------------------------------------------------------------------
