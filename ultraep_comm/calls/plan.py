@@ -156,8 +156,9 @@ def _plan(
     *,
     apart: bool = False,
 ) -> Plan:
-    engine = session_of(group).engine
-    engine.raise_fault()
+    session = session_of(group)
+    session.raise_fault()
+    engine = session.engine
     devices = list(dict.fromkeys(["cpu", str(group.device)]))
     _check_load(load, devices, on_device=engine.is_on_device(load))
     _check_shape(load, group.topology)

@@ -146,8 +146,8 @@ def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
 
     Raises the faults of earlier launches first.
     """
+    session.raise_fault()
     engine = session.engine
-    engine.raise_fault()
     on_device = engine.is_on_device(routing) and engine.is_on_device(plan)
     if not on_device:
         plan = engine.to_host(plan, "the plan")

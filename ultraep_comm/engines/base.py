@@ -40,7 +40,7 @@ class Engine:
     Calls are numbered by epochs from 1. What stands here without a body every engine has of its
     own; the rest is right for an engine that works on the CPU, and for tensors that are there. The
     CUDA engine launches kernels for tensors on the device; what is invalid there is raised by a
-    later :meth:`raise_fault`.
+    later ``raise_fault``.
 
     Attributes:
         rank: this rank.
@@ -51,11 +51,14 @@ class Engine:
         layout: of the symmetric memory.
         fabric: allocates the symmetric memory.
         memory: its regions; the first has slots, slot gradients and flags.
+        raise_fault: raises, once, the error of an earlier launch that found its input invalid; with
+            ``wait=True``, of the launches so far, those of graph replays included. None: all input
+            is checked by the call that is given it.
         exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         finished_at: returns when one of the last eight calls finished, in nanoseconds of the
-            monotonic clock; 0: unknown. None: the engine does not know, as of all these.
+            monotonic clock; 0: unknown. None: of none.
         slots_to_fill: returns bool ``[G, S]``, the slots that the last call writes to; of a
-            reduction, reads.
+            reduction, reads. None: only the device knows.
         marks: int64, zeroed: one for each plan that graphs save.
         put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
         wait_blocks: :meth:`wait` blocks the host until the call has finished.
@@ -65,6 +68,7 @@ class Engine:
     layout: _core.EngineLayout
     fabric: Fabric
     memory: list[SharedRegion]
+    raise_fault: Callable[..., None] | None = None
     exchange_counts: Callable[[Tensor], Tensor] | None = None
     finished_at: Callable[[int], int] | None = None
     slots_to_fill: Callable[[], NDArray[np.bool_]] | None = None
@@ -238,12 +242,6 @@ class Engine:
         """Return whether the current stream is being captured into a graph."""
         return False
 
-    def raise_fault(self, *, wait: bool = False) -> None:
-        """Raise, once, the error of an earlier launch that found its input invalid.
-
-        ``wait``: for the launches so far, those of graph replays included.
-        """
-
     def to_host(self, value: Movable, name: str) -> Movable:
         """Return a tensor or a plan on the CPU; may synchronise. Plans elsewhere stay there.
 
@@ -377,7 +375,7 @@ class Engine:
     def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
         """Return int32 ``[M + S]``: the ends of the rows of this rank's instances.
 
-        Ends on the device are at most ``pad_to``, and :meth:`raise_fault` raises what went beyond.
+        Ends on the device are at most ``pad_to``, and ``raise_fault`` raises what went beyond.
 
         Raises:
             InvalidPlanError: the last end is above ``pad_to``.

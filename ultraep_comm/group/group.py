@@ -226,7 +226,7 @@ class Group(Shared):
         """Raise unless the group is open, earlier launches were right, and the plan fits."""
         session = self._session
         session.require_open(operation)
-        session.engine.raise_fault()
+        session.raise_fault()
         check_fits(plan, session.engine.is_on_device(plan), session)
 
     def assert_idle(self) -> None:
@@ -242,7 +242,7 @@ class Group(Shared):
                 a replay of one, found the error.
         """
         self._session.require_open("assert_idle")
-        self._session.engine.raise_fault()
+        self._session.raise_fault()
         self._session.plans.assert_idle()
 
     # ---- recording ------------------------------------------------------------------------

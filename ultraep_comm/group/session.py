@@ -107,7 +107,7 @@ class Session(Shared):
             self.recorder.enter()
         self.require_open(operation)
         try:
-            self.engine.raise_fault()
+            self.raise_fault()
         except UltraEPError as error:
             self.reject(error)
             raise
@@ -123,6 +123,11 @@ class Session(Shared):
             f"rank {self.rank}: {operation} on a group that {reason}; create a new group"
         )
         raise error from (self.first_error or self.failure(failed, "a call") if failed else None)
+
+    def raise_fault(self, *, wait: bool = False) -> None:
+        """Raise the error that an earlier launch found; see ``Engine.raise_fault``."""
+        if self.engine.raise_fault is not None:
+            self.engine.raise_fault(wait=wait)
 
     @property
     def takes_calls(self) -> bool:
@@ -342,7 +347,7 @@ class Session(Shared):
                 epoch=engine.epoch,
             )
         if not self.aborted:
-            engine.raise_fault(wait=True)
+            self.raise_fault(wait=True)
             if busy is not None and failed == 0:
                 raise busy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -29,37 +30,34 @@ def measure(
         rounds: of each figure; the fastest counts, as whatever disturbs a message slows it.
     """
 
+    def time_of(batches: Sequence[Sequence[Message]], rounds: int) -> float:
+        """Return the time of some batches of messages, one after another."""
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for messages in batches:
+                for pending in channel.post(messages):
+                    pending.wait(_LIMIT)
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
     def ring(num_bytes: int, count: int, rounds: int, tag: int) -> float:
         """Return the time of a message, of ``count`` at once to the next rank, by all ranks."""
         out, came = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
         after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            messages = [Message(before, tag + i, came, True) for i in range(count)]
-            messages += [Message(after, tag + i, out, False) for i in range(count)]
-            for pending in channel.post(messages):
-                pending.wait(_LIMIT)
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            times.append((time.perf_counter() - start) / count)
-        return min(times)
+        messages = [Message(before, tag + i, came, True) for i in range(count)]
+        messages += [Message(after, tag + i, out, False) for i in range(count)]
+        return time_of([messages], rounds) / count
 
     def pair(num_bytes: int, rounds: int, tag: int) -> float:
         """Return the time of a message from rank 0 to rank 1 and back."""
         if rank > 1:
             return 1.0
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            for receives in (rank == 1, rank == 0):
-                for pending in channel.post([Message(1 - rank, tag, data, receives)]):
-                    pending.wait(_LIMIT)
-                if device.type != "cpu":
-                    torch.accelerator.synchronize(device)
-            times.append((time.perf_counter() - start) / 2)
-        return min(times)
+        both = [[Message(1 - rank, tag, data, receives)] for receives in (rank == 1, rank == 0)]
+        return time_of(both, rounds) / 2
 
     latency = message = 100e-6  # alone there is nobody to send to
     alone = together = 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,11 +62,11 @@ class Kernels:
         return int(kernel)
 
 
-class _Stream:
-    """A stream of the driver, destroyed with this."""
+class Owner:
+    """Calls a function once nothing refers to this, unless the process ends first."""
 
-    def __init__(self, driver: Any, handle: Any) -> None:
-        weakref.finalize(self, driver.cuStreamDestroy, handle).atexit = False
+    def __init__(self, release: Callable[..., object], *arguments: Any) -> None:
+        weakref.finalize(self, release, *arguments).atexit = False
 
 
 class Device:
@@ -244,7 +244,7 @@ class Device:
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self.made_current():
             stream = checked(driver.cuStreamCreateWithPriority(flags, -1), "a stream")
-        return int(stream), _Stream(driver, stream)
+        return int(stream), Owner(driver.cuStreamDestroy, stream)
 
     def synchronize(self) -> None:
         """Block until all work on the device has finished."""

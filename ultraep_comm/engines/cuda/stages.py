@@ -12,10 +12,17 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine, Form, Movable, Setup, count_in_torch, find_ends
+from ultraep_comm.engines.base import (
+    Engine,
+    Form,
+    Movable,
+    Setup,
+    count_in_torch,
+    find_ends,
+    too_many_rows,
+)
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import PLAN_WARPS, choose_plan_warps, stage_shape
-from ultraep_comm.engines.cuda.overruns import Overruns
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
@@ -99,7 +106,12 @@ class CudaStages(Engine):
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
         self._local_experts = maps[before : before + len(topology.local_experts(rank))]
         self.marks = device.allocate(8 * MAX_CAPTURED_SAVES).view(torch.int64)
-        self._overruns = Overruns(device, rank)
+        # Plans so far that exceeded `pad_to`, times 2**40, plus the tokens of the last: counted on
+        # the device, and copied to where the host looks.
+        self._overruns = device.allocate(8).view(torch.int64)
+        self._overruns_copy = device.pinned(8).view(torch.int64)
+        self._overruns_seen, self._overruns_raised = self._overruns_copy.numpy(), 0
+        self._counts_overruns = False
         self._reserve(MIN_RUNS, "")
 
     @property
@@ -454,7 +466,10 @@ class CudaStages(Engine):
         ends = find_ends(home_quota, self._local_experts, slot_quota[self.rank])
         if not len(ends):
             return ends.int()
-        self._overruns.count(ends[-1:], pad_to)
+        self._counts_overruns = True
+        counted = ((self._overruns >> 40) + 1 << 40) + ends[-1:]
+        self._overruns.copy_(torch.where(ends[-1:] > pad_to, counted, self._overruns))
+        self._overruns_copy.copy_(self._overruns, non_blocking=True)
         return ends.clamp(max=pad_to).int()
 
     # ---- saved plans ----------------------------------------------------------------------
@@ -507,11 +522,15 @@ class CudaStages(Engine):
         """
         if wait:
             self.finish()
-            if self._stages.has_captured or self._overruns.has_counted:
+            if self._stages.has_captured or self._counts_overruns:
                 self._device.synchronize()
         found = self._stages.take_faults()
         if found is None:
-            self._overruns.raise_new()
+            overruns = self._overruns_seen.item(0)
+            if overruns != self._overruns_raised:
+                self._overruns_raised = overruns
+                limit = ", more than the pad_to of an earlier instance_offsets: its ends stop there"
+                raise too_many_rows(self.rank, overruns & (1 << 40) - 1, limit)
             return
         kinds, expert = _core.LoadFault, found.expert
         texts = {

@@ -1,57 +1,26 @@
-"""Virtual memory of a device: slots that are mapped a second time, behind other mains.
+"""Virtual memory of a device: slots that are mapped a second time, behind other main weights.
 
 ``cuMemMap`` takes an allocation from its beginning only, says the driver's header. So the slots of
-each segment are an allocation of their own, side by side with mains in one range of addresses.
+each segment are an allocation of their own, side by side with main weights in one range of
+addresses.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ultraep_comm.engines.cuda.device import Device, checked
+from ultraep_comm.engines.cuda.device import Device, Owner, checked
 from ultraep_comm.errors import DeviceError, OutOfSharedMemoryError, UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
 
 PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
 
-class Mapping:
-    """A range of addresses, freed with what is mapped there once nothing refers to this.
-
-    Args:
-        device: whose work has to end before that.
-        num_bytes: of the range, whole pages.
-    """
-
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self._driver, self._num_bytes = device.bindings, num_bytes
-        self.start = int(checked(self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
-        self._mapped: list[tuple[int, int]] = []
-        free = weakref.finalize(self, _free, device, self.start, num_bytes, self._mapped)
-        free.atexit = False
-
-    def add(self, offset: int, num_bytes: int, handle: Any) -> None:
-        """Map an allocation from its beginning; takes its handle."""
-        begin = self.start + offset
-        try:
-            checked(self._driver.cuMemMap(begin, num_bytes, 0, handle, 0))
-        finally:
-            checked(self._driver.cuMemRelease(handle))
-        self._mapped.append((begin, num_bytes))
-
-    def open(self, location: Any) -> None:
-        """Let a device read and write all of it."""
-        access = self._driver.CUmemAccessDesc()
-        access.location = location
-        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        checked(self._driver.cuMemSetAccess(self.start, self._num_bytes, [access], 1))
-
-
 def _free(device: Device, start: int, num_bytes: int, mapped: list[tuple[int, int]]) -> None:
+    """Free a range of addresses with what is mapped there, once the device's work has ended."""
     device.synchronize()
     for begin, size in mapped:
         device.bindings.cuMemUnmap(begin, size)
@@ -100,7 +69,12 @@ def _compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.T
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = location
-    mapping = Mapping(device, pages(num_bytes))
+    access = driver.CUmemAccessDesc()
+    access.location = location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    start = int(checked(driver.cuMemAddressReserve(pages(num_bytes), 0, 0, 0)))
+    mapped: list[tuple[int, int]] = []
+    owner = Owner(_free, device, start, pages(num_bytes), mapped)
     parts, end = list[Place](), 0
     for place in [*places, Place(pages(num_bytes), 0, 0)]:
         parts += [Place(end, 0, place.offset - end), place]
@@ -112,15 +86,19 @@ def _compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.T
                 handle = _retained(driver, part.address)
             else:
                 handle = checked(driver.cuMemCreate(part.num_bytes, properties, 0))
-            mapping.add(part.offset, part.num_bytes, handle)
-        mapping.open(location)
+            try:
+                checked(driver.cuMemMap(start + part.offset, part.num_bytes, 0, handle, 0))
+            finally:
+                checked(driver.cuMemRelease(handle))
+            mapped.append((start + part.offset, part.num_bytes))
+        checked(driver.cuMemSetAccess(start, pages(num_bytes), [access], 1))
     except DeviceError as error:
         raise OutOfSharedMemoryError(
             f"the device has too little memory for {num_bytes} bytes of main weights and slots"
             f" ({error}); use fewer slots_per_rank or smaller experts, or leave more device memory"
             " free"
         ) from error
-    memory = device.view(mapping.start, num_bytes, mapping)
+    memory = device.view(start, num_bytes, owner)
     for part in parts:
         if not part.address:
             memory[part.offset : part.offset + part.num_bytes].zero_()
