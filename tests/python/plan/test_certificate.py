@@ -94,34 +94,6 @@ def test_no_placement_beats_the_bound(problem: tuple[Any, ...]) -> None:
         assert -(-sum(inside) // len(ranks)) == tokens
 
 
-@pytest.mark.parametrize("seed", range(cases(6, 40)))
-def test_the_oracles_agree(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    load, home = rng.integers(0, 30, 5).tolist(), rng.integers(0, 2, 5).tolist()
-    problem = planner_oracle.Problem(
-        load=load,
-        home=home,
-        domain=[0] * 3,
-        slots_per_rank=1,
-        allow_cross_domain=False,
-        target=1.0,
-    )
-    (best,) = best_balance(np.array([load]), home, [0] * 3, 1)
-    assert planner_oracle.optimum(problem) == best
-
-
-def test_loads_with_a_few_hot_experts_have_a_tight_bound() -> None:
-    """One rank owns all, and few experts are hot: slots limit, and the bound knows by how much."""
-    rng = np.random.default_rng(0)
-    popularity = 400 / np.arange(1, 7) ** 1.2
-    loads = np.array([rng.permutation(popularity).astype(np.int64) for _ in range(50)])
-    home, domain = [0] * 6, [0] * 3
-    best = best_balance(loads, home, domain, 1)
-    means = -(-loads.sum(axis=1) // 3)
-    assert (best > means).all()
-    assert [bound_of(load, home, domain, 1) for load in loads] == best.tolist()
-
-
 @pytest.mark.parametrize(
     "load, home, domains, slots, expected",
     [
