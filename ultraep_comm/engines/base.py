@@ -51,6 +51,7 @@ class Engine:
         layout: of the symmetric memory.
         fabric: allocates the symmetric memory.
         memory: its regions; the first has slots, slot gradients and flags.
+        can_pull: whether all ranks of a domain can load from each other's memory.
         exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         marks: int64, zeroed: one for each plan that graphs save.
         put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
@@ -61,6 +62,7 @@ class Engine:
     layout: _core.EngineLayout
     fabric: Fabric
     memory: list[SharedRegion]
+    can_pull: bool = True
     exchange_counts: Callable[[Tensor], Tensor] | None = None
     marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
     put_addresses: PutAddresses | None = None

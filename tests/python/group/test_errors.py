@@ -315,24 +315,25 @@ def test_a_rank_whose_own_plan_is_empty_learns_at_close(ranks: RankPool) -> None
 # ---- waits are bounded -----------------------------------------------------------------------
 
 
-def _late(rank: int, process_group: Any, limit: float, late: int) -> Any:
+def _late(rank: int, process_group: Any, limit: float, late: int, failed: Path) -> Any:
     group = _group(process_group, timeout=limit)
     weights = make_weights(group)
     fill_weights(group, weights, 1)
     dist.barrier(process_group)
     start = time.monotonic()
-    if rank == late:
-        time.sleep(limit + 1)
+    while rank == late and not failed.exists():
+        time.sleep(0.02)
     plan = _plan([[4, -1], [4, -1], [0, -1], [4, -1]])  # all need rank 2
     error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    failed.touch()
     seconds = time.monotonic() - start
     group.close()
     return _describe(error), seconds
 
 
-def test_a_rank_that_does_not_call_is_named(ranks: RankPool) -> None:
+def test_a_rank_that_does_not_call_is_named(ranks: RankPool, tmp_path: Path) -> None:
     limit, late = 1.0, 2
-    results = ranks.run(4, _late, limit, late)
+    results = ranks.run(4, _late, limit, late, tmp_path / "failed")
     names = [result[0][0] for result in results]
     assert "TransferTimeoutError" in names
     for rank, ((name, text, peer, root), seconds) in enumerate(results):
@@ -468,15 +469,14 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     elif fault == "too much memory":
         options["expert"] = {"w": ((1 << 40,), torch.uint8)}
     elif fault == "no memory on one rank" and odd:
-        from ultraep_comm.fabrics import shm
-        from ultraep_comm.fabrics.memory import Available
+        from ultraep_comm.fabrics import memory
 
-        kept = shm.available_memory
-        shm.available_memory = lambda: Available(1000, "of a test")
+        kept = memory.available_memory
+        memory.available_memory = lambda: memory.Available(1000, "of a test")
         try:
             return _describe(raised(lambda: uec.new_group(process_group, **options)))
         finally:
-            shm.available_memory = kept
+            memory.available_memory = kept
     elif fault == "engine":
         options["engine"] = "cuda"
     return _describe(raised(lambda: uec.new_group(process_group, **options)))
