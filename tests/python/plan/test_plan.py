@@ -105,14 +105,6 @@ def test_empty_plans() -> None:
     assert (none.num_replicas, none.max_imports) == (0, 0)
 
 
-def test_the_bound_knows_domains() -> None:
-    load = torch.tensor([[60, 20, 10, 10]])
-    plan = plan_alone(load.sum(0), num_ranks=4, slots_per_rank=1, domains=[0, 0, 1, 1], target=1.0)
-    # 80 of 100 tokens stay in the first domain's two ranks.
-    assert plan.imbalance_bound == pytest.approx(40 * 4 / 100)
-    assert plan.imbalance >= plan.imbalance_bound
-
-
 @pytest.mark.parametrize(
     "changes, part",
     [
