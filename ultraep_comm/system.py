@@ -132,7 +132,7 @@ def _after_fork_in_child() -> None:
     for thing in list(_watched):
         try:
             thing.leave_to_parent()
-        except Exception as error:  # go on: the other objects have to drop theirs
+        except Exception as error:  # the other objects have to drop theirs too
             failed = error
     if failed is not None:
         raise failed

@@ -35,7 +35,7 @@ from ultraep_comm.engines.cuda.device import Kernels
 from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
 from ultraep_comm.engines.cuda.make import cost_constants
 from ultraep_comm.engines.options import GroupConfig, Options
-from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
+from ultraep_comm.fabrics.loopback import host_memory, make_loopback_fabrics
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
@@ -191,7 +191,7 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
         num_sms=num_sms,
         background_sms=num_sms,
     )
-    fabric = LoopbackFabric(LoopbackMemory(num_ranks), rank)
+    fabric = make_loopback_fabrics(num_ranks)[rank]
     engine = IdleEngine(device, topology, (options, config, fabric), shared)
     return Group(Session(engine, options))
 

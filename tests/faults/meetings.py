@@ -14,8 +14,7 @@ from cast import Cue
 from deaths import BOTH, KILLED
 from scene import ALL, OK, Expect, Scene, everybody, refuses, start, told
 
-from ultraep_comm.fabrics import rendezvous, shm
-from ultraep_comm.fabrics.memory import Available
+from ultraep_comm.fabrics import memory, rendezvous, shm
 
 ODD = 1
 REST = tuple(r for r in ALL if r != ODD)
@@ -117,10 +116,10 @@ def no_memory(actor: Actor, *, how: str) -> None:
     if actor.rank != ODD:
         actor.attempt("new_group", make)
     elif how == "the machine has none":
-        kept = shm.available_memory
-        shm.available_memory = lambda: Available(1000, "of a test")
+        kept = memory.available_memory
+        memory.available_memory = lambda: memory.Available(1000, "of a test")
         actor.attempt("new_group", make)
-        shm.available_memory = kept
+        memory.available_memory = kept
     elif how == "it cannot be reserved":  # posix_fallocate fails in the kernel
         actor.attempt("new_group", lambda: _limited(resource.RLIMIT_FSIZE, 1 << 20, make))
     elif how == "it cannot be mapped":  # mmap fails in the kernel, of a peer's memory

@@ -54,6 +54,7 @@ class Engine:
         raise_fault: raises, once, the error of an earlier launch that found its input invalid; with
             ``wait=True``, of the launches so far, those of graph replays included. None: all input
             is checked by the call that is given it.
+        can_pull: whether all ranks of a domain can load from each other's memory.
         exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
         finished_at: returns when one of the last eight calls finished, in nanoseconds of the
             monotonic clock; 0: unknown. None: of none.
@@ -69,6 +70,7 @@ class Engine:
     fabric: Fabric
     memory: list[SharedRegion]
     raise_fault: Callable[..., None] | None = None
+    can_pull: bool = True
     exchange_counts: Callable[[Tensor], Tensor] | None = None
     finished_at: Callable[[int], int] | None = None
     slots_to_fill: Callable[[], NDArray[np.bool_]] | None = None

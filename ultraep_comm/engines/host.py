@@ -13,7 +13,7 @@ from ultraep_comm.calibration import choose_constants
 from ultraep_comm.engines.base import Engine, Objective, Setup
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
-from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
+from ultraep_comm.fabrics.loopback import make_loopback_fabrics
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id, say_unknown
 from ultraep_comm.plan.topology import Topology
@@ -132,13 +132,11 @@ def check_machines(machines: list[str]) -> None:
 
 def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngine]:
     """Create the engines of all ranks in this process."""
-    memory = LoopbackMemory(topology.num_ranks)
     built_in = cost_constants(len(os.sched_getaffinity(0)))
     cost = choose_constants(options.calibration, "host", topology.num_ranks, built_in)
     made = []
-    for rank in range(topology.num_ranks):
+    for rank, fabric in enumerate(make_loopback_fabrics(topology.num_ranks)):
         config = options.config(topology, rank, DEFAULT_TIMEOUT, cost)
         config.num_workers = options.num_sms or 1
-        fabric = LoopbackFabric(memory, rank)
         made.append(HostEngine(topology, rank, (options, config, fabric)))
     return made

@@ -41,10 +41,6 @@ class Place(NamedTuple):
 class Fabric(Protocol):
     """What a group needs from a fabric."""
 
-    @property
-    def can_pull(self) -> bool:
-        """Whether all ranks of a domain can load from each other's memory."""
-
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on every rank. Collective; in the same order on every rank."""
 

@@ -38,49 +38,17 @@ def map_alias(region: SharedRegion, places: Sequence[Place]) -> SharedRegion:
     return region
 
 
-class LoopbackMemory:
-    """The allocations of all ranks. The first rank to ask allocates for all.
-
-    Args:
-        num_ranks: G.
-        allocate: takes a number of bytes and returns zeroed uint8 memory; None: host memory.
-    """
-
-    def __init__(
-        self, num_ranks: int, allocate: Callable[[int], torch.Tensor] | None = None
-    ) -> None:
-        self.num_ranks = num_ranks
-        self._allocate = allocate or host_memory
-        self._lock = threading.Lock()
-        self._regions: list[tuple[int, list[torch.Tensor]]] = []
-
-    def region(self, index: int, num_bytes: int) -> list[torch.Tensor]:
-        """Return the ``index``-th allocation of every rank."""
-        with self._lock:
-            if index == len(self._regions):
-                made = [self._allocate(num_bytes) for _ in range(self.num_ranks)]
-                self._regions.append((num_bytes, made))
-            size, tensors = self._regions[index]
-        if size != num_bytes:
-            raise ValueError(
-                f"allocation {index} has {num_bytes} bytes here, but {size} on another rank"
-            )
-        return tensors
-
-
 class LoopbackFabric:
-    """One rank's view of a :class:`LoopbackMemory`."""
+    """One rank's fabric, of those that :func:`make_loopback_fabrics` returns."""
 
-    can_pull = True  # all ranks share one address space
-
-    def __init__(self, memory: LoopbackMemory, rank: int) -> None:
-        self._memory = memory
+    def __init__(self, rank: int, allocate: Callable[[int, int], list[torch.Tensor]]) -> None:
         self._rank = rank
+        self._allocate = allocate
         self._next = 0
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Return this rank's next allocation."""
-        tensors = self._memory.region(self._next, num_bytes)
+        tensors = self._allocate(self._next, num_bytes)
         self._next += 1
         return SharedRegion(
             bases=[t.data_ptr() for t in tensors], local=tensors[self._rank], keep=tuple(tensors)
@@ -88,3 +56,29 @@ class LoopbackFabric:
 
     def close(self) -> None:
         """Do nothing: there are no connections."""
+
+
+def make_loopback_fabrics(
+    num_ranks: int, allocate: Callable[[int], torch.Tensor] = host_memory
+) -> list[LoopbackFabric]:
+    """Return the fabrics of all ranks. The first rank to ask allocates for all.
+
+    Args:
+        num_ranks: G.
+        allocate: takes a number of bytes and returns zeroed uint8 memory.
+    """
+    lock = threading.Lock()
+    made: list[list[torch.Tensor]] = []
+
+    def allocate_for_all(index: int, num_bytes: int) -> list[torch.Tensor]:
+        with lock:
+            if index == len(made):
+                made.append([allocate(num_bytes) for _ in range(num_ranks)])
+        size = made[index][0].numel()
+        if size != num_bytes:
+            raise ValueError(
+                f"allocation {index} has {num_bytes} bytes here, but {size} on another rank"
+            )
+        return made[index]
+
+    return [LoopbackFabric(rank, allocate_for_all) for rank in range(num_ranks)]

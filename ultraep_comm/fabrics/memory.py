@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ultraep_comm.errors import OutOfSharedMemoryError
+
 # By the type of a mount: the files of the limit and of the usage, and how entries of memory.stat
 # begin that include the groups below, as these files do.
 _FILES = {
@@ -14,6 +16,9 @@ _FILES = {
     "cgroup2": ("memory.max", "memory.current", ""),
 }
 _CACHED = ("inactive_file", "active_file")  # dropped by the kernel before it is out of memory
+
+
+HINT = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
 
 
 class Available(NamedTuple):
@@ -45,6 +50,17 @@ def available_memory(root: Path = Path("/")) -> Available:
             if folder == top:
                 break
     return min(found)
+
+
+def require_memory(num_bytes: int, rank: int, num_ranks: int = 1) -> None:
+    """Raise OutOfSharedMemoryError if this machine has not so many bytes for each of its ranks."""
+    available = available_memory()
+    if num_bytes * num_ranks > available.bytes:
+        raise OutOfSharedMemoryError(
+            f"rank {rank}: {num_bytes} bytes are needed for each of {num_ranks} rank(s) on this"
+            f" machine, but only {available.bytes} bytes are available ({available.limit}); {HINT}",
+            failed_rank=rank,
+        )
 
 
 def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:

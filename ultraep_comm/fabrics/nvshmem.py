@@ -262,7 +262,6 @@ class NvshmemFabric:
         self._pes = pes
         self._view = view
         self._made: list[tuple[int, int]] = []
-        self.can_pull = True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank; all memory is zeroed before any rank returns.

@@ -9,7 +9,7 @@ import torch
 from ultraep_comm.errors import OutOfSharedMemoryError
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.loopback import host_memory
-from ultraep_comm.fabrics.memory import available_memory
+from ultraep_comm.fabrics.memory import HINT, require_memory
 
 
 class PrivateFabric:
@@ -19,8 +19,6 @@ class PrivateFabric:
         rank, num_ranks: of the group.
         device: of the memory.
     """
-
-    can_pull = True  # what pull would load is sent
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -35,19 +33,14 @@ class PrivateFabric:
         Raises:
             OutOfSharedMemoryError: there is not enough.
         """
-        hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
-        if self._on_cpu and num_bytes > (available := available_memory()).bytes:
-            raise OutOfSharedMemoryError(
-                f"rank {self._rank}: {num_bytes} bytes of memory are needed, but only"
-                f" {available.bytes} bytes are available ({available.limit}); {hint}",
-                failed_rank=self._rank,
-            )
+        if self._on_cpu:
+            require_memory(num_bytes, self._rank)
         try:
             local = self._allocate(num_bytes)
         except (OSError, RuntimeError) as error:
             raise OutOfSharedMemoryError(
                 f"rank {self._rank}: {num_bytes} bytes of memory could not be allocated ({error});"
-                f" {hint}",
+                f" {HINT}",
                 failed_rank=self._rank,
             ) from error
         bases = [0] * self._num_ranks

@@ -236,8 +236,7 @@ class Rendezvous:
                 " the limit",
                 failed_rank=absent[0],
             )
-        if (failure := self._find_failure()) is not None:
-            raise PeerFailureError(failure[1], failed_rank=failure[0])
+        self._raise_failure()
         texts = self.store.multi_get([f"{step}/{r}" for r in range(self.num_ranks)])
         self._members.find_processes(self.num_ranks)
         done = [f"{step}/{self.rank}"]
@@ -260,17 +259,13 @@ class Rendezvous:
             pause = min(1.5 * pause, 0.01)
             if (now := time.monotonic()) - polled > _POLL:
                 polled = now
-                self.raise_failure()
+                self._raise_failure()
                 if limit and now - start > limit:
                     return False
         return True
 
-    def raise_failure(self) -> None:
-        """Raise if a rank is known to have failed or died; for waits of any kind.
-
-        Raises:
-            PeerFailureError: names the rank.
-        """
+    def _raise_failure(self) -> None:
+        """Raise PeerFailureError if a rank is known to have failed or died."""
         try:
             failure = self._find_failure()
         except Exception as error:  # of any type, by the kind of store

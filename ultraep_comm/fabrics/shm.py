@@ -30,7 +30,7 @@ from ultraep_comm.errors import (
     name_ranks,
 )
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.fabrics.memory import available_memory
+from ultraep_comm.fabrics.memory import HINT, require_memory
 from ultraep_comm.fabrics.rendezvous import PeerFailureError, Rendezvous
 from ultraep_comm.system import Process, boot_id, watch_forks
 
@@ -167,14 +167,7 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
         OutOfSharedMemoryError: the memory of the ranks here does not fit on this machine.
         BootstrapError: no descriptor is left.
     """
-    hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
-    available = available_memory()
-    if num_bytes * ranks_here > available.bytes:
-        raise OutOfSharedMemoryError(
-            f"rank {rank}: {ranks_here} ranks on this machine need {num_bytes} bytes each, but only"
-            f" {available.bytes} bytes are available ({available.limit}); {hint}",
-            failed_rank=rank,
-        )
+    require_memory(num_bytes, rank, ranks_here)
     fd = create_named_memory(rank)
     try:
         # Reserves all pages now: running out of memory on first touch would be a SIGBUS.
@@ -185,7 +178,7 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
         os.close(fd)
         raise OutOfSharedMemoryError(
             f"rank {rank}: {num_bytes} bytes of shared memory could not be reserved"
-            f" ({error.strerror}); {hint}",
+            f" ({error.strerror}); {HINT}",
             failed_rank=rank,
         ) from error
     except BaseException:  # Ctrl-C
@@ -239,8 +232,6 @@ class ShmFabric:
         BootstrapError: a rank failed.
         UnsupportedError: a rank cannot open the others' memory.
     """
-
-    can_pull = True  # every rank maps the others' memory
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous

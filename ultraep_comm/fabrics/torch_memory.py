@@ -151,8 +151,6 @@ class TorchFabric:
         machines: ``[G]`` ids of the ranks' machines.
     """
 
-    can_pull = True  # every rank maps every other's memory
-
     def __init__(
         self,
         rendezvous: Rendezvous,

@@ -142,7 +142,7 @@ class Bank(Shared):
             region, begins, made = self._weights.take()
         # Otherwise main weights begin at different places on the ranks.
         is_even = len(set(session.engine.layout.num_local_experts)) == 1
-        if is_even and region.bases and session.engine.fabric.can_pull:
+        if is_even and region.bases and session.engine.can_pull:
             session.add_main_weights(region, begins)
         self._found_at.update({(name, t.data_ptr()): t for name, t in made.items()})
         return made

@@ -113,7 +113,7 @@ class Group(Shared):
         session = self._session
         session.refuse_capture("empty_weights()")
         session.enter("empty_weights")
-        if not session.engine.fabric.can_pull:
+        if not session.engine.can_pull:
             raise UnsupportedError(
                 f"rank {self.rank}: empty_weights() is for mode='pull', and some ranks of this"
                 " group reach each other by puts only; use ordinary tensors and mode='push'"

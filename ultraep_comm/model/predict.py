@@ -18,6 +18,7 @@ from ultraep_comm.model.timeline import SPAN
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import MODES
 from ultraep_comm.plan.topology import as_int
+from ultraep_comm.weights.binding import GRAD_TYPES
 
 ExpertBytes = int | Sequence[int] | Mapping[str, int]
 _MAX_SEGMENT = 1 << 36
@@ -26,7 +27,6 @@ _MAX_RANKS = 1024
 _MAX_SEGMENTS = 1024
 _MAX_COST = 5e13  # picoseconds of all stores in sequence that the cost model can add up
 _LOAD_PER_KIB = 310.0  # picoseconds, of mode="auto": as for groups on GPUs
-_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +137,7 @@ def predict_reduction(
     """
     if mode not in ("auto", "pull", "direct"):
         raise InvalidArgumentError(f"mode is {mode!r}; expected one of auto, pull, direct")
-    if grads not in _GRAD_TYPES:
+    if grads not in GRAD_TYPES:
         raise InvalidArgumentError(f"grads is {grads!r}; expected float32 or bfloat16")
     on = find_machine(machine)
     if on.parallel is not None:
@@ -238,7 +238,7 @@ def run_transfer(
             timeline=timeline,
             parent=list(parent),
             chunk_tiles=chunk_tiles,
-            grad_types=[] if grads is None else [_GRAD_TYPES[grads]] * len(segments),
+            grad_types=[] if grads is None else [GRAD_TYPES[grads]] * len(segments),
             zero=zero,
             resident=None if residents is None else held.ravel().tolist(),
         )

@@ -186,10 +186,6 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         changed(NODE, nvml={"devices": (links(2, fabric_state="in progress"),)}),
         *("warning", "GPU 2: registration with the NVLink fabric: in progress", "fabricmanager"),
     ),
-    "a rack's fabric that failed": (
-        changed(NODE, nvml={"devices": (links(1, fabric_state="failed (NVML error 3)"),)}),
-        *("warning", "GPU 1: registration with the NVLink fabric: failed (NVML error 3)", "imex"),
-    ),
     "no torch": (
         changed(LAPTOP, torch={"version": "", "candidates": ()}),
         *("error", "torch is not installed", "pip install -c constraints.txt torch"),

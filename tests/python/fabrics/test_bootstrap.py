@@ -178,8 +178,12 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "crossing": ({"allow_cross_domain": True}, "allow_cross_domain=True, and rank 0 with allow_cr"),
     "shape": ({"expert": {**TWO, "s": ((9,), BF16)}}, "expert['s']='(9,) torch.bfloat16, stri"),
     "order": ({"expert": dict(reversed(TWO.items()))}, "list(expert)[0]='s', and rank 0 with list"),
-    "grads": ({"grads": BF16}, "grads={'w': 'torch.bfloat16', 's': 'torch.bfloat16'}, and rank 0"),
-    "banks": ({"banks": 2}, "banks=2, and rank 0 with banks=1"),
+    "grads": (
+        {"grads": torch.float32},
+        "grads['w']='torch.float32', and rank 0 with grads['w']='torc",
+    ),
+    "banks": ({"banks": 3}, "banks=3, and rank 0 with banks=2"),
+    "grad_banks": ({"grad_banks": 2}, "grad_banks=2, and rank 0 with grad_banks=1"),
     "instances": ({"instances": True}, "instances=True, and rank 0 with instances=False"),
     "engine": ({"engine": "c10d"}, "engine='c10d', and rank 0 with engine='auto'"),
     "fabric": ({"fabric": "shm"}, "fabric='shm', and rank 0 with fabric='auto'"),
@@ -191,6 +195,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 def _differs(rank: int, process_group: Any, others: list[dict[str, Any]]) -> list[str]:
     common: dict[str, Any] = {"num_experts": 8, "slots_per_rank": 1, "expert": TWO}
+    common |= {"banks": 2, "grads": BF16}
     found = []
     for other in others:
         options = {**common, **other} if rank == 1 else common
@@ -202,17 +207,6 @@ def test_an_argument_that_differs_is_named_with_both_values(ranks: RankPool) -> 
     for found in ranks.run(2, _differs, [other for other, _ in OTHERS.values()]):
         for text, (_, expected) in zip(found, OTHERS.values(), strict=True):
             assert text.startswith(f"rank 1 called new_group with {expected}")
-
-
-def test_another_number_of_gradient_banks_is_named(ranks: RankPool) -> None:
-    for found in ranks.run(2, _differ_in_grad_banks):
-        assert "rank 1 called new_group with grad_banks=2, and rank 0 with grad_banks=1" in found
-
-
-def _differ_in_grad_banks(rank: int, process_group: Any) -> str:
-    options: dict[str, Any] = {"num_experts": 8, "slots_per_rank": 1, "expert": TWO, "banks": 2}
-    options.update(grads=BF16, grad_banks=1 + rank)
-    return str(raised(lambda: uec.new_group(process_group, **options)))
 
 
 # ---- processes --------------------------------------------------------------------------------

@@ -99,8 +99,7 @@ def test_without_limits_the_machine_decides(tmp_path: Path) -> None:
 
 def test_errors_name_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     left = memory.Available(1000, "2000 in /sys/fs/cgroup/job/memory.max, 1000 used")
-    for module in (shm, private, memory):
-        monkeypatch.setattr(module, "available_memory", lambda: left)
+    monkeypatch.setattr(memory, "available_memory", lambda: left)
     fabric = private.PrivateFabric(0, 1, torch.device("cpu"))
     for call in (lambda: shm.create_memory(501, 2, 0), lambda: fabric.allocate(1001)):
         with pytest.raises(errors.OutOfSharedMemoryError, match=r"rank 0: .*1000 bytes .*job/mem"):

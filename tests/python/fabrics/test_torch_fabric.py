@@ -162,7 +162,9 @@ def test_kernels_run_between_processes(
 # ---- the fabric ----------------------------------------------------------------------------------
 
 
-def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
+def memory_is_zeroed_and_addresses_are_the_peers(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     memory, device = FakeMemory(folder, offset=128 * rank), FakeDevice()
     device.synchronize_stream = lambda: memory.log.append("synchronize")  # type: ignore[method-assign]
     group = _new_group(process_group, memory, device)
@@ -176,15 +178,11 @@ def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     seen = device.view(region.bases[1 - rank], region.local.numel())
     assert seen[-65:].tolist() == [0] + [2 - rank] * 64
     dist.barrier(process_group)
-    assert session_of(group).engine.fabric.can_pull
+    assert session_of(group).engine.can_pull
     group.close()
 
 
-def test_memory_is_zeroed_and_addresses_are_the_peers(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _memory_is_zeroed, tmp_path)
-
-
-def _life(rank: int, process_group: Any, folder: Path) -> None:
+def memory_lives_as_long_as_its_group(rank: int, process_group: Any, folder: Path) -> None:
     memory, device = FakeMemory(folder), FakeDevice()
     group = _new_group(process_group, memory, device)
     other = _new_group(process_group, memory, device, allow_cross_domain=True)  # beside the first
@@ -202,20 +200,12 @@ def _life(rank: int, process_group: Any, folder: Path) -> None:
     assert (alive, kept) == ([True] * 3, [False, True, False])
 
 
-def test_memory_lives_as_long_as_its_group(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _life, tmp_path)
-
-
-def _given_domains(rank: int, process_group: Any, folder: Path) -> Any:
+def given_domains_are_kept(rank: int, process_group: Any, folder: Path) -> Any:
     group = _new_group(process_group, FakeMemory(folder), domains=[0, 1])
     crossing = uec.Plan.from_slots([[3, -1], [-1, -1]], num_experts=E)
     with pytest.raises(errors.InvalidPlanError, match="another domain"):
         uec.replicate_experts(make_weights(group), crossing, group=group)
     group.close()
-
-
-def test_given_domains_are_kept(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _given_domains, tmp_path)
 
 
 # ---- errors reach every rank ---------------------------------------------------------------------
@@ -229,31 +219,26 @@ def _refused(
     return caught.value
 
 
-def _unreachable(rank: int, process_group: Any, folder: Path) -> str:
+def a_rank_beyond_reach_ends_the_group_everywhere(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     memory = FakeMemory(folder, unreachable=(2,) if rank == 1 else ())
     error = _refused(
         process_group, memory, errors.UnsupportedError, "rank 1 has no load/store access to rank 2"
     )
-    return str(error)
+    assert "use fabric='nvshmem', with allow_cross_domain=True" in str(error)
 
 
-def _unreachable_and_foreign(rank: int, process_group: Any, folder: Path) -> None:
+def why_nvshmem_was_passed_over_is_said(rank: int, process_group: Any, folder: Path) -> None:
     memory = FakeMemory(folder, unreachable=(1,) if rank == 0 else ())
     options: dict[str, Any] = {"fabric": "auto", "nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
     error = _refused(process_group, memory, errors.UnsupportedError, "no load/store", **options)
     assert "which are PEs [4, 5] of 8" in str(error.__cause__)
 
 
-def test_why_nvshmem_was_passed_over_is_said(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _unreachable_and_foreign, tmp_path)
-
-
-def test_a_rank_beyond_reach_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
-    for text in ranks.run(3, _unreachable, tmp_path):
-        assert "use fabric='nvshmem', with allow_cross_domain=True" in text
-
-
-def _failing_steps(rank: int, process_group: Any, folder: Path) -> None:
+def what_fails_on_one_rank_ends_the_group_everywhere(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     bootstrap, unsupported = errors.BootstrapError, errors.UnsupportedError
     cases: list[tuple[str, Exception, type[Exception], str]] = [
         ("allocate", torch.OutOfMemoryError("full"), errors.OutOfSharedMemoryError, "fewer slots"),
@@ -289,11 +274,9 @@ def _failing_steps(rank: int, process_group: Any, folder: Path) -> None:
         )
 
 
-def test_what_fails_on_one_rank_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _failing_steps, tmp_path)
-
-
-def _device_errors(rank: int, process_group: Any, folder: Path) -> None:
+def what_a_device_refuses_ends_the_group_everywhere(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     bootstrap, unsupported = errors.BootstrapError, errors.UnsupportedError
     small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
     _refused(
@@ -319,11 +302,9 @@ def _out_of_order(num_bytes: int) -> torch.Tensor:
     raise errors.DeviceError("the device is out of order")
 
 
-def test_what_a_device_refuses_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _device_errors, tmp_path)
-
-
-def _second_allocation(rank: int, process_group: Any, folder: Path) -> None:
+def weights_without_room_end_the_group_everywhere(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     memory = FakeMemory(folder)
     group = _new_group(process_group, memory)
 
@@ -340,11 +321,9 @@ def _second_allocation(rank: int, process_group: Any, folder: Path) -> None:
     group.close()
 
 
-def test_weights_without_room_end_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _second_allocation, tmp_path)
-
-
-def _machines(rank: int, process_group: Any, folder: Path) -> None:
+def ranks_that_torch_could_not_connect_are_told_so_before(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     def attempt(number: int, kind: int, machine: str) -> uec.Group:
         part = folder / str(number)
         part.mkdir(exist_ok=True)
@@ -361,19 +340,13 @@ def _machines(rank: int, process_group: Any, folder: Path) -> None:
         attempt(2, FABRIC if rank == 0 else POSIX, "one machine")
 
 
-def test_ranks_that_torch_could_not_connect_are_told_so_before(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    ranks.run(2, _machines, tmp_path)
-
-
-def _groups_in_groups(rank: int, process_group: Any, folder: Path, pair: int) -> None:
+def groups_that_overlap_do_not_hang(rank: int, process_group: Any, folder: Path) -> None:
     """Ranks 0 and 1 have met alone before."""
     for counts_in_process in (True, False):
         part = folder / str(counts_in_process)
         part.mkdir(exist_ok=True)
         memory = FakeMemory(part, counts_in_process=counts_in_process)
-        memory.met = 2 if rank < pair else 1
+        memory.met = 2 if rank < 2 else 1
         if counts_in_process:
             _refused(process_group, memory, errors.UnsupportedError, "rank 0 has made 2 rendezvous")
             assert "rendezvous" not in memory.log
@@ -381,14 +354,12 @@ def _groups_in_groups(rank: int, process_group: Any, folder: Path, pair: int) ->
             _new_group(process_group, memory).close()
 
 
-def test_groups_that_overlap_do_not_hang(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(3, _groups_in_groups, tmp_path, 2)
-
-
 # ---- which fabric --------------------------------------------------------------------------------
 
 
-def _choice(rank: int, process_group: Any, folder: Path) -> None:
+def all_ranks_take_the_first_fabric_that_all_have(
+    rank: int, process_group: Any, folder: Path
+) -> None:
     def nothing(name: str) -> Exception:
         return errors.UnsupportedError(f"no {name} on rank {rank}")
 
@@ -441,8 +412,25 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
         _new_group(process_group, memory, fabric=("auto", "torch")[rank])
 
 
-def test_all_ranks_take_the_first_fabric_that_all_have(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _choice, tmp_path)
+@pytest.mark.parametrize(
+    ("num_ranks", "scene"),
+    [
+        (2, memory_is_zeroed_and_addresses_are_the_peers),
+        (2, memory_lives_as_long_as_its_group),
+        (2, given_domains_are_kept),
+        (2, why_nvshmem_was_passed_over_is_said),
+        (2, what_fails_on_one_rank_ends_the_group_everywhere),
+        (2, what_a_device_refuses_ends_the_group_everywhere),
+        (2, weights_without_room_end_the_group_everywhere),
+        (2, ranks_that_torch_could_not_connect_are_told_so_before),
+        (3, groups_that_overlap_do_not_hang),
+        (2, all_ranks_take_the_first_fabric_that_all_have),
+        (3, a_rank_beyond_reach_ends_the_group_everywhere),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_ranks_in_processes(ranks: RankPool, tmp_path: Path, num_ranks: int, scene: Any) -> None:
+    ranks.run(num_ranks, scene, tmp_path)
 
 
 # ---- torch itself --------------------------------------------------------------------------------

@@ -381,15 +381,14 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     elif fault == "too much memory":
         options["expert"] = {"w": ((1 << 40,), torch.uint8)}
     elif fault == "no memory on one rank" and odd:
-        from ultraep_comm.fabrics import shm
-        from ultraep_comm.fabrics.memory import Available
+        from ultraep_comm.fabrics import memory
 
-        kept = shm.available_memory
-        shm.available_memory = lambda: Available(1000, "of a test")
+        kept = memory.available_memory
+        memory.available_memory = lambda: memory.Available(1000, "of a test")
         try:
             return _describe(raised(lambda: uec.new_group(process_group, **options)))
         finally:
-            shm.available_memory = kept
+            memory.available_memory = kept
     elif fault == "engine":
         options["engine"] = "cuda"
     return _describe(raised(lambda: uec.new_group(process_group, **options)))

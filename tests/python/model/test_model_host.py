@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -139,31 +138,3 @@ def test_every_byte_once_and_never_below_the_bound(
         assert found.sent_bytes.sum() == found.received_bytes.sum()
         assert found.time_us >= (found.bound_us + measured.call_us) * (1 - 1e-9)
         assert (found.finish_us >= measured.call_us).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("plan", [ONE, TWO_ALONE, THREE, make_plan([[2, 3], [0, 1]], 4)])
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("store_gbps", (40.0, 20.0, 10.0, 5.0)),
-        ("load_gbps", (MAX_FIGURE, 40.0, 20.0, 10.0)),
-        ("hop_us", (0.0, 1.0, 10.0, 100.0)),
-        ("parallel", (4.0, 2.0, 1.5, 1.0)),
-        ("call_us", (0.0, 1.0, 10.0)),
-        ("flag_us", (0.0, 1.0, 10.0)),
-    ],
-)
-def test_worse_figures_never_make_it_faster(
-    mode: str, plan: Plan, name: str, values: tuple[float, ...]
-) -> None:
-    times = [time_of(plan, host(**{name: value}), mode) for value in values]
-    assert all(slow >= fast * (1 - 0.01) for fast, slow in pairwise(times))
-    if name in ("store_gbps", "hop_us", "call_us"):
-        assert times[-1] > times[0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_more_bytes_take_longer(mode: str) -> None:
-    times = [time_of(THREE, mode=mode, size=size) for size in (64, W // 4, W, 4 * W, 16 * W)]
-    assert all(large > small for small, large in pairwise(times))

@@ -94,34 +94,6 @@ def test_no_placement_beats_the_bound(problem: tuple[Any, ...]) -> None:
         assert -(-sum(inside) // len(ranks)) == tokens
 
 
-@pytest.mark.parametrize("seed", range(cases(6, 40)))
-def test_the_oracles_agree(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    load, home = rng.integers(0, 30, 5).tolist(), rng.integers(0, 2, 5).tolist()
-    problem = planner_oracle.Problem(
-        load=load,
-        home=home,
-        domain=[0] * 3,
-        slots_per_rank=1,
-        allow_cross_domain=False,
-        target=1.0,
-    )
-    (best,) = best_balance(np.array([load]), home, [0] * 3, 1)
-    assert planner_oracle.optimum(problem) == best
-
-
-def test_loads_with_a_few_hot_experts_have_a_tight_bound() -> None:
-    """One rank owns all, and few experts are hot: slots limit, and the bound knows by how much."""
-    rng = np.random.default_rng(0)
-    popularity = 400 / np.arange(1, 7) ** 1.2
-    loads = np.array([rng.permutation(popularity).astype(np.int64) for _ in range(50)])
-    home, domain = [0] * 6, [0] * 3
-    best = best_balance(loads, home, domain, 1)
-    means = -(-loads.sum(axis=1) // 3)
-    assert (best > means).all()
-    assert [bound_of(load, home, domain, 1) for load in loads] == best.tolist()
-
-
 @pytest.mark.parametrize(
     "load, home, domains, slots, expected",
     [
@@ -291,13 +263,8 @@ def broken(**changes: Any) -> uec.Plan:
     "plan, part",
     [
         (broken(slot_expert=[[2, -1], [0, 5], [0, -1]]), r"slot_expert\[1, 1\] is 5"),
-        (broken(slot_expert=[[1, -1], [0, 4], [0, -1]]), r"slot_expert\[0, 0\] is 1: .* home"),
-        (broken(slot_expert=[[2, -1], [0, 0], [-1, -1]]), "expert 0 is twice on rank 1"),
         (broken(domains=[0, 1, 1]), "outside the domain"),
-        (broken(home=[0, 0, 1, 1, 7]), r"home\[4\] is 7"),
         (broken(home_quota=[4, 3, 4, 0, 6]), "expert 4 sum to 11; expected its load, 10"),
-        (broken(slot_quota=[[2, 0], [3, 5], [-2, 0]]), r"slot_quota\[2, 0\] is -2"),
-        (broken(slot_quota=[[2, 0], [3, 5], [2, 1]]), r"slot_quota\[2, 1\] is 1: .* empty"),
         (by_hand(slot_quota=None, home_quota=None), "no quotas"),
         (by_hand(load=None, home_quota=[4, 3, 4, 0, 6]), "expert 4, .* rank 2, sum to 11; .*, 10"),
         (by_hand(load=torch.tensor(LOAD).roll(1, 0)), r"own load\[0, 0\] is 0; expected 9"),

@@ -19,6 +19,7 @@ from tiers import cases
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
 from ultraep_comm.bench.loads import apportion, make_loads
+from ultraep_comm.plan.topology import Topology
 
 EXACT = 1_000_000  # parts per million
 
@@ -277,10 +278,9 @@ def test_no_slots_make_domains_exact() -> None:
 # ---- buffers ------------------------------------------------------------------------------------
 
 
-def groups_of(num_ranks: int, **options: Any) -> list[uec.Group]:
-    options = {"num_experts": 6, "slots_per_rank": 2, **options}
+def groups_of(num_ranks: int) -> list[uec.Group]:
     return uec.testing.new_loopback_groups(
-        num_ranks, expert={"w": ((4,), torch.uint8)}, timeout=20.0, **options
+        num_ranks, num_experts=6, slots_per_rank=2, expert={"w": ((4,), torch.uint8)}, timeout=20.0
     )
 
 
@@ -328,18 +328,16 @@ def test_a_plan_beyond_the_buffer_is_refused() -> None:
     [({"domains": [0, 0, 1]}, "several domains"), ({"slots_per_rank": 0}, "no slots")],
 )
 def test_no_capacity_where_plans_cannot_be_exact(options: dict[str, Any], found: str) -> None:
-    groups = groups_of(3, **options)
+    topology = Topology.make(**{"num_ranks": 3, "num_experts": 6, "slots_per_rank": 2, **options})
     with pytest.raises(errors.InvalidArgumentError, match=f"the group has {found}"):
-        groups[0].topology.token_capacity(4, 2)
-    close_all(groups)
+        topology.token_capacity(4, 2)
 
 
 @pytest.mark.parametrize(("num_tokens", "topk"), [(-1, 2), ([1, -2, 3], 2), (3, -1)])
 def test_capacities_of_nothing(num_tokens: Any, topk: int) -> None:
-    groups = groups_of(3)
+    topology = Topology.make(num_ranks=3, num_experts=6, slots_per_rank=2)
     with pytest.raises(errors.InvalidArgumentError, match="expected 0 or more"):
-        groups[0].topology.token_capacity(num_tokens, topk)
+        topology.token_capacity(num_tokens, topk)
     for bad in ([1, 2], "12", 1.5):
         with pytest.raises(errors.InvalidArgumentError, match="num_tokens"):
-            groups[0].topology.token_capacity(bad, 2)
-    close_all(groups)
+            topology.token_capacity(bad, 2)

@@ -58,7 +58,7 @@ def test_balance_and_replicas(family: str, size: tuple[int, int, int]) -> None:
     assert replicas <= 1.03 * REPLICAS[size][DRAWN.index(family)]
 
 
-@pytest.mark.parametrize("family", [*DRAWN, "published1.5", "published4", "adversarial"])
+@pytest.mark.parametrize("family", ["published1.5", "published4", "adversarial"])
 @pytest.mark.parametrize("size", [(64, 256, 2), (64, 128, 2), (40, 160, 4)], ids=str)
 def test_every_load_is_balanced_where_there_is_room(
     family: str, size: tuple[int, int, int]

@@ -27,7 +27,7 @@ from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
 from ultraep_comm.engines.options import Options, allowed_backends
 from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
-from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
+from ultraep_comm.fabrics.loopback import make_loopback_fabrics
 from ultraep_comm.fabrics.nvshmem import NvshmemFabric, OtherPesError, Runtime, find_runtime, join
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous, check_same_arguments
 from ultraep_comm.fabrics.shm import machine_id
@@ -224,7 +224,6 @@ def make_nvshmem_engine(
                 " without grads="
             )
         far = [int(not reached) for reached in reaches[rendezvous.rank]] if crosses else []
-        fabric.can_pull = not crosses
         config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
         staging = None
         if crosses:
@@ -237,6 +236,7 @@ def make_nvshmem_engine(
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = {"pes": pes, "far": far, "staging": staging}
         engine = _make_one(rendezvous, options, topology, config, fabric, found, num_sms, **peers)
+        engine.can_pull = not crosses
         # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
         if not topology.allow_cross_domain and not all(map(all, reaches)):
             engine.exchange_counts = partial(_exchange_counts, rendezvous)
@@ -394,9 +394,8 @@ def make_loopback_engines(
         sizes = [topology.slots_per_rank * segment.nbytes for segment in held]
         return allocate(device, num_bytes, offsets, sizes)
 
-    memory = LoopbackMemory(num_ranks, allocate_for_rank)
-    setups = [(options, config, LoopbackFabric(memory, r)) for r, config in enumerate(configs)]
+    fabrics = make_loopback_fabrics(num_ranks, allocate_for_rank)
     return [
-        CudaEngine(device, kernels, topology, rank, setup, shared)
-        for rank, setup in enumerate(setups)
+        CudaEngine(device, kernels, topology, rank, (options, config, fabric), shared)
+        for rank, (config, fabric) in enumerate(zip(configs, fabrics, strict=True))
     ]
