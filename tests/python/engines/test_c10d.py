@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
@@ -50,9 +51,7 @@ def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
 # ---- bytes and bits -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "num_ranks, domains", [(2, None), (3, None), (5, None), (5, [1, 0, 1, 0, 0])]
-)
+@pytest.mark.parametrize("num_ranks, domains", [(2, None), (5, None), (5, [1, 0, 1, 0, 0])])
 def test_random_calls_move_every_byte_and_sum_every_bit(
     num_ranks: int, domains: list[int] | None
 ) -> None:
@@ -162,18 +161,14 @@ def _our_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def _move(rank: int, process_group: dist.ProcessGroup, registered: bool) -> int:
-    """Return wrong bytes of calls, with messages of `batch_isend_irecv` or not."""
-    found = make.movers
-    if registered:
-        dist.Backend.register_backend("ours", _our_backend, devices=["cpu"])
-        make.movers = lambda _: {"cpu": "ours"}
-    try:
+def _move(rank: int, process_group: dist.ProcessGroup) -> int:
+    """Return wrong bytes of calls, with messages of `batch_isend_irecv`."""
+    dist.Backend.register_backend("ours", _our_backend, devices=["cpu"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "movers", lambda _: {"cpu": "ours"})
         group = uec.new_group(
             process_group, num_experts=E, slots_per_rank=S, expert=MIXED, engine="c10d"
         )
-    finally:
-        make.movers = found
     weights, wrong = make_weights(group), 0
     for seed in range(1, 6):
         plan = random_plan(seed, group.num_ranks, E, S)
@@ -187,9 +182,8 @@ def _move(rank: int, process_group: dist.ProcessGroup, registered: bool) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("registered", [False, True], ids=["gloo", "another backend"])
-def test_processes_move_every_byte(ranks: RankPool, registered: bool) -> None:
-    assert ranks.run(4, _move, registered) == [0, 0, 0, 0]
+def test_another_backend_moves_every_byte(ranks: RankPool) -> None:
+    assert ranks.run(4, _move) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -293,55 +287,35 @@ def test_auto_says_once_what_it_took_and_why(caplog: pytest.LogCaptureFixture) -
 # ---- a device's streams -------------------------------------------------------------------------
 
 
-class _Streams:
-    """A device's runtime that writes down what is asked of it."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = "caller"
-
-    def get(self, _: torch.device) -> Any:
-        streams = self
-
-        class Event:
-            def record(self, stream: str) -> None:
-                streams.log.append(f"record on {stream}")
-
-            def wait(self) -> None:
-                streams.log.append(f"{streams.current} waits")
-
-        class Context:
-            def __init__(self, stream: Any = None) -> None:
-                self._stream = stream
-
-            def __enter__(self) -> None:
-                self._before = streams.current
-                if self._stream is not None:
-                    streams.current = self._stream
-
-            def __exit__(self, *_: object) -> None:
-                streams.current = self._before
-
-        return SimpleNamespace(
-            Event=Event,
-            Stream=lambda _: "engine",
-            current_stream=lambda _: streams.current,
-            device=lambda _: Context(),
-            stream=Context,
-        )
-
-
 def test_calls_on_a_device_run_behind_the_caller_and_before_what_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    streams = _Streams()
-    monkeypatch.setattr(torch, "get_device_module", streams.get)
+    log: list[str] = []
+    current = ["caller"]
+
+    @contextmanager
+    def stream(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    runtime = SimpleNamespace(
+        Event=lambda: SimpleNamespace(
+            record=lambda name: log.append(f"record on {name}"),
+            wait=lambda: log.append(f"{current[-1]} waits"),
+        ),
+        Stream=lambda _: "engine",
+        current_stream=lambda _: current[-1],
+        device=lambda _: nullcontext(),
+        stream=stream,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: runtime)
     order = DeviceOrder(torch.device("cuda", 0))
     begin, end = order.enter()
     with order.running(begin, end):
-        streams.log.append(f"messages on {streams.current}")
+        log.append(f"messages on {current[-1]}")
     end.wait()
-    assert streams.log == [
+    assert log == [
         "record on caller",
         "engine waits",
         "messages on engine",

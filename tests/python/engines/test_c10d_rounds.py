@@ -1,6 +1,7 @@
 """Steps of the c10d engine's ledgers, all ranks together, in any order that the rounds allow.
 
-The executor here is written down from what `Step` promises; the engine's own is `Movement`.
+The order of execution here is written down from what `Step` promises; the engine's own is that of
+`Movement`. What a step reads and writes is the engine's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from reference.reduce_oracle import reduced, same_bits
 from tiers import cases
 
 from ultraep_comm import _core
-from ultraep_comm.engines.c10d.movement import IN_FLIGHT, Step, read_steps
+from ultraep_comm.engines.c10d.movement import (
+    IN_FLIGHT,
+    Movement,
+    Reduction,
+    Step,
+    Transfer,
+    read_steps,
+)
 
 Kind = _core.C10dStep
 RECEIVING = (Kind.RECEIVE, Kind.ADD_GRAD, Kind.ADD_SUM)
@@ -322,32 +330,32 @@ def run(
 # ---- transfers -----------------------------------------------------------------------------------
 
 
-def move(
-    case: Case,
-    steps: Sequence[Sequence[Step]],
-    seed: int,
-    mains: Sequence[NDArray[np.uint8]],
-    slots: Sequence[NDArray[np.uint8]],
+def execute(
+    case: Case, steps: Sequence[Sequence[Step]], seed: int, ranks: Sequence[Movement]
 ) -> Counter[tuple[int, int, int]]:
-    """Let a transfer fill slots; return how many bytes came by rank, slot and segment."""
+    """Let all ranks execute a call; return how many bytes came by rank, place and segment."""
     came: Counter[tuple[int, int, int]] = Counter()
 
-    def read(rank: int, step: Step) -> NDArray[np.uint8]:
+    def read(rank: int, step: Step) -> torch.Tensor:
         if step.kind is Kind.SEND_MAIN:
             check_main(case, rank, step)
-            whole = mains[step.segment][step.expert]
-        else:
-            assert step.kind is Kind.SEND_SLOT
-            whole = slots[step.segment][rank, step.place]
-        return whole[step.offset : step.offset + step.bytes].copy()
+        return ranks[rank].prepare(step).clone()
 
-    def put(rank: int, step: Step, payload: NDArray[np.uint8]) -> None:
-        assert step.kind is Kind.RECEIVE
-        slots[step.segment][rank, step.place, step.offset : step.offset + step.bytes] = payload
+    def put(rank: int, step: Step, payload: torch.Tensor) -> None:
+        if step.kind is not Kind.RECEIVE and step.place >= 0:  # this rank is the home
+            check_main(case, rank, step)
+        memory = ranks[rank].prepare(step)
+        assert len(memory) == len(payload)
+        ranks[rank].arrived(step, memory.copy_(payload))
         came[rank, step.place, step.segment] += step.bytes
 
     run(steps, seed, read, put)
     return came
+
+
+def local_row(case: Case, rank: int, mains: Sequence[Any], segment: int, index: int) -> Any:
+    """Return a local expert's tensor, given its index on the rank."""
+    return mains[segment][[e for e, home in enumerate(case.home) if home == rank][index]]
 
 
 def check_main(case: Case, rank: int, step: Step) -> None:
@@ -364,25 +372,45 @@ def test_slots_become_what_the_mains_are(case: Case, data: st.DataObject, seed: 
     shape = case.num_ranks, case.slots_per_rank
     every = set(range(len(case.segments)))
     held = np.full(shape, -1, np.int32)
-    slots = [generator.integers(0, 256, (*shape, n), np.uint8) for n in case.segments]
-    mains = [generator.integers(0, 256, (case.num_experts, n), np.uint8) for n in case.segments]
+
+    def random_bytes(*first: int) -> list[torch.Tensor]:
+        sizes = [(*first, n) for n in case.segments]
+        return [torch.from_numpy(generator.integers(0, 256, size, np.uint8)) for size in sizes]
+
+    slots, mains = random_bytes(*shape), random_bytes(case.num_experts)
+    nothing: Any = None
     for _ in range(data.draw(st.integers(1, 3))):
         plan = draw_plan(data, case, held)
         segments = sorted(data.draw(st.one_of(st.just(every), st.sets(st.sampled_from([*every])))))
         bank = data.draw(st.sampled_from((-1, 0, 0)))
         if bank < 0 or data.draw(st.integers(0, 3)) == 0:  # other weights
-            mains = [generator.integers(0, 256, main.shape, np.uint8) for main in mains]
+            mains = random_bytes(case.num_experts)
             for ledger in ledgers:
                 ledger.invalidate(0)
         options = {"bank": bank, "version": ledgers[0].version(0), "mode": data.draw(MODES)}
         steps = submit(ledgers, make_call(case, plan, segments=segments, **options))
         check_ends(steps)
-        expected = [slot.copy() for slot in slots]
+        expected = [slot.clone() for slot in slots]
         for segment in segments:
             expected[segment][plan >= 0] = mains[segment][plan[plan >= 0]]
-        came = move(case, steps, seed, mains, slots)
-        for found, wanted in zip(slots, expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        ready: list[int] = []
+        ranks = [
+            Transfer(
+                own,
+                nothing,
+                0,
+                [slot[rank] for slot in slots],
+                partial(local_row, case, rank, mains),
+                partial(ready.append, rank),
+            )
+            for rank, own in enumerate(steps)
+        ]
+        came = execute(case, steps, seed, ranks)
+        assert all(
+            torch.equal(found, wanted) for found, wanted in zip(slots, expected, strict=True)
+        )
+        assert not any(rank.missing for rank in ranks)
+        assert len(ready) == len({(rank, slot) for rank, slot, _ in came})
         assert came == {
             (rank, slot, segment): case.segments[segment]
             for rank, slot in np.argwhere(ledgers[0].slots_to_fill()).tolist()
@@ -436,60 +464,19 @@ def test_mains_get_the_sum_in_the_order_of_ranks(
     check_ends(steps)
     np.testing.assert_array_equal(ledgers[0].slots_to_fill(), with_tokens >= 0)
 
-    Part = tuple[int, int, int]  # gate, segment, offset
-    parts: list[dict[Part, dict[int, torch.Tensor]]] = [{} for _ in steps]
-    missing = [
-        Counter((s.gate, s.segment, s.offset) for s in own if s.kind is Kind.ADD_GRAD)
-        for own in steps
+    nothing: Any = None
+    ranks = [
+        Reduction(
+            own,
+            nothing,
+            0,
+            [slot[rank] for slot in slots],
+            partial(local_row, case, rank, mains),
+        )
+        for rank, own in enumerate(steps)
     ]
-
-    def of_slot(rank: int, step: Step) -> torch.Tensor:
-        size = case.dtypes[step.segment].itemsize
-        whole = slots[step.segment][rank, step.place]
-        return whole.narrow(0, step.offset // size, step.bytes // size)
-
-    def sum_of(rank: int, step: Step) -> torch.Tensor:
-        part = step.gate, step.segment, step.offset
-        assert missing[rank][part] == 0
-        found = parts[rank].pop(part)
-        total = found.pop(min(found)).float()
-        while found:
-            total = total + found.pop(min(found)).float()
-        return total
-
-    def add_to_main(rank: int, step: Step, total: torch.Tensor) -> None:
-        check_main(case, rank, step)
-        at = step.offset // case.dtypes[step.segment].itemsize
-        own = mains[step.segment][step.expert].narrow(0, at, len(total))
-        own.copy_(own.float() + total)
-
-    for rank, own in enumerate(steps):
-        for step in own:
-            if step.kind is Kind.KEEP_GRAD:
-                part = step.gate, step.segment, step.offset
-                parts[rank].setdefault(part, {})[step.replica] = of_slot(rank, step)
-
-    def read(rank: int, step: Step) -> torch.Tensor:
-        if step.kind is Kind.SEND_SUM:
-            return sum_of(rank, step)
-        assert step.kind is Kind.SEND_GRAD
-        assert with_tokens[rank, step.place] == step.expert
-        return of_slot(rank, step)
-
-    def put(rank: int, step: Step, payload: torch.Tensor) -> None:
-        if step.kind is Kind.ADD_SUM:
-            add_to_main(rank, step, payload)
-            return
-        part = step.gate, step.segment, step.offset
-        own = parts[rank].setdefault(part, {})
-        assert step.replica not in own
-        own[step.replica] = payload
-        missing[rank][part] -= 1
-        if missing[rank][part] == 0 and step.place >= 0:
-            add_to_main(rank, step, sum_of(rank, step))
-
-    run(steps, seed, read, put)
-    assert not any(parts), "nothing is summed in vain"
+    execute(case, steps, seed, ranks)
+    assert not any(rank._parts for rank in ranks), "nothing is summed in vain"
     for found, wanted in zip(mains, expected, strict=True):
         assert same_bits(found, wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,115 +19,80 @@ from ultraep_comm.errors import DeviceError, UnsupportedError
 KERNEL = 0x77
 
 
-class FakeDriver:
-    """The part of `cuda.bindings.driver` that is used. Each call is a line of the log."""
-
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="opt-in",
-        CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH="cooperative",
-    )
-    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING="non-blocking")
-    CUdevice = int
-    cuLibraryLoadData = None  # noqa: N815
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-        self.limit = 1000
-        self.loaded: tuple[int, ...] | Exception = (0,)
-        self.attributes = {"opt-in": 232448, "cooperative": 1}
-        self.moved = 0  # from page-locked memory's address to that on the device
-        self.num_streams = 0
-
-    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, int]:  # noqa: N802
-        assert (library, name) == (7, b"k")
-        return 0, KERNEL
-
-    def cuCtxPushCurrent(self, context: int) -> tuple[int]:  # noqa: N802
-        assert context == 0xC
-        self.log.append("push")
-        return (0,)
-
-    def cuCtxPopCurrent(self) -> tuple[int, int]:  # noqa: N802
-        self.log.append("pop")
-        return 0, 0xC
-
-    def cuStreamCreateWithPriority(self, flags: str, priority: int) -> tuple[int, int]:  # noqa: N802
-        self.num_streams += 1
-        self.log.append((flags, priority))
-        return 0, self.num_streams
-
-    def cuStreamDestroy(self, stream: int) -> tuple[int]:  # noqa: N802
-        self.log.append(f"destroy {stream}")
-        return (0,)
-
-    def cuKernelGetAttribute(self, attribute: str, kernel: int, device: int) -> tuple[int, int]:  # noqa: N802
-        assert (attribute, kernel, device) == ("shared", KERNEL, 5)
-        return 0, self.limit
-
-    def cuKernelSetAttribute(self, attribute: str, value: int, *_: int) -> tuple[int]:  # noqa: N802
-        self.log.append((attribute, value))
-        return (0,)
-
-    def cuKernelGetFunction(self, kernel: int) -> tuple[int, str]:  # noqa: N802
-        self.log.append("find")
-        return 0, f"function of {kernel:#x}"
-
-    def cuFuncLoad(self, function: str) -> tuple[int, ...]:  # noqa: N802
-        self.log.append(f"load {function}")
-        if isinstance(self.loaded, Exception):
-            raise self.loaded
-        return self.loaded
-
-    def cuDriverGetVersion(self) -> tuple[int, int]:  # noqa: N802
-        return 0, 13000
-
-    def cuDeviceGet(self, index: int) -> tuple[int, int]:  # noqa: N802
-        return 0, index
-
-    def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[int, bytes]:  # noqa: N802
-        return 0, f"0000:{device:02X}:00.0".encode().ljust(length, b"\0")
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:  # noqa: N802
-        return 0, 0xC
-
-    def cuDeviceGetAttribute(self, attribute: str, device: int) -> tuple[int, int]:  # noqa: N802
-        return 0, self.attributes[attribute]
-
-    def cuGetProcAddress(self, name: bytes, version: int, _: int) -> tuple[int, int, int]:  # noqa: N802
-        assert version == 12000
-        return 0, 1 + _core.cuda_driver_names().index(name.decode()), 0
-
-    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:  # noqa: N802
-        assert flags == 0
-        return 0, address + self.moved
-
-
 @pytest.fixture
 def log() -> list[Any]:
+    """The calls of the driver that tests look at."""
     return []
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> FakeDriver:
-    fake, bindings = FakeDriver(log), ModuleType("cuda.bindings")
-    bindings.driver = fake  # type: ignore[attr-defined]
-    bindings.__version__ = "13.0.1"  # type: ignore[attr-defined]
+def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
+    """The part of `cuda.bindings.driver` that is used."""
+    functions, streams = _core.cuda_driver_names(), itertools.count(1)
+
+    def logged(line: Any, *answer: Any) -> tuple[Any, ...]:
+        log.append(line)
+        return 0, *answer
+
+    def load(function: str) -> tuple[Any, ...]:
+        log.append(f"load {function}")
+        if isinstance(fake.loaded, Exception):
+            raise fake.loaded
+        return fake.loaded  # type: ignore[no-any-return]
+
+    def find(name: bytes, version: int, _: int) -> tuple[int, int, int]:
+        assert version == 12000
+        return 0, 1 + functions.index(name.decode()), 0
+
+    fake: Any = SimpleNamespace(
+        loaded=(0,),
+        attributes={"opt-in": 232448, "cooperative": 1},
+        moved=0,  # from page-locked memory's address to that on the device
+        CUfunction_attribute=SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared"
+        ),
+        CUdevice_attribute=SimpleNamespace(
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="opt-in",
+            CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH="cooperative",
+        ),
+        CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING="non-blocking"),
+        CUdevice=int,
+        cuLibraryLoadData=None,
+        cuLibraryGetKernel=lambda *of: (0, {(7, b"k"): KERNEL}[of]),
+        cuCtxPushCurrent=lambda context: logged({0xC: "push"}[context]),
+        cuCtxPopCurrent=lambda: logged("pop", 0xC),
+        cuStreamCreateWithPriority=lambda *how: logged(how, next(streams)),
+        cuStreamDestroy=lambda stream: logged(f"destroy {stream}"),
+        cuKernelGetAttribute=lambda *of: (0, {("shared", KERNEL, 5): 1000}[of]),
+        cuKernelSetAttribute=lambda attribute, value, *_: logged((attribute, value)),
+        cuKernelGetFunction=lambda kernel: logged("find", f"function of {kernel:#x}"),
+        cuFuncLoad=load,
+        cuDriverGetVersion=lambda: (0, 13000),
+        cuDeviceGet=lambda index: (0, index),
+        cuDeviceGetPCIBusId=lambda length, device: (
+            0,
+            f"0000:{device:02X}:00.0".encode().ljust(length, b"\0"),
+        ),
+        cuDevicePrimaryCtxRetain=lambda device: (0, 0xC),
+        cuDeviceGetAttribute=lambda attribute, device: (0, fake.attributes[attribute]),
+        cuGetProcAddress=find,
+        cuMemHostGetDevicePointer=lambda address, flags: (flags, address + fake.moved),
+    )
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver, bindings.__version__ = fake, "13.0.1"
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     return fake
 
 
-def device_of(driver: FakeDriver) -> Device:
+def device_of(driver: Any) -> Device:
     device = Device.__new__(Device)
     device.index, device._context, device.bindings = 5, 0xC, driver
     device.torch_device = torch.device("cuda", 5)
     return device
 
 
-def test_a_kernel_is_on_the_device_before_its_first_launch(
-    driver: FakeDriver, log: list[Any]
-) -> None:
+def test_a_kernel_is_on_the_device_before_its_first_launch(driver: Any, log: list[Any]) -> None:
     """Otherwise that launch could wait for kernels that wait for it."""
     loading = ["push", "find", f"load function of {KERNEL:#x}", "pop"]
     kernels = Kernels(7, device_of(driver))
@@ -137,7 +103,7 @@ def test_a_kernel_is_on_the_device_before_its_first_launch(
     assert log == [("shared", 1001), *loading]
 
 
-def test_a_kernel_that_cannot_be_loaded(driver: FakeDriver) -> None:
+def test_a_kernel_that_cannot_be_loaded(driver: Any) -> None:
     kernels = Kernels(7, device_of(driver))
     driver.loaded = RuntimeError('Function "cuFuncLoad" not found')  # an old driver
     assert kernels.handle("k", 0) == KERNEL
@@ -146,7 +112,7 @@ def test_a_kernel_that_cannot_be_loaded(driver: FakeDriver) -> None:
         kernels.handle("k", 0)
 
 
-def test_streams_are_nobody_elses(driver: FakeDriver, log: list[Any]) -> None:
+def test_streams_are_nobody_elses(driver: Any, log: list[Any]) -> None:
     device = device_of(driver)
     made = [device.new_stream() for _ in range(40)]  # torch has 32
     assert [handle for handle, _ in made] == list(range(1, 41))
@@ -156,10 +122,8 @@ def test_streams_are_nobody_elses(driver: FakeDriver, log: list[Any]) -> None:
     assert log == ["destroy 40"]
 
 
-def test_bindings_that_are_missing_or_too_old(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(FakeDriver, "cuKernelGetFunction")
+def test_bindings_that_are_missing_or_too_old(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(driver, "cuKernelGetFunction")
     with pytest.raises(
         UnsupportedError, match=r"cuda-bindings 13\.0\.1 has no cuKernelGetFunction"
     ):
@@ -170,7 +134,7 @@ def test_bindings_that_are_missing_or_too_old(
 
 
 def test_a_device_has_to_take_cooperative_launches(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kind)
@@ -189,16 +153,14 @@ def test_a_device_has_to_take_cooperative_launches(
 
 
 def test_nvml_is_asked_by_the_address_of_the_device(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's numbers are not NVML's."""
     monkeypatch.setattr(device_module, "read_links", lambda pci: Links(pci=pci))
     assert device_of(driver).links() == Links(pci="0000:05:00.0")
 
 
-def test_page_locked_memory_has_one_address(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_locked_memory_has_one_address(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device, zeros = device_of(driver), torch.zeros
 
     def pin(count: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:

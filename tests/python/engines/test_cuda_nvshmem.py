@@ -171,12 +171,10 @@ def _mode_by_links(
 @pytest.mark.parametrize(
     ("capability", "links", "mode"),
     [
-        ((10, 0), LINKS, "direct"),
         ((10, 0), None, "direct"),  # NVML does not answer
         ((10, 0), replace(LINKS, links=(True, False) * 9), "push"),
         ((10, 0), replace(LINKS, links=()), "push"),
         ((9, 0), LINKS, "push"),
-        ((9, 0), None, "push"),
     ],
 )
 def test_auto_goes_by_the_links_of_rank_0(
@@ -186,102 +184,94 @@ def test_auto_goes_by_the_links_of_rank_0(
     assert ranks.run(4, _mode_by_links, capability, links) == [mode] * 4
 
 
-def _messages(
-    process_group: Any, links: Links | None, runtime: FakeNvshmem, **options: Any
-) -> list[tuple[str, str]]:
-    """Return level and text of what a rank logs on making the same group twice."""
-    heard: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("ultraep_comm")
-    handler.emit = heard.append  # type: ignore[method-assign]
-    create._say_domains.cache_clear()
-    reach._warn.cache_clear()
-    level = logger.level
-    logger.setLevel("INFO")
-    logger.addHandler(handler)
-    try:
-        for _ in range(2):
-            _with_nvshmem(process_group, FakeDevice(links=links), runtime, **options).close()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return [(record.levelname, record.getMessage()) for record in heard]
-
-
-TRAYS = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
 RACK = replace(LINKS, fabric_state="completed", clique="one rack")
-
-
-def _on_trays(
-    rank: int, process_group: Any, links: list[Links | None], together: bool, options: Any
-) -> list[tuple[str, str]]:
-    runtime = FakeNvshmem(reaches=None if together else TRAYS[rank])
-    return _messages(process_group, links[rank], runtime, **options)
-
-
-ONE = "4 ranks in 1 domain; domain 0: ranks 0-3"
-TWO = "4 ranks in 2 domains; domain 0: ranks 0-1; domain 1: ranks 2-3"
 OTHER = replace(RACK, clique="another rack")
 SINGLE = replace(RACK, clique="")  # of one machine
 WAITING = replace(LINKS, fabric_state="in progress")
 
 
 @pytest.mark.parametrize(
-    ("links", "together", "options", "warns"),
+    ("links", "warns"),
     [
-        ([RACK] * 4, True, {}, ""),
-        ([WAITING] * 4, True, {}, ""),
-        ([RACK] * 4, False, {}, "ranks 0-3 are in one NVLink clique but in 2 domains. Repl"),
-        ([RACK, OTHER] * 2, False, {}, "ranks 0, 2 are in one NVLink clique but in 2 domains; r"),
-        ([RACK] * 2 + [WAITING] * 2, False, {}, "the GPU of ranks 2-3 is not registered"),
-        ([RACK] * 2 + [OTHER] * 2, False, {}, ""),
-        ([SINGLE] * 4, False, {}, ""),
-        ([None] * 4, False, {}, ""),
-        ([RACK] * 4, False, {"domains": [0, 0, 1, 1]}, ""),  # as asked for
+        ([RACK] * 4, "ranks 0-3 are in one NVLink clique but in 2 domains. Repl"),
+        ([RACK, OTHER] * 2, "ranks 0, 2 are in one NVLink clique but in 2 domains; r"),
+        ([RACK] * 2 + [WAITING] * 2, "the GPU of ranks 2-3 is not registered"),
+        ([RACK] * 2 + [OTHER] * 2, ""),
+        ([SINGLE] * 4, ""),
+        ([None] * 4, ""),
     ],
 )
 def test_a_rack_is_not_lost_in_silence(
-    ranks: RankPool, links: list[Links | None], together: bool, options: Any, warns: str
+    caplog: pytest.LogCaptureFixture, links: list[Links | None], warns: str
 ) -> None:
-    first, *others = ranks.run(4, _on_trays, links, together, options)
-    assert others == [[]] * 3  # one rank speaks, and once
-    *warnings, (level, text) = first
-    assert (level, text) == ("INFO", ONE if together else TWO)
-    assert len(warnings) == bool(warns)
-    for level, text in warnings:
-        assert level == "WARNING"
+    reach._warn.cache_clear()
+    for domain in ([0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]):
+        reach.warn_of_split_cliques(list(map(reach.clique_number, links)), np.array(domain))
+    assert len(caplog.messages) == bool(warns)
+    for text in caplog.messages:
         assert warns in text
         assert "systemctl status nvidia-imex" in text
 
 
-def _over_the_network(
-    rank: int, process_group: Any, versions: list[tuple[int, int]], options: Any
-) -> list[str]:
-    runtime = FakeNvshmem(reaches=TRAYS[rank], version=versions[rank])
-    found = _messages(process_group, None, runtime, **options)
-    return [text for level, text in found if level == "WARNING"]
-
-
 @pytest.mark.parametrize(
-    ("versions", "crosses", "warns"),
+    ("versions", "warns"),
     [
-        ([(3, 4)] * 4, True, ""),
-        ([(3, 6)] * 4, True, "the library is 3.6, the kernels were built with 3.4. IBGDA"),
-        (
-            [(3, 4)] * 3 + [(3, 6)],
-            True,
-            "is 3.6, the .* 3.4; otherwise on ranks 0-2. IBGDA",
-        ),
-        ([(3, 6)] * 4, False, ""),
+        ([(3, 4)] * 4, ""),
+        ([(3, 6)] * 4, "the library is 3.6, the kernels were built with 3.4. IBGDA"),
+        ([(3, 4)] * 3 + [(3, 6)], "is 3.6, the .* 3.4; otherwise on ranks 0-2. IBGDA"),
     ],
 )
 def test_versions_of_nvshmem_that_are_unsafe_over_the_network(
-    ranks: RankPool, versions: list[tuple[int, int]], crosses: bool, warns: str
+    caplog: pytest.LogCaptureFixture, versions: list[tuple[int, int]], warns: str
 ) -> None:
-    options = {"allow_cross_domain": crosses}
-    first, *others = ranks.run(4, _over_the_network, versions, options)
+    reach._warn.cache_clear()
+    for _ in range(2):
+        reach.warn_of_versions([(version, (3, 4)) for version in versions])
+    assert len(caplog.messages) == bool(warns)
+    assert all(re.search(warns, text) for text in caplog.messages)
+
+
+def _on_trays(rank: int, process_group: Any, together: bool, options: Any) -> list[tuple[str, str]]:
+    """Return level and text of what a rank logs on making the same group twice."""
+    trays = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    runtime = FakeNvshmem(reaches=None if together else trays[rank], version=(3, 6))
+    options = {"engine": "cuda", **options}  # "auto" says what it takes, too
+    heard: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("ultraep_comm")
+    create._say_domains.cache_clear()
+    reach._warn.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "emit", heard.append)
+        patch.setattr(logger, "handlers", [handler])
+        patch.setattr(logger, "isEnabledFor", lambda _: True)
+        for _ in range(2):
+            _with_nvshmem(process_group, FakeDevice(links=RACK), runtime, **options).close()
+    return [(record.levelname, record.getMessage()) for record in heard]
+
+
+ONE = "4 ranks in 1 domain; domain 0: ranks 0-3"
+TWO = "4 ranks in 2 domains; domain 0: ranks 0-1; domain 1: ranks 2-3"
+
+
+@pytest.mark.parametrize(
+    ("together", "options", "warns"),
+    [
+        (True, {}, []),
+        (False, {}, ["in one NVLink clique"]),
+        (False, {"domains": [0, 0, 1, 1]}, []),  # as asked for
+        (False, {"allow_cross_domain": True}, ["in one NVLink clique", "the library is 3.6"]),
+    ],
+)
+def test_one_rank_says_once_which_domains_there_are(
+    ranks: RankPool, together: bool, options: Any, warns: list[str]
+) -> None:
+    first, *others = ranks.run(4, _on_trays, together, options)
     assert others == [[]] * 3
-    assert len(first) == bool(warns)
-    assert all(re.search(warns, text) for text in first)
+    *warnings, said = first
+    assert said == ("INFO", ONE if together else TWO)
+    for (level, text), expected in zip(warnings, warns, strict=True):
+        assert level == "WARNING"
+        assert expected in text
 
 
 def _unlike_devices(rank: int, process_group: Any) -> list[int]:
