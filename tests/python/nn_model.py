@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compilers import COMPILE_TIMEOUT
 from ranks import loopback
 
 import ultraep_comm as uec
@@ -59,7 +60,7 @@ class Model:
             grads={"w1": torch.float32, "w2": torch.float32},
             engine=engine,
             banks=banks,
-            timeout=120.0,  # the first rank to call waits while others compile
+            timeout=COMPILE_TIMEOUT,
         )
         self.home = torch.from_numpy(self.groups[0].topology.home)
         shapes = {"w1": (H, H), "w2": (H, H), "scale": (1,)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import BACKENDS, assert_same
+from compilers import BACKENDS, COMPILE_TIMEOUT, COMPILES, assert_same
 from ranks import bytes_stored, close_all, loopback
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -22,7 +22,7 @@ SHAPE = (16, 16)
 OPERATORS = torch.ops.ultraep_comm
 Tensors = list[torch.Tensor]
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = COMPILES
 
 
 def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
@@ -33,7 +33,7 @@ def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
         expert={"w": (SHAPE, torch.float32), "b": ((16,), torch.bfloat16)},
         grads=torch.float32,
         banks=BANKS,
-        timeout=120,  # the first rank to call waits while others compile
+        timeout=COMPILE_TIMEOUT,
         **options,
     )
 

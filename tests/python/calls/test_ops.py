@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import BACKENDS, assert_same
+from compilers import BACKENDS, COMPILE_TIMEOUT, COMPILES, assert_same
 from ranks import RankPool, loopback, raised
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -23,7 +23,7 @@ RANKS, EXPERTS, SLOTS, TOP_K, HIDDEN = 2, 8, 2, 2, 16
 EXPERT = {"w": ((HIDDEN, HIDDEN), torch.float32), "b": ((HIDDEN,), torch.bfloat16)}
 OPERATORS = torch.ops.ultraep_comm
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = COMPILES
 
 Weights = dict[str, torch.Tensor]
 
@@ -35,7 +35,7 @@ def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:
         slots_per_rank=SLOTS,
         expert=EXPERT,
         num_sms=1,
-        timeout=120,  # the first rank to call waits while others compile
+        timeout=COMPILE_TIMEOUT,
     )
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import BACKENDS
+from compilers import BACKENDS, COMPILES
 from nn_model import Model
 from ranks import bytes_stored, loopback
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ultraep_comm as uec
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = COMPILES
 
 
 def dense_experts(x: torch.Tensor, local: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
