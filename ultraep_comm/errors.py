@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 class UltraEPError(RuntimeError):
     """Base class of every error that the library raises on purpose."""
 
+    def __init__(self, *message: object, **attributes: object) -> None:
+        # Needs no attributes: unpickling passes the message alone, then restores the others.
+        super().__init__(*message)
+        self.__dict__.update(attributes)
+
 
 class InvalidArgumentError(UltraEPError, ValueError):
     """An argument is invalid, whatever other ranks pass."""
@@ -45,14 +50,10 @@ class PlanHandleError(UltraEPError, ValueError):
         generation: the handle's sequence number among the plans saved by its group.
     """
 
-    def __init__(
-        self, message: str, *, rank: int, layer: int, microbatch: int, generation: int
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.layer = layer
-        self.microbatch = microbatch
-        self.generation = generation
+    rank: int
+    layer: int
+    microbatch: int
+    generation: int
 
 
 class GroupBusyError(UltraEPError):
@@ -63,10 +64,8 @@ class GroupBusyError(UltraEPError):
         live: layer and microbatch of each saved plan in use; empty if a call is unfinished.
     """
 
-    def __init__(self, message: str, *, rank: int, live: list[tuple[int, int]]) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.live = live
+    rank: int
+    live: list[tuple[int, int]]
 
 
 class RecordingError(UltraEPError, ValueError):
@@ -84,9 +83,7 @@ class BootstrapError(UltraEPError):
         failed_rank: the rank that failed, or whose process has ended; -1 if unknown.
     """
 
-    def __init__(self, message: str, *, failed_rank: int = -1) -> None:
-        super().__init__(message)
-        self.failed_rank = failed_rank
+    failed_rank: int = -1
 
 
 class OutOfSharedMemoryError(BootstrapError, MemoryError):
@@ -115,22 +112,11 @@ class TransferError(UltraEPError):
         states: the last known state of every rank ``[G]``, by rank; empty if none was read.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int = -1,
-        peer: int = -1,
-        root: int = -1,
-        epoch: int = 0,
-        states: tuple[RankState, ...] = (),
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.peer = peer
-        self.root = root
-        self.epoch = epoch
-        self.states = states
+    rank: int = -1
+    peer: int = -1
+    root: int = -1
+    epoch: int = 0
+    states: tuple[RankState, ...] = ()
 
 
 class PlanMismatchError(TransferError):
@@ -167,30 +153,13 @@ class CorruptSlotError(TransferError):
         source_changed: main weights changed during the call, so the transfer is not at fault.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        peer: int,
-        epoch: int,
-        states: tuple[RankState, ...],
-        expert: int,
-        slot: int,
-        segment: str,
-        offset: int,
-        found: int,
-        expected: int,
-        source_changed: bool,
-    ) -> None:
-        super().__init__(message, rank=rank, peer=peer, root=rank, epoch=epoch, states=states)
-        self.expert = expert
-        self.slot = slot
-        self.segment = segment
-        self.offset = offset
-        self.found = found
-        self.expected = expected
-        self.source_changed = source_changed
+    expert: int
+    slot: int
+    segment: str
+    offset: int
+    found: int
+    expected: int
+    source_changed: bool
 
 
 _MAX_LINES = 8

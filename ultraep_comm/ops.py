@@ -203,7 +203,7 @@ def _plan_replicas_in_bank(
     )
     return (
         *(plan.slot_expert, plan.slot_quota, plan.home_quota),
-        *(plan.home, plan.domains, plan.moves),
+        *(plan.home, plan.domains, plan.slots_to_fill),
     )
 
 

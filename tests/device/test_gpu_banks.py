@@ -170,20 +170,24 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
         ]
         plan = plans[0]
         assert plan.bank == 1
-        assert plan.moves is not None
+        assert plan.slots_to_fill is not None
         assert all(torch.equal(plan.slot_expert, other.slot_expert) for other in plans)
         apart = plan_alone(
             load, num_ranks=num_ranks, slots_per_rank=S, residents=groups[0].banks[1].residents
         )
         assert torch.equal(apart.slot_expert, plan.slot_expert)
-        assert torch.equal(apart.moves, plan.moves)
+        assert torch.equal(apart.slots_to_fill, plan.slots_to_fill)
         assert not apart.reuse
         from_empty = uec.plan_replicas(load, group=groups[0])
         assert plan.imbalance <= max(1.01, from_empty.imbalance)
         if step == 0:
             assert torch.equal(plan.slot_expert, from_empty.slot_expert)
-        assert replicate(groups, weights, plan) == plan.num_moves <= from_empty.num_moves
-        seen += plan.num_moves == 0
+        assert (
+            replicate(groups, weights, plan)
+            == plan.num_slots_to_fill
+            <= from_empty.num_slots_to_fill
+        )
+        seen += plan.num_slots_to_fill == 0
         uec.verify_plan(plan, load)
     assert seen > 0
     close_all(groups)
@@ -261,7 +265,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
             for name, tensor in apart.tensors().items():
                 assert torch.equal(getattr(plan, name).cpu(), tensor), name
         slots = apart.slot_expert
-        still += apart.num_moves == 0
+        still += apart.num_slots_to_fill == 0
         for group in groups:
             assert torch.equal(group.banks[1].residents, slots)
     assert still == 2
@@ -269,7 +273,7 @@ def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
     group = groups[0]
     plan = uec.plan_replicas(put(group, load), group=group, bank=1, reuse=True)
     device.find_device().synchronize()
-    assert plan.num_moves == 0
+    assert plan.num_slots_to_fill == 0
     with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
         uec.plan_replicas(load, group=group, bank=1, reuse=True)
     close_all(groups)
@@ -301,7 +305,7 @@ def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
         device.find_device().synchronize()
         apart = plan_alone(load, num_ranks=4, slots_per_rank=S, residents=slots)
         slots = apart.slot_expert
-        assert stored(groups) - before == apart.num_moves
+        assert stored(groups) - before == apart.num_slots_to_fill
         for rank, group in enumerate(groups):
             assert torch.equal(plans[rank].slot_expert.cpu(), slots)
             assert torch.equal(group.banks[1].residents, slots)

@@ -163,7 +163,7 @@ def test_a_captured_release_ends_the_use_of_each_replay(streams: str, passes: Pa
     for seed in range(4):
         passes.run(replay, seed)
         for handle in handles:
-            assert torch.equal(handle.saved.plan.slot_expert.cpu(), passes.plan(seed).slot_expert)
+            assert torch.equal(handle.stored.slot_expert.cpu(), passes.plan(seed).slot_expert)
     passes.assert_no_fault()
 
 
@@ -199,13 +199,13 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
 def test_a_mark_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
     handles, forward = passes.capture_save()
     passes.run(forward, 1)
-    marks = [handle.saved.in_use for handle in handles]
+    marks = [handle.mark.data_ptr() for handle in handles]
     for handle in handles:  # the graph is gone, its last plan was never reduced
         handle.release()
     passes.each(lambda rank: passes.reduce(rank, passes.plan(0)))
     passes._device.synchronize()
     again, forward, backward = passes.capture_passes()
-    assert [handle.saved.in_use for handle in again] == marks
+    assert [handle.mark.data_ptr() for handle in again] == marks
     passes.take_turns(forward, backward, (2, 3))
     passes.run(forward, 4)
     passes.run(forward, 5)

@@ -180,7 +180,7 @@ def _gather(
             return load, plan
         work.synchronize()
     except BaseException as error:
-        session.note_failure(error)
+        session.record_failure(error)
         raise
     return torch.empty(load.shape, dtype=torch.int32, device=routing.device).copy_(load), None
 

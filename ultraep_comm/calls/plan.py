@@ -44,8 +44,8 @@ def plan_replicas(
     total time instead, over a set of plans from no replicas to the best balanced.
 
     With ``reuse``, slots keep what they hold: it minimises the imbalance, down to the target; the
-    transfer of the *moves*, the slots that have to be written; their number; the instances in use.
-    ``Plan.moves`` says which slots they are. A slot whose expert has no tokens keeps it, with a
+    transfer of the slots that have to be written; their number; the instances in use.
+    ``Plan.slots_to_fill`` says which they are. A slot whose expert has no tokens keeps it, with a
     quota of 0, until another expert needs the slot.
 
     Args:

@@ -66,6 +66,7 @@ def reduce_expert_grads(
         grads = grads.tensors if isinstance(grads, Binding) else grads
         return traced.reduce_expert_grads(grads, plan, group, async_op, mode, zero)
 
+    mark = plan.mark if isinstance(plan, PlanHandle) else None
     call = Call(session, plan, "reduce_expert_grads")
     try:
         bound = session.grads.bind(grads)
@@ -82,7 +83,7 @@ def reduce_expert_grads(
             on_device=call.on_device,
             own_home=call.plan.home is session.engine.home,
             table=address(bound.table),
-            in_use=plan.saved.in_use if isinstance(plan, PlanHandle) else 0,
+            in_use=0 if mark is None else mark.data_ptr(),
             bank=call.bank,
         )
     except Exception as error:

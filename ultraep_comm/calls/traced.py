@@ -185,7 +185,7 @@ def plan_replicas(
         home_quota=home_quota,
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=domains,
-        moves=moves[0] if reuse else None,
+        slots_to_fill=moves[0] if reuse else None,
         bank=bank,
         reuse=reuse,
     )

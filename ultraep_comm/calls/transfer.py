@@ -82,7 +82,7 @@ class Call:
                 f"rank {self._session.rank}: {operation} was given layer={layer} and a handle of"
                 f" layer {given.layer}; leave layer= out"
             )
-        plan, self.tag = plans.plan_of(given, operation), given.saved.tag
+        plan, self.tag = plans.plan_of(given, operation), given.tag
         return plan, f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
 
     def reject(self, error: Exception) -> None:
@@ -120,11 +120,11 @@ class Call:
                 None if consumes else self.filled,
             )
             if consumes and isinstance(given, PlanHandle):
-                session.plans.consume(given.saved, on_device=self.on_device)
+                session.plans.consume(given, on_device=self.on_device)
             if not async_op:
                 work.wait()
         except BaseException as error:
-            session.note_failure(error)
+            session.record_failure(error)
             raise
         return work if async_op else None
 

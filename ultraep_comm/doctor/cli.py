@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from ultraep_comm.doctor.diagnose import ERROR, REQUIRABLE, diagnose
 from ultraep_comm.doctor.facts import collect
@@ -30,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {
             "format": FORMAT,
             "status": status,
-            "auto": facts.taken and asdict(facts.taken),
-            **asdict(facts),
-            "findings": [asdict(finding) for finding in findings],
+            "auto": facts.taken,
+            **vars(facts),
+            "findings": findings,
         }
-        print(json.dumps(document, indent=1))
+        print(json.dumps(document, indent=1, default=vars))
     else:
         print(format_screen(facts, findings))
     return status

@@ -53,7 +53,7 @@ def diagnose(facts: Facts, required: Collection[str] = ()) -> list[Finding]:
     found = [*_broken(facts), *_driver(facts), *_software(facts), *_devices(facts), *_peers(facts)]
     taken = facts.taken
     if facts.driver.devices and taken and taken.engine == "host" and not _is_bad(found):
-        reason = facts.torch.ways[0].missing
+        reason = facts.torch.candidates[0].missing
         found.append(Finding(WARNING, "auto", f"no engine uses the GPUs here: {reason}"))
     found += _required(facts, required)
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
@@ -242,11 +242,11 @@ def _peers(facts: Facts) -> Iterator[Finding]:
 
 def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
     usable = [device for device in facts.driver.devices if device.compute_mode != PROHIBITED]
-    ways = facts.torch.ways
+    candidates = facts.torch.candidates
     has = {
         "device": bool(usable),
-        "cuda": any(way.engine == "cuda" and not way.missing for way in ways),
-        "nvshmem": any(way.fabric == "nvshmem" and not way.missing for way in ways),
+        "cuda": any(c.engine == "cuda" and not c.missing for c in candidates),
+        "nvshmem": any(c.fabric == "nvshmem" and not c.missing for c in candidates),
         "p2p": len(usable) > 1 and not apart(facts),
     }
     lacks = {
@@ -257,7 +257,8 @@ def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
     }
     for name in REQUIRABLE:
         if name in required and not has[name]:
-            why = next((f": {w.missing}" for w in ways if name in (w.engine, w.fabric)), "")
+            of_name = (c for c in candidates if name in (c.engine, c.fabric))
+            why = next((f": {c.missing}" for c in of_name), "")
             yield Finding(ERROR, "required", f"--require {name}: {lacks[name]}{why}")
 
 

@@ -6,7 +6,8 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
 import ultraep_comm
 from ultraep_comm import env
@@ -17,19 +18,37 @@ CUDA_PACKAGES = ("cuda-bindings",)  # of the extras cuda12 and cuda13
 NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # alternatives
 BINDINGS_NEED = "cuda-core"  # a dependency of nvshmem4py alone
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"
-Kind = TypeVar("Kind")
 
 
-@dataclass(frozen=True, kw_only=True)
-class System:
-    """What is known without asking the driver."""
-
-    version: str  # of ultraep_comm
-    python: str
-    platform: str
-    pci_gpus: int  # NVIDIA GPUs on the PCI bus, with or without a driver
-    packages: dict[str, str]  # installed versions
-    variables: dict[str, str]  # environment variables that change what a GPU offers
+# Each area's fields, and what they are until its probe has found them. Each also has an
+# ``error``: how its probe failed.
+AREAS: dict[str, dict[str, Any]] = {
+    "driver": {  # libcuda
+        "missing": "",  # why there is no libcuda
+        "cuda": None,  # (major, minor): the newest version that it supports
+        "status": "",  # the error that cuInit returned
+        "devices": (),  # of `Device`
+        "reaches": (),  # bool [i][j]: i loads and stores in the memory of j
+    },
+    "nvml": {  # all GPUs of the machine
+        "version": "",  # of the driver
+        "status": "",  # why it does not answer
+        "devices": (),  # of `Links`
+    },
+    "torch": {  # and what ``probe_backends`` of `engines.cuda.make` finds for "auto"
+        "version": "",  # empty: it is not installed
+        "cuda": None,  # that it was built with
+        "folder": "",
+        "candidates": (),  # of `Candidate`, in order of preference
+    },
+    "nvshmem": {"version": None, "path": ""},  # the host library: (major, minor, patch)
+    "kernels": {
+        "folder": "",
+        "cubins": (),  # of `Cubin`
+        "missing": (),  # (major, minor): compute capabilities here without one
+    },
+    "heap": {"allocates": None},  # NVSHMEM's symmetric heap; None: not tried
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,54 +66,12 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Driver:
-    """libcuda. Like other areas it has an ``error`` if its probe raised, hung or died."""
-
-    missing: str = ""  # why there is no libcuda
-    cuda: tuple[int, int] | None = None  # the newest version that it supports
-    status: str = ""  # the error that cuInit returned
-    devices: tuple[Device, ...] = ()
-    reaches: tuple[tuple[bool, ...], ...] = ()  # [i][j]: i loads and stores in the memory of j
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nvml:
-    """NVML: all GPUs of the machine."""
-
-    version: str = ""  # of the driver
-    status: str = ""  # why it does not answer
-    devices: tuple[Links, ...] = ()
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
+class Candidate:
     """An engine over a fabric."""
 
     engine: str
     fabric: str
     missing: str  # why this process cannot use it; empty: it can
-
-
-@dataclass(frozen=True, kw_only=True)
-class Torch:
-    """torch, and what ``probe_backends`` of `engines.cuda.make` finds for "auto"."""
-
-    version: str = ""  # empty: it is not installed
-    cuda: str | None = None  # that it was built with
-    folder: str = ""
-    ways: tuple[Way, ...] = ()  # in order of preference
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nvshmem:
-    """NVSHMEM's host library."""
-
-    version: tuple[int, int, int] | None = None
-    path: str = ""
-    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,40 +85,36 @@ class Cubin:
     nvshmem_error: str = ""  # why not with the NVSHMEM here
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The cubins."""
-
-    folder: str = ""
-    cubins: tuple[Cubin, ...] = ()
-    missing: tuple[tuple[int, int], ...] = ()  # compute capabilities here without one
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heap:
-    """NVSHMEM's symmetric heap."""
-
-    allocates: bool | None = None  # None: not tried
-    error: str = ""
+_ITEMS: dict[tuple[str, str], type[Any]] = {
+    ("driver", "devices"): Device,
+    ("nvml", "devices"): Links,
+    ("torch", "candidates"): Candidate,
+    ("kernels", "cubins"): Cubin,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All areas."""
+    """The areas, with the fields of `AREAS`.
 
-    system: System
-    driver: Driver
-    nvml: Nvml
-    torch: Torch
-    nvshmem: Nvshmem
-    kernels: Kernels
-    heap: Heap
+    ``system`` is what is known without a probe: the ``version`` of ultraep_comm, ``python``,
+    ``platform``, ``pci_gpus`` (NVIDIA GPUs on the PCI bus, with or without a driver), ``packages``
+    (installed versions), and ``variables`` of the environment that change what a GPU offers.
+    """
+
+    system: SimpleNamespace
+    driver: SimpleNamespace
+    nvml: SimpleNamespace
+    torch: SimpleNamespace
+    nvshmem: SimpleNamespace
+    kernels: SimpleNamespace
+    heap: SimpleNamespace
 
     @property
-    def taken(self) -> Way | None:
+    def taken(self) -> Candidate | None:
         """What ``auto`` takes if every rank is like this process; None: nothing can be used."""
-        return next((way for way in self.torch.ways if not way.missing), None)
+        candidates: tuple[Candidate, ...] = self.torch.candidates
+        return next((found for found in candidates if not found.missing), None)
 
     @property
     def nvshmem_bindings(self) -> str:
@@ -150,58 +123,54 @@ class Facts:
 
     def links(self, device: Device) -> Links:
         """Return what NVML knows of a device."""
-        return next((x for x in self.nvml.devices if x.pci == device.pci), Links(pci=device.pci))
+        known: tuple[Links, ...] = self.nvml.devices
+        return next((found for found in known if found.pci == device.pci), Links(pci=device.pci))
 
 
 def collect(limit: float) -> Facts:
     """Find the facts. A probe has ``limit`` seconds."""
     system = _read_system()
-    first = ask({"driver": {}, "nvml": {}, "torch": {}, "nvshmem": {}}, limit)
-    driver = _make(Driver, first["driver"], devices=Device)
-    torch = _make(Torch, first["torch"], ways=Way)
-    nvshmem = _make(Nvshmem, first["nvshmem"])
+    found = ask({"driver": {}, "nvml": {}, "torch": {}, "nvshmem": {}}, limit)
+    areas = {name: make_area(name, fields) for name, fields in found.items()}
     bindings = system.packages.get("cuda-bindings")
     second: dict[str, dict[str, Any]] = {
         "kernels": {
-            "capabilities": sorted({device.capability for device in driver.devices}),
+            "capabilities": sorted({device.capability for device in areas["driver"].devices}),
             "cuda_major": int(bindings.split(".")[0]) if bindings else None,
-            "nvshmem": nvshmem.version,
+            "nvshmem": areas["nvshmem"].version,
         }
     }
-    if any(way.fabric == "nvshmem" and not way.missing for way in torch.ways):
+    if any(c.fabric == "nvshmem" and not c.missing for c in areas["torch"].candidates):
         second["heap"] = {}
-    found = ask(second, limit)
-    return Facts(
-        system=system,
-        driver=driver,
-        nvml=_make(Nvml, first["nvml"], devices=Links),
-        torch=torch,
-        nvshmem=nvshmem,
-        kernels=_make(Kernels, found["kernels"], cubins=Cubin),
-        heap=_make(Heap, found.get("heap", {})),
-    )
+    found = {"heap": {}, **ask(second, limit)}
+    areas |= {name: make_area(name, fields) for name, fields in found.items()}
+    return Facts(system=system, **areas)
 
 
-def _make(kind: type[Kind], fields: dict[str, Any], **items: type[Any]) -> Kind:
-    """Make an area of the fields found; ``items``: what those fields are lists of."""
-    tuples = {name: _frozen(value) for name, value in fields.items() if name not in items}
-    lists = {name: fields.get(name, ()) for name in items}
-    made = {name: tuple(_make(items[name], x) for x in found) for name, found in lists.items()}
-    return kind(**tuples, **made)
+def make_area(name: str, found: dict[str, Any]) -> SimpleNamespace:
+    """Return an area with the fields that its probe found."""
+    fields = {**AREAS[name], "error": ""}
+    for field, value in found.items():
+        kind = _ITEMS.get((name, field))
+        if kind is None:
+            fields[field] = _frozen(value)
+        else:
+            fields[field] = tuple(kind(**{k: _frozen(v) for k, v in x.items()}) for x in value)
+    return SimpleNamespace(**fields)
 
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _read_system() -> System:
+def _read_system() -> SimpleNamespace:
     packages = {}
     for name in ("torch", "numpy", *CUDA_PACKAGES, *NVSHMEM_PACKAGES, BINDINGS_NEED):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return System(
+    return SimpleNamespace(
         version=ultraep_comm.__version__,
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,10 +43,10 @@ def probe_torch() -> Fields:
     }
     from ultraep_comm.engines.cuda.make import probe_backends
 
-    ways: list[dict[str, str]] = []
-    for way in probe_backends("auto", "auto"):
-        ways.append({"engine": way.engine, "fabric": way.fabric, "missing": way.reason})
-        yield {"ways": ways}
+    found: list[dict[str, str]] = []
+    for c in probe_backends("auto", "auto"):
+        found.append({"engine": c.engine, "fabric": c.fabric, "missing": c.reason})
+        yield {"candidates": found}
 
 
 def probe_nvshmem() -> Fields:
@@ -74,7 +73,6 @@ def probe_kernels(
     capabilities: list[list[int]], cuda_major: int | None, nvshmem: list[int] | None
 ) -> Fields:
     """Check the cubins, and that there is one for each compute capability."""
-    from ultraep_comm import _core
     from ultraep_comm.engines.cuda.kernels import check_info, cubin_folder, find_cubin, read_info
     from ultraep_comm.errors import UnsupportedError
 
@@ -89,11 +87,10 @@ def probe_kernels(
             info = read_info(path)
             cubin |= {"cuda": (info.cuda_major, info.cuda_minor), "nvshmem": info.nvshmem}
             major = cuda_major or info.cuda_major
-            check = partial(check_info, info, version=_core.CUDA_KERNELS_VERSION, cuda_major=major)
-            check(layout=_core.cuda_layout())
+            check_info(info, cuda_major=major)
             fails = "nvshmem_error"
             version = (nvshmem[0], nvshmem[1]) if nvshmem else None
-            check(layout=_core.cuda_layout(), nvshmem=version)
+            check_info(info, cuda_major=major, nvshmem=version)
         except (UnsupportedError, OSError) as error:
             cubin[fails] = str(error)
     missing = []

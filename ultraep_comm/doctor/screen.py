@@ -88,17 +88,17 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         return
     by_link = {device.pci: facts.links(device).nvlink_to for device in devices}
 
-    def way(i: int, j: int) -> str:
+    def link(i: int, j: int) -> str:
         if i == j:
             return "-"
         if not reaches[i][j]:
             return "no"
         return "link" if devices[j].pci in by_link[devices[i].pci] else "pci"
 
-    rows = [[way(i, j) for j in range(len(reaches))] for i in range(len(reaches))]
-    ways = {cell for row in rows for cell in row} - {"-"}
-    if len(ways) == 1 and not apart(facts):
-        yield "P2P", f"all pairs, over {'NVLink' if ways == {'link'} else 'PCI'}"
+    rows = [[link(i, j) for j in range(len(reaches))] for i in range(len(reaches))]
+    kinds = {cell for row in rows for cell in row} - {"-"}
+    if len(kinds) == 1 and not apart(facts):
+        yield "P2P", f"all pairs, over {'NVLink' if kinds == {'link'} else 'PCI'}"
         return
     yield "P2P", "".join(f"{j:>6}" for j in ["", *range(len(rows))])
     for i, row in enumerate(rows):
@@ -129,8 +129,8 @@ def _choice_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         others = "" if taken.engine == "host" else ", if every rank has it"
         yield "auto", f"engine {taken.engine} over {taken.fabric}{others}"
     reasons: dict[str, list[str]] = {}
-    for way in facts.torch.ways:
-        if way.missing:
-            reasons.setdefault(way.missing, []).append(f"{way.engine} over {way.fabric}")
-    for reason, ways in reasons.items():
-        yield "auto", f"not {', nor '.join(ways)}: {reason}"
+    for c in facts.torch.candidates:
+        if c.missing:
+            reasons.setdefault(c.missing, []).append(f"{c.engine} over {c.fabric}")
+    for reason, names in reasons.items():
+        yield "auto", f"not {', nor '.join(names)}: {reason}"

@@ -52,6 +52,10 @@ class Engine:
         fabric: allocates the symmetric memory.
         memory: its regions; the first has slots, slot gradients and flags.
         exchange_counts: all-gathers int32 ``[E]`` into ``[G, E]`` where the engine cannot.
+        finished_at: returns when one of the last eight calls finished, in nanoseconds of the
+            monotonic clock; 0: unknown. None: the engine does not know, as of all these.
+        slots_to_fill: returns bool ``[G, S]``, the slots that the last call writes to; of a
+            reduction, reads.
         marks: int64, zeroed: one for each plan that graphs save.
         put_addresses: writes tables on the device; None: the engine reads addresses on the CPU.
         wait_blocks: :meth:`wait` blocks the host until the call has finished.
@@ -62,6 +66,8 @@ class Engine:
     fabric: Fabric
     memory: list[SharedRegion]
     exchange_counts: Callable[[Tensor], Tensor] | None = None
+    finished_at: Callable[[int], int] | None = None
+    slots_to_fill: Callable[[], NDArray[np.bool_]] | None = None
     marks = torch.empty(0, dtype=torch.int64, device="cpu")  # nothing is captured
     put_addresses: PutAddresses | None = None
     wait_blocks = True
@@ -97,8 +103,8 @@ class Engine:
     def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Register main weights that peers can address; return the region's index.
 
-        On every rank the first main of each segment is ``offset`` bytes, ``[segments]``, behind the
-        rank's address in ``bases``, ``[G]``.
+        On every rank the first local expert of each segment is ``offset`` bytes, ``[segments]``,
+        behind the rank's address in ``bases``, ``[G]``.
         """
         raise NotImplementedError
 
@@ -151,13 +157,6 @@ class Engine:
         """Return the version of the weights of a bank's residents."""
         raise NotImplementedError
 
-    def slots_to_fill(self) -> NDArray[np.bool_] | None:
-        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
-
-        None: not known, as the device finds out.
-        """
-        return None
-
     def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version; return 0.
 
@@ -196,13 +195,6 @@ class Engine:
         does not tell before the whole call has finished.
         """
         raise NotImplementedError
-
-    def finished_at(self, epoch: int) -> int:
-        """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.
-
-        The host engine keeps the times of its last eight calls, the CUDA engine none.
-        """
-        return 0
 
     def failed_epoch(self) -> int:
         """Return the first call that is known to have failed; 0: none."""
@@ -390,8 +382,8 @@ class Engine:
         Raises:
             InvalidPlanError: the last end is above ``pad_to``.
         """
-        mains = torch.from_numpy(self.topology.local_experts(self.rank))
-        ends = find_ends(home_quota, mains, slot_quota[self.rank])
+        local_experts = torch.from_numpy(self.topology.local_experts(self.rank))
+        ends = find_ends(home_quota, local_experts, slot_quota[self.rank])
         num_rows = int(ends[-1]) if len(ends) else 0
         if num_rows > pad_to:
             raise too_many_rows(self.rank, num_rows, f"; pad_to is {pad_to}")
@@ -426,7 +418,7 @@ def plan_on_cpu(
     by_source = load.dim() == 2
     tokens = load.sum(dim=0, dtype=torch.int64) if by_source else load.long()
     total = tokens.contiguous().numpy()
-    moves = None
+    slots_to_fill = None
     try:
         if residents is None:
             slot_expert, slot_quota, home_quota = _core.plan_replicas(
@@ -437,7 +429,7 @@ def plan_on_cpu(
             slot_expert, slot_quota, home_quota = _core.plan_with_residents(
                 total, t.home, t.domain, residents, t.allow_cross_domain, target_ppm
             )
-            moves = torch.from_numpy((slot_expert >= 0) & (slot_expert != residents))
+            slots_to_fill = torch.from_numpy((slot_expert >= 0) & (slot_expert != residents))
     except ValueError as error:
         raise InvalidLoadError(str(error)) from None
     return Plan(
@@ -447,13 +439,13 @@ def plan_on_cpu(
         home_quota=torch.from_numpy(home_quota),
         load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
         domains=torch.tensor(t.domain, device="cpu"),
-        moves=moves,
+        slots_to_fill=slots_to_fill,
     )
 
 
-def find_ends(home_quota: Tensor, mains: Tensor, slot_quota: Tensor) -> Tensor:
-    """Return int64 ``[M + S]``, running sums of the quotas of mains, then slots."""
-    return torch.cat([home_quota.index_select(0, mains), slot_quota]).cumsum(0)
+def find_ends(home_quota: Tensor, local_experts: Tensor, slot_quota: Tensor) -> Tensor:
+    """Return int64 ``[M + S]``, running sums of the quotas of local experts, then slots."""
+    return torch.cat([home_quota.index_select(0, local_experts), slot_quota]).cumsum(0)
 
 
 def too_many_rows(rank: int, num_rows: int, limit: str) -> InvalidPlanError:

@@ -75,9 +75,7 @@ def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
     return (40_000, 20_000, 300_000, 10_000_000, max(100, 60 * num_cores))
 
 
-def make_shm_engine(
-    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
-) -> HostEngine:
+def make_shm_engine(rendezvous: Rendezvous, options: Options, topology: Topology) -> HostEngine:
     """Create one rank's engine. Collective; arguments have been checked on every rank.
 
     Raises:
@@ -89,7 +87,9 @@ def make_shm_engine(
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
     cost = choose_constants(options.calibration, "host", num_ranks, cost_constants(num_cores))
     records = rendezvous.exchange({"machine": machine_id(), "cost": cost})
-    topology = place(topology, [record["machine"] for record in records], given_domains)
+    check_machines([record["machine"] for record in records])
+    if not options.given_domains:
+        topology = topology.with_domains(np.zeros(num_ranks, np.int32))
     fabric = ShmFabric(rendezvous)
     with contextlib.ExitStack() as undo:
         undo.callback(fabric.close)
@@ -115,8 +115,8 @@ def _start_threads(rank: int, config: _core.EngineConfig) -> _core.Engine:
         ) from error
 
 
-def place(topology: Topology, machines: list[str], given_domains: bool) -> Topology:
-    """Check that the ranks share memory, and set the domains: alike on every rank."""
+def check_machines(machines: list[str]) -> None:
+    """Raise UnsupportedError on every rank unless all share memory."""
     if unknown := say_unknown(machines):
         raise UnsupportedError(
             f"{unknown}, by which the host engine finds the ranks that share memory. Use"
@@ -128,7 +128,6 @@ def place(topology: Topology, machines: list[str], given_domains: bool) -> Topol
             f"the host engine reaches only the memory of one machine, but rank 0 and"
             f" {name_ranks(apart)} of {len(machines)} are on different ones. Use engine='c10d'"
         )
-    return topology if given_domains else topology.with_domains(np.zeros(len(machines), np.int32))
 
 
 def make_loopback_engines(options: Options, topology: Topology) -> list[HostEngine]:

@@ -140,6 +140,7 @@ class Options:
                 f"grad_banks is {self.grad_banks}; expected 1 to {self.banks}, the number of banks"
             )
         self.instances = bool(given.instances)
+        self.given_domains = given.domains is not None
         self.page_bytes = max(4096, mmap.PAGESIZE)  # that are mapped together; of the host's memory
         check = given.check
         if check not in (None, False, True):
@@ -179,14 +180,14 @@ class Options:
                 f" engine={engine!r}; pass engine='host', or check=False"
             )
 
-    def arguments(self, topology: Topology, given_domains: bool) -> dict[str, Any]:
+    def arguments(self, topology: Topology) -> dict[str, Any]:
         """Return everything that must be equal on all ranks, by name, as JSON can say it."""
         t = topology
         return {
             "num_experts": t.num_experts,
             "slots_per_rank": t.slots_per_rank,
             "home": t.home.tolist(),
-            "domains": t.domain.tolist() if given_domains else None,
+            "domains": t.domain.tolist() if self.given_domains else None,
             "allow_cross_domain": t.allow_cross_domain,
             "list(expert)": list(self.segments),  # an object of JSON has no order
             "expert": {
@@ -204,6 +205,14 @@ class Options:
             "device": None if self.device is None else self.device.type,
         }
 
+    def limits(self, call_timeout: float) -> tuple[float, float]:
+        """Return the seconds of a wait until all ranks have called, and from then on; 0: none.
+
+        ``call_timeout``: the first if ``timeout`` is None.
+        """
+        given = self.timeout
+        return (call_timeout, WAIT_TIMEOUT) if given is None else (given, given)
+
     def config(
         self, topology: Topology, rank: int, call_timeout: float, cost: Sequence[int]
     ) -> _core.EngineConfig:
@@ -212,9 +221,10 @@ class Options:
         Args:
             topology: the group's topology.
             rank: this rank.
-            call_timeout: seconds to wait until every rank of a plan has called, if timeout is None.
+            call_timeout: as for :meth:`limits`.
             cost: the cost model's constants.
         """
+        call_limit, wait_limit = self.limits(call_timeout)
         return _core.EngineConfig(
             rank=rank,
             num_experts=topology.num_experts,
@@ -230,6 +240,6 @@ class Options:
             instance_align=self.page_bytes if self.instances else 0,
             tile_bytes=self.tile_bytes,
             cost=cost,
-            call_timeout=call_timeout if self.timeout is None else self.timeout,
-            wait_timeout=WAIT_TIMEOUT if self.timeout is None else self.timeout,
+            call_timeout=call_limit,
+            wait_timeout=wait_limit,
         )

@@ -153,6 +153,7 @@ def damage_error(
         prefix + text + suffix,
         rank=rank,
         peer=rank if kind is DamageKind.SOURCE else home,
+        root=rank,
         epoch=report.epoch,
         states=states,
         expert=expert,

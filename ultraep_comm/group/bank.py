@@ -32,9 +32,9 @@ class Bank(Shared):
     Attributes:
         index: of the bank in its group.
         slots: ``{name: [S, *shape]}``, views of this rank's slots; addresses do not change.
-        slot_grads: the same for their gradients; only segments with gradients. Banks share them,
-            but for what ``grad_banks`` in :func:`new_group` says.
-        holder: for :class:`nn.Replication`: whose main weights the slots hold, once it is told.
+        slot_grads: the same for their gradients; only segments with gradients. Several banks may
+            share them: see ``grad_banks`` in :func:`new_group`.
+        holder: for :class:`nn.Replication`: whose main weights the slots hold; empty: unknown.
     """
 
     def __init__(self, session: Session, index: int, weights: SlotSet, grads: SlotSet) -> None:
@@ -85,8 +85,8 @@ class Bank(Shared):
     def invalidate(self) -> None:
         """Declare that main weights have changed: slots hold nothing, and the version is the next.
 
-        Local; every rank has to, between the same calls, for instance after each optimizer step.
-        Calls of ranks that differ in this raise PlanMismatchError.
+        Local. Every rank calls it between the same calls, for instance after each optimizer step;
+        if ranks differ in this, their calls raise PlanMismatchError.
 
         On the CUDA engine it is work of the current stream, as the optimizer's step is: it makes
         the stream wait for the bank's calls, never blocks the host, and can be captured.
@@ -119,13 +119,14 @@ class Bank(Shared):
         """Allocate main weights that the slots follow, as grouped GEMMs ask. Collective.
 
         The first call takes room that the group has; each further one, for another layer that
-        shares the bank, new memory, in which the slots themselves appear once more.
+        shares the bank, new memory, to which the same slots are mapped too.
 
-        ``pull`` takes the mains, ``{name: tensor[:M]}``, where ranks reach each other by load and
-        store, and all have as many experts; on the CUDA engine only those of the first call.
+        ``pull`` takes the main weights, ``{name: tensor[:M]}``, where ranks reach each other by
+        load and store, and all have as many experts; on the CUDA engine only those of the first
+        call.
 
         Returns:
-            ``{name: tensor [M + S, *shape]}``: mains, zeroed, then :attr:`slots`, the same memory.
+            ``{name: tensor [M + S, *shape]}``: main weights, zeroed, then :attr:`slots` themselves.
 
         Raises:
             OutOfSharedMemoryError: some rank has not enough memory.
@@ -139,25 +140,25 @@ class Bank(Shared):
         self._require_room("empty_instances()")
         with session.allocating(UnsupportedError):  # on all ranks alike
             region, begins, made = self._weights.take()
-        # Elsewhere mains begin at different places on the ranks.
+        # Otherwise main weights begin at different places on the ranks.
         is_even = len(set(session.engine.layout.num_local_experts)) == 1
         if is_even and region.bases and session.engine.fabric.can_pull:
-            session.add_mains(region, begins)
+            session.add_main_weights(region, begins)
         self._found_at.update({(name, t.data_ptr()): t for name, t in made.items()})
         return made
 
-    def instances_of(self, name: str, mains: torch.Tensor) -> torch.Tensor:
+    def instances_of(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         """Return the tensor of :meth:`empty_instances` of which main weights are the first rows.
 
         Args:
             name: of the segment.
-            mains: ``[M, *shape]``, such as a parameter that was moved there.
+            weights: ``[M, *shape]``, such as a parameter that was moved there.
 
         Raises:
-            InvalidWeightsError: the mains are elsewhere.
+            InvalidWeightsError: they are elsewhere.
         """
-        session, whole = self._session, self._found_at.get((name, mains.data_ptr()))
-        if whole is None or mains.shape != whole[: session.num_local_experts].shape:
+        session, whole = self._session, self._found_at.get((name, weights.data_ptr()))
+        if whole is None or weights.shape != whole[: session.num_local_experts].shape:
             raise InvalidWeightsError(
                 f"rank {session.rank}: main weights {name!r} are not in memory of empty_instances()"
                 f" of bank {self.index}, before its slots; move them there once:"
@@ -174,7 +175,7 @@ class Bank(Shared):
 
         Returns:
             ``{name: tensor [M + S, *shape]}`` of the slot gradients' dtype, for segments with
-            gradients: mains, zeroed, then :attr:`slot_grads`, the same memory.
+            gradients: main gradients, zeroed, then :attr:`slot_grads` themselves.
 
         Raises:
             OutOfSharedMemoryError: this rank has not enough memory.
@@ -189,7 +190,7 @@ class Bank(Shared):
         if not self._session.engine.layout.instance_align:
             raise UnsupportedError(
                 f"rank {self._session.rank}: {operation} on a group whose slots have no room for"
-                " mains before them; create it with instances=True"
+                " local experts before them; create it with instances=True"
             )
 
     def __repr__(self) -> str:
@@ -241,28 +242,28 @@ def make_banks(session: Session) -> Banks:
     """Return the banks of a new group."""
     layout = session.engine.layout
     private = PrivateFabric(session.rank, session.topology.num_ranks, session.device)
-    size, grad_size = len(session.segments), len(session.grad_segments)
+    size, grad_size = len(session.segments), len(session.options.grads)
     weights = [
         SlotSet(
-            session,
-            session.segments,
+            session=session,
+            segments=session.segments,
             offsets=layout.slot_offset[i * size : (i + 1) * size],
             places=layout.instance_offset,
             num_bytes=layout.instance_bytes,
             allocate=session.engine.fabric.allocate,
         )
-        for i in range(session.banks)
+        for i in range(session.options.banks)
     ]
     grads = [
         SlotSet(
-            session,
-            session.grad_segments,
+            session=session,
+            segments=session.options.grads,
             offsets=layout.grad_offset[i * grad_size : (i + 1) * grad_size],
             places=layout.grad_instance_offset,
             num_bytes=layout.grad_instance_bytes,
             allocate=private.allocate,
         )
-        for i in range(session.grad_banks)
+        for i in range(session.options.grad_banks)
     ]
     banks = [Bank(session, i, own, grads[i % len(grads)]) for i, own in enumerate(weights)]
     return Banks(banks, session.rank)
@@ -274,10 +275,11 @@ def core_bank(plan: Plan, session: Session) -> int:
     Raises:
         InvalidPlanError: the group has no such bank.
     """
-    if plan.bank >= session.banks:
+    if plan.bank >= session.options.banks:
         raise InvalidPlanError(
             f"rank {session.rank}: the plan is for bank {plan.bank}; expected 0 to"
-            f" {session.banks - 1}: the group was created with banks={session.banks}"
+            f" {session.options.banks - 1}: the group was created with"
+            f" banks={session.options.banks}"
         )
     return plan.bank if plan.bank or plan.reuse else -1
 

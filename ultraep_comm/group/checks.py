@@ -21,17 +21,17 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
         InvalidPlanError: wrong shape, home map, expert, or placement; in check mode also quotas
             that break a rule, or do not sum to the load.
     """
-    if on_device:
-        return check_device_plan(plan, session)
-    if isinstance(plan, Plan):
+    config = session.engine.config
+    if not on_device and isinstance(plan, Plan):
         view = view_of(plan)
-        if session.engine.config.accepts(view):  # fast path: the rest finds the error
-            if session.check:
+        if config.accepts(view):  # fast path: the rest finds the error
+            if session.options.check:
                 _verify(plan, session)
             return view
-    check_plan_fits(plan, session)
-    view = view_of(plan)
-    fault, rank, slot, expert = session.engine.config.check_plan(view)
+    view = check_fits(plan, on_device, session)
+    if on_device:
+        return view
+    fault, rank, slot, expert = config.check_plan(view)
     if fault is not _core.PlanFault.NONE:
         raise placement_error(session.rank, fault, (rank, slot), expert, plan.num_experts)
     return view
@@ -152,60 +152,45 @@ def without_padding(
     return routing.masked_fill(padding, False if routing.dtype == torch.bool else -1)
 
 
-def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:
-    """Return the view of a device plan; the kernels check its values.
+def check_fits(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
+    """Return the view of a plan of the group's shape; the kernels check a device plan's values.
 
     Raises:
-        InvalidPlanError: it has another shape than the group, or tensors on several devices.
+        InvalidPlanError: it has another shape or home map than the group, or tensors elsewhere.
     """
-    view = view_of(plan)
-    if not session.engine.config.has_shape(view):
-        raise _other_shape(plan, session)
-    device = plan.slot_expert.device
-    for name, tensor in plan.tensors().items():
-        if tensor.device != device:
-            raise InvalidPlanError(
-                f"rank {session.rank}: the plan's {name} is on {tensor.device}; expected {device},"
-                " like its slot_expert"
-            )
-    return view
-
-
-def check_plan_fits(plan: Plan, session: Session) -> None:
-    """Raise InvalidPlanError unless the plan is on the CPU and has the group's shape and home."""
     if not isinstance(plan, Plan):
         raise InvalidPlanError(
             f"rank {session.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
             " from Plan.from_slots"
         )
-    view = view_of(plan)
-    if session.engine.config.fits(view):
-        return  # fast path: the rest finds the error
+    view, t = view_of(plan), session.topology
     if not session.engine.config.has_shape(view):
-        raise _other_shape(plan, session)
-    for tensor in (plan.slot_expert, plan.home):
-        if not tensor.is_cpu:
-            raise InvalidPlanError(
-                f"rank {session.rank}: the plan is on {tensor.device}; expected cpu"
-            )
-    raise other_home(session.rank)
-
-
-def _other_shape(plan: Plan, session: Session) -> InvalidPlanError:
-    t = session.topology
-    return InvalidPlanError(
-        f"rank {session.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank} slots"
-        f" and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
-        f" {t.num_experts}"
-    )
+        raise InvalidPlanError(
+            f"rank {session.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank}"
+            f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
+            f" {t.num_experts}"
+        )
+    if on_device:
+        device = plan.slot_expert.device
+        for name, tensor in plan.tensors().items():
+            if tensor.device != device:
+                raise InvalidPlanError(
+                    f"rank {session.rank}: the plan's {name} is on {tensor.device}; expected"
+                    f" {device}, like its slot_expert"
+                )
+    elif not session.engine.config.fits(view):
+        for tensor in (plan.slot_expert, plan.home):
+            if not tensor.is_cpu:
+                raise InvalidPlanError(
+                    f"rank {session.rank}: the plan is on {tensor.device}; expected cpu"
+                )
+        raise other_home(session.rank)
+    return view
 
 
 def check_rerouted(plan: Plan, on_device: bool, session: Session) -> None:
     """Raise InvalidPlanError unless the plan fits the group and has quotas and a [G, E] load."""
-    if on_device:
-        check_device_plan(plan, session)
-    else:
-        check_plan_fits(plan, session)
+    check_fits(plan, on_device, session)
     if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
         raise InvalidPlanError(
             f"rank {session.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan"

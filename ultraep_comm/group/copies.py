@@ -23,12 +23,19 @@ class Shared:
 
 
 class Absent:
-    """What a loaded module holds in place of its group."""
+    """Takes the place of a part of a group that is not there: every use raises GroupClosedError.
+
+    By default the place of what a loaded module was saved without.
+    """
+
+    def __init__(
+        self,
+        why: str = "this was saved and loaded without its group, which belongs to one process; set"
+        " its attribute group to one of this process: module.group = new_group(...)",
+    ) -> None:
+        self._why = why
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle ask for such
             raise AttributeError(name)
-        raise GroupClosedError(
-            "this was saved and loaded without its group, which belongs to one process; set its"
-            " attribute group to one of this process: module.group = new_group(...)"
-        )
+        raise GroupClosedError(self._why)

@@ -1,4 +1,4 @@
-"""Creation of groups: check the arguments, agree on an engine, let its module do the rest."""
+"""Creation of groups: check the arguments, agree on an engine, and let its module create it."""
 
 from __future__ import annotations
 
@@ -122,21 +122,18 @@ def new_group(
             raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
         topology = config.topology(rendezvous.num_ranks)
         _prepare_recording(options, topology)
-        given_domains = domains is not None
         # Compare arguments first: ranks that disagree on the engine would exchange different data.
-        arguments = options.arguments(topology, given_domains)
+        arguments = options.arguments(topology)
         records = rendezvous.exchange({"arguments": arguments, "run": new_run()})
         check_same_arguments([record["arguments"] for record in records])
-        made = _make_engine(rendezvous, options, topology, given_domains)
+        made = _make_engine(rendezvous, options, topology)
         if rendezvous.rank == 0:
             _say_domains(tuple(made.topology.domain.tolist()))
         rendezvous.limit = options.timeout  # of later allocations
         return _groups([made], options, records[0]["run"])[0]
 
 
-def _make_engine(
-    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
-) -> Engine:
+def _make_engine(rendezvous: Rendezvous, options: Options, topology: Topology) -> Engine:
     """Create one rank's engine, the one asked for or the best one. Collective."""
     backends = allowed_backends(options.engine, options.fabric, options.device)
     made: Engine | None = None
@@ -144,7 +141,7 @@ def _make_engine(
     if backends[0][0] == "cuda":
         from ultraep_comm.engines.cuda import make
 
-        made, reason = make.make_group_engine(rendezvous, options, topology, given_domains)
+        made, reason = make.make_group_engine(rendezvous, options, topology)
     engine = "cuda"
     if made is None:
         from ultraep_comm.engines.c10d import make as c10d
@@ -156,7 +153,7 @@ def _make_engine(
             engine, why = c10d.choose_engine(rendezvous, options.device)
             reason = "; ".join(filter(None, (reason, why)))
         make_one = host.make_shm_engine if engine == "host" else c10d.make_group_engine
-        made = make_one(rendezvous, options, topology, given_domains)
+        made = make_one(rendezvous, options, topology)
     if options.engine == "auto" and rendezvous.rank == 0:
         _say_engine(engine, reason)
     return made
@@ -164,7 +161,7 @@ def _make_engine(
 
 @cache
 def _say_engine(engine: str, reason: str) -> None:
-    """Log, once for each, which engine engine="auto" has taken."""
+    """Log which engine engine="auto" has taken; each once in a process."""
     why = f" ({reason})" if reason else ""
     _LOGGER.log(
         logging.WARNING if engine == "c10d" else logging.INFO,
@@ -177,7 +174,7 @@ def _say_engine(engine: str, reason: str) -> None:
 
 @cache
 def _say_domains(domain: tuple[int, ...]) -> None:
-    """Log, once for each, which domains groups have."""
+    """Log which domains groups have; each once in a process."""
     members = [
         f"domain {d}: {name_ranks([r for r, other in enumerate(domain) if other == d])}"
         for d in sorted(set(domain))

@@ -7,13 +7,9 @@ from types import TracebackType
 
 import torch
 
-from ultraep_comm.errors import (
-    InvalidArgumentError,
-    InvalidPlanError,
-    UnsupportedError,
-)
+from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
 from ultraep_comm.group.bank import Bank, make_banks
-from ultraep_comm.group.checks import check_device_plan, check_plan_fits
+from ultraep_comm.group.checks import check_fits
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.health import GroupHealth, health_of
 from ultraep_comm.group.memory import GroupMemory, memory_of
@@ -43,7 +39,7 @@ class Group(Shared):
         slot_grads: the same for their gradients, initially zero; only segments with gradients.
         banks: all sets of slots, by index, for instance of layers.
         name: the key by which operators find the group in this process.
-        num_local_experts: M, the main instances on this rank.
+        num_local_experts: M, the experts whose home is this rank.
     """
 
     def __init__(self, session: Session) -> None:
@@ -67,15 +63,7 @@ class Group(Shared):
     def memory(self) -> GroupMemory:
         """Return the bytes that the group has on each rank; see :func:`group_memory`."""
         session = self._session
-        return memory_of(
-            session.engine.layout,
-            session.topology.slots_per_rank,
-            session.segments,
-            session.grad_segments,
-            session.banks,
-            session.grad_banks,
-            session.check,
-        )
+        return memory_of(session.engine.layout, self.topology.slots_per_rank, session.options)
 
     # ---- weights --------------------------------------------------------------------------
 
@@ -134,14 +122,14 @@ class Group(Shared):
         with session.allocating():
             region = session.engine.fabric.allocate(layout.region_bytes)
         session.engine.memory.append(region)
-        session.add_mains(region, layout.region_offset)
+        session.add_main_weights(region, layout.region_offset)
         with torch.inference_mode(False):  # as in new_group
             return views(region.local, layout.region_offset, self.num_local_experts, self.segments)
 
     def expert_pointers(
         self, weights: Weights | Binding, *, bank: Bank | int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return addresses for grouped GEMMs: ``{name: int64 [M + S]}``, mains first, then slots.
+        """Return addresses for grouped GEMMs: ``{name: int64 [M + S]}``, slots last.
 
         Args:
             weights: as for :meth:`bind`.
@@ -155,7 +143,7 @@ class Group(Shared):
         session = self._session
         session.refuse_capture("expert_pointers()")
         first = self.banks.find(bank).index * len(self.segments)
-        bound, mains = session.weights.bind(weights), self.num_local_experts
+        bound, count = session.weights.bind(weights), self.num_local_experts
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.tensors:
@@ -165,7 +153,7 @@ class Group(Shared):
                 + session.engine.layout.slot_offset[first + i]
             )
             slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
-            own = bound.addresses[i * mains : (i + 1) * mains]
+            own = bound.addresses[i * count : (i + 1) * count]
             result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
         return result
 
@@ -174,7 +162,7 @@ class Group(Shared):
     def instance_offsets(self, plan: Plan, *, pad_to: int) -> torch.Tensor:
         """Return where each instance's rows end in a buffer of fixed length, as grouped GEMMs ask.
 
-        Instances follow each other in the order of :meth:`expert_pointers`: mains, then slots, each
+        Instances follow each other in the order of :meth:`expert_pointers`, slots last, each
         with as many rows as its quota. Rows past the last end are padding, of no instance. A plan
         on the device is read there: the host does not wait, and the call can be captured into a
         CUDA graph. If its quotas exceed the buffer, its ends stay inside, and a later call on the
@@ -239,10 +227,7 @@ class Group(Shared):
         session = self._session
         session.require_open(operation)
         session.engine.raise_fault()
-        if session.engine.is_on_device(plan):
-            check_device_plan(plan, session)
-        else:
-            check_plan_fits(plan, session)
+        check_fits(plan, session.engine.is_on_device(plan), session)
 
     def assert_idle(self) -> None:
         """Raise unless every saved plan was reduced or released, and every call has finished.

@@ -13,23 +13,6 @@ from ultraep_comm.group.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallCounts:
-    """Calls that took an epoch, by operation.
-
-    Attributes:
-        replicate: transfers.
-        reduce: reductions of gradients.
-        gather: exchanges of loads, except those over the process group.
-        rejected: calls that this rank rejected for its own bad input: at most one.
-    """
-
-    replicate: int
-    reduce: int
-    gather: int
-    rejected: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class LongestWait:
     """The longest wait so far, finished or not.
 
@@ -82,7 +65,8 @@ class GroupHealth:
         epoch: calls submitted so far, which is the number of the last one.
         completed: calls finished; None on a CUDA group, where it would need a device query.
         failed_epoch: the first call known to have failed; 0: none.
-        calls: calls by operation.
+        calls: calls that took an epoch, by operation: "replicate" (transfers), "reduce", "gather"
+            (except over the process group), and "rejected", for this rank's own bad input.
         bytes_stored: bytes stored by finished calls; None on a CUDA group, likewise.
         waits: this rank's waits; None on a CUDA group, where kernels wait, and in a forked child.
         peers_gone: ranks whose processes have ended, or that closed the group after a failure.
@@ -98,7 +82,7 @@ class GroupHealth:
     epoch: int
     completed: int | None
     failed_epoch: int
-    calls: CallCounts
+    calls: dict[str, int]
     bytes_stored: int | None
     waits: WaitHealth | None
     peers_gone: tuple[int, ...]
@@ -117,11 +101,10 @@ class GroupHealth:
         if self.failed_epoch:
             where = f"failed in call {self.failed_epoch}"
             state = where if state == "failed" else f"{state} ({where})"
-        c = self.calls
+        calls = ", ".join(f"{count} {operation}" for operation, count in self.calls.items())
         lines = [
             f"rank {self.rank}, group {self.name}: {state}, {self.epoch} calls{finished}"
-            f" ({c.replicate} replicate, {c.reduce} reduce, {c.gather} gather, {c.rejected}"
-            f" rejected){stored}, {self.saved_plans} saved plans"
+            f" ({calls}){stored}, {self.saved_plans} saved plans"
         ]
         if self.waits is not None:
             w = self.waits
@@ -169,12 +152,12 @@ def health_of(session: Session) -> GroupHealth:
         epoch=engine.epoch,
         completed=done.completed,
         failed_epoch=failed,
-        calls=CallCounts(
-            replicate=done.replicate,
-            reduce=done.reduce,
-            gather=done.gather,
-            rejected=done.rejected,
-        ),
+        calls={
+            "replicate": done.replicate,
+            "reduce": done.reduce,
+            "gather": done.gather,
+            "rejected": done.rejected,
+        },
         bytes_stored=done.bytes_stored,
         waits=None if done.waits is None else _waits(done.waits),
         peers_gone=() if peers is None else tuple(p.rank for p in peers if p.gone),

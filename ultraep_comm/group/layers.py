@@ -32,14 +32,8 @@ class LayerGroup(NamedTuple):
     layer: int
 
 
-class _Shared:
-    """A group, and the number of layers that have asked for it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.layers = group, 0
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Shared]] = WeakKeyDictionary()
+# The latest layer of each group, by the group's options.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, LayerGroup]] = WeakKeyDictionary()
 
 
 def group_for(
@@ -76,22 +70,24 @@ def group_for(
     with rendezvous.failure_scope():
         segments, num_local = segments_like(like)
         key = _hashable({**options, "expert": segments})
-        shared = known.get(key)
-        if shared is not None and not session_of(shared.group).takes_calls:
-            shared = None
+        last = known.get(key)
+        if last is not None and not session_of(last.group).takes_calls:
+            last = None
         # A rank may not know a group that its peers have: it asked for other experts, or its own
         # has failed. Then all create one, and differing arguments are noticed there.
-        run = "" if shared is None else session_of(shared.group).run
+        run = "" if last is None else session_of(last.group).run
         records = rendezvous.exchange([num_local, run])
         counts = [record[0] for record in records]
         if num_experts is None:
             options["num_experts"] = sum(counts)
         _check_counts(counts, options)  # options may differ by rank
         rendezvous.raise_if_any_failed()
-    if shared is None or any(record[1] != run for record in records):
-        shared = known[key] = _Shared(new_group(process_group, expert=segments, **options))
-    shared.layers += 1
-    return LayerGroup(shared.group, shared.layers - 1)
+    if last is None or any(record[1] != run for record in records):
+        found = LayerGroup(new_group(process_group, expert=segments, **options), 0)
+    else:
+        found = LayerGroup(last.group, last.layer + 1)
+    known[key] = found
+    return found
 
 
 def _check_counts(counts: Sequence[int], options: Mapping[str, Any]) -> None:
@@ -127,11 +123,11 @@ def _hashable(value: Any) -> Hashable:
 
 def _close_all() -> None:
     """Close groups at the end of the process, before modules that they need are gone."""
-    for shared in [s for known in _groups.values() for s in known.values()]:
-        session = session_of(shared.group)
+    for group in [last.group for known in _groups.values() for last in known.values()]:
+        session = session_of(group)
         if session.takes_calls and session.engine.is_completed(session.engine.epoch):
             with contextlib.suppress(UltraEPError):  # plans that nobody will reduce any more
-                shared.group.close()
+                group.close()
     _groups.clear()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ultraep_comm import _core
 from ultraep_comm.engines.options import GroupConfig, Options
-from ultraep_comm.weights.segments import Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,40 +16,34 @@ class GroupMemory:
     Attributes:
         slots: of the slots of all banks.
         slot_grads: of their gradients.
-        mains: room for main weights and gradients before them, in a group with ``instances=True``.
-        other: flags, loads, what reductions add up in, and padding; in check mode also copies of
+        local_experts: room for main weights and gradients before the slots, in a group with
+            ``instances=True``.
+        other: flags, loads, the scratch of reductions, and padding; in check mode also copies of
             the main weights. Not included: main weights of ``group.empty_weights()``, and of
             further ``empty_instances()`` of a bank.
     """
 
     slots: int
     slot_grads: int
-    mains: int
+    local_experts: int
     other: int
 
     @property
     def total(self) -> int:
         """Return their sum."""
-        return self.slots + self.slot_grads + self.mains + self.other
+        return self.slots + self.slot_grads + self.local_experts + self.other
 
 
-def memory_of(
-    layout: _core.EngineLayout,
-    slots_per_rank: int,
-    segments: Mapping[str, Segment],
-    grads: Mapping[str, Segment],
-    banks: int,
-    grad_banks: int,
-    check: bool,
-) -> GroupMemory:
+def memory_of(layout: _core.EngineLayout, slots_per_rank: int, options: Options) -> GroupMemory:
     """Return the memory of a layout."""
-    weights = banks * sum(s.nbytes for s in segments.values())
-    gradients = grad_banks * sum(s.nbytes for s in grads.values())
+    weights = options.banks * sum(s.nbytes for s in options.segments.values())
+    gradients = options.grad_banks * sum(s.nbytes for s in options.grads.values())
     slots, slot_grads = slots_per_rank * weights, slots_per_rank * gradients
-    mains = layout.max_local_experts * (weights + gradients) if layout.instance_align else 0
-    total = layout.total_bytes + (layout.check_bytes if check else 0)
-    other = total - slots - slot_grads - mains
-    return GroupMemory(slots=slots, slot_grads=slot_grads, mains=mains, other=other)
+    before_slots = layout.max_local_experts if layout.instance_align else 0
+    local_experts = before_slots * (weights + gradients)
+    total = layout.total_bytes + (layout.check_bytes if options.check else 0)
+    other = total - slots - slot_grads - local_experts
+    return GroupMemory(slots=slots, slot_grads=slot_grads, local_experts=local_experts, other=other)
 
 
 def group_memory(num_ranks: int, **arguments: Any) -> GroupMemory:
@@ -68,12 +60,4 @@ def group_memory(num_ranks: int, **arguments: Any) -> GroupMemory:
     config = GroupConfig(**arguments)
     options, topology = Options(config), config.topology(num_ranks)
     layout = _core.EngineLayout(options.config(topology, 0, 0.0, (0, 0, 0, 0, 100)))
-    return memory_of(
-        layout,
-        topology.slots_per_rank,
-        options.segments,
-        options.grads,
-        options.banks,
-        options.grad_banks,
-        options.check,
-    )
+    return memory_of(layout, topology.slots_per_rank, options)

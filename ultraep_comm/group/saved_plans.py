@@ -20,37 +20,28 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.group.names import find_group
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.topology import Topology, as_int
+from ultraep_comm.plan.topology import as_int
 
 if TYPE_CHECKING:
     import ultraep_comm as uec
 
 
 ALIGNMENT = 4  # in int32, of an entry's fields: the 16 bytes that compilers assume of tensors
+Entry = Mapping[str, torch.Tensor]  # memory on the device for the fields of one plan
 LAYERS, MICROBATCHES = 1 << 31, 1 << 32  # limits of the fields of a tag
-NAMED = 4  # live handles that an error lists
+MAX_NAMED = 4  # live handles that an error lists
 
 
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    """Why a handle has ended, and what to do instead."""
-
-    what: str
-    todo: str
-
-
-_CONSUMED = _End(
-    what="was reduced already: backward twice on one handle",
-    todo="save the plan once for each backward pass",
+# Why a handle has ended, and what to do instead.
+_CONSUMED = (
+    "was reduced already: backward twice on one handle",
+    "save the plan once for each backward pass",
 )
-_RELEASED = _End(
-    what="was released", todo="release a handle after its last use, or save the plan again"
-)
-_CLOSED = _End(
-    what="belongs to a group that is closed", todo="create a new group, and save plans in that"
-)
+_RELEASED = "was released", "release a handle after its last use, or save the plan again"
+_CLOSED = "belongs to a group that is closed", "create a new group, and save plans in that"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlanHandle:
     """A saved plan, for the calls of one layer and microbatch. Returned by ``group.save``.
 
@@ -65,14 +56,23 @@ class PlanHandle:
         layer: as given to ``save``.
         microbatch: as given, or the number of plans of this layer that were saved before.
         generation: the number of this plan among all that the group has saved; unique.
-        saved: the store's record of it.
+        store: the group's.
+        stored: the saved plan, also of a handle that has ended.
+        entry: the store's memory that it is in; None: the plan owns its memory.
+        mark: int64 ``[1]``, of a save that a CUDA graph makes in each replay: the generation, while
+            the plan has not been reduced or released; 0: none. A lower generation is left from an
+            earlier handle and is ignored. None: it was not captured.
+        end: why it has ended; None: it is live.
     """
 
-    def __init__(self, saved: Saved) -> None:
-        self.layer = saved.layer
-        self.microbatch = saved.microbatch
-        self.generation = saved.generation
-        self.saved = saved
+    layer: int
+    microbatch: int
+    generation: int
+    store: PlanStore
+    stored: Plan
+    entry: Entry | None
+    mark: torch.Tensor | None
+    end: tuple[str, str] | None = None
 
     @property
     def group(self) -> uec.Group:
@@ -81,7 +81,7 @@ class PlanHandle:
         Raises:
             GroupClosedError: the group has been garbage-collected.
         """
-        return find_group(self.saved.store.name)
+        return find_group(self.store.name)
 
     @property
     def plan(self) -> Plan:
@@ -90,12 +90,12 @@ class PlanHandle:
         Raises:
             PlanHandleError: the handle has ended, or its group is closed.
         """
-        return self.saved.store.plan_of(self, "PlanHandle.plan")
+        return self.store.plan_of(self, "PlanHandle.plan")
 
     @property
     def is_live(self) -> bool:
         """Return whether the handle can be used."""
-        return self.saved.end is None and not self.saved.store.closed
+        return self.end is None and not self.store.closed
 
     def release(self) -> None:
         """End the handle without a reduction. Does nothing if it has ended.
@@ -104,7 +104,12 @@ class PlanHandle:
         release in a capture is part of the graph: each replay ends its use there. To free the
         memory, release the handle (again) outside of captures after the graph is destroyed.
         """
-        self.saved.store.release(self.saved)
+        self.store.release(self)
+
+    @property
+    def tag(self) -> int:
+        """Return the tag that ranks compare; never 0, the tag of calls without a handle."""
+        return _tag(self.layer, self.microbatch)
 
     def __enter__(self) -> PlanHandle:
         return self
@@ -121,57 +126,13 @@ class PlanHandle:
         raise TypeError("a PlanHandle cannot be copied or pickled: its group counts its uses")
 
     def __repr__(self) -> str:
-        saved = self.saved
-        state = "closed" if saved.store.closed else "live"
-        if saved.end is not None:
-            state = "reduced" if saved.end is _CONSUMED else "released"
+        state = "closed" if self.store.closed else "live"
+        if self.end is not None:
+            state = "reduced" if self.end is _CONSUMED else "released"
         return (
             f"PlanHandle(layer={self.layer}, microbatch={self.microbatch},"
-            f" generation={self.generation}, group={saved.store.name!r}, {state})"
+            f" generation={self.generation}, group={self.store.name!r}, {state})"
         )
-
-
-Entry = Mapping[str, torch.Tensor]  # memory on the device for the fields of one plan
-
-
-@dataclass(kw_only=True, eq=False)
-class Saved:
-    """The store's record of a saved plan.
-
-    Attributes:
-        store: the group's.
-        plan: a copy.
-        entry: the store's memory that it is in; None: the plan owns its memory.
-        mark: int64 ``[1]``, of a save that a CUDA graph makes in each replay: the generation, while
-            the plan has not been reduced or released; 0: none. A lower generation is left from an
-            earlier handle and is ignored. None: it was not captured.
-        layer, microbatch, generation: as :class:`PlanHandle`.
-        end: why it has ended; None: it is live.
-    """
-
-    store: PlanStore
-    plan: Plan
-    entry: Entry | None
-    mark: torch.Tensor | None
-    layer: int
-    microbatch: int
-    generation: int
-    end: _End | None = None
-
-    @property
-    def in_use(self) -> int:
-        """Return the address of the mark set by replays of a captured save; 0: there is none."""
-        return 0 if self.mark is None else self.mark.data_ptr()
-
-    @property
-    def tag(self) -> int:
-        """Return the tag that ranks compare; never 0, the tag of calls without a handle."""
-        return _tag(self.layer, self.microbatch)
-
-    def release_unless_captured(self) -> None:
-        """Release the plan of a dropped pass, unless it was captured: the graph still saves it."""
-        if self.mark is None:
-            self.store.release(self)
 
 
 def _tag(layer: int, microbatch: int) -> int:
@@ -191,32 +152,22 @@ class PlanStore:
     group's memory, since a pool's may be written by other graphs between two replays.
 
     Args:
-        rank: for error texts.
         name: the group's name.
-        topology: the group's topology.
         engine: copies plans, has the constant tensors that they share, and tells which calls have
             finished.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        name: str,
-        topology: Topology,
-        engine: Engine,
-    ) -> None:
+    def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.closed = False
-        self._rank = rank
-        self._topology = topology
+        self._rank = engine.rank  # for error texts
         self._engine = engine
         self._generation = 0
         self._saved: Counter[int] = Counter()  # number of plans by layer
         self._live: dict[int, tuple[int, int]] = {}  # layer and microbatch, by generation
         self._free: list[Entry] = []
         self._ended: deque[tuple[int, Entry]] = deque()  # free once the call has finished
-        self._in_graphs: set[Saved] = set()
+        self._in_graphs: set[PlanHandle] = set()
         self._unused_marks = iter(range(len(engine.marks)))
         self._free_marks: list[torch.Tensor] = []
 
@@ -232,7 +183,7 @@ class PlanStore:
         fields = {
             name: tensor
             for name, tensor in plan.tensors().items()
-            if name != "moves" and not any(tensor is constant for constant in shared)
+            if name != "slots_to_fill" and not any(tensor is constant for constant in shared)
         }
         entry = mark = None
         copies: dict[str, Any] = {}
@@ -245,22 +196,22 @@ class PlanStore:
                 self._collect()
                 memory = entry = self._free.pop() if self._free else self._make_entry()
             copies.update({name: memory[name] for name in fields})
-        saved = Saved(
-            store=self,
-            plan=replace(plan, moves=None, **copies),  # what a later call moves is another matter
-            entry=entry,
-            mark=mark,
+        handle = PlanHandle(
             layer=layer,
             microbatch=microbatch,
             generation=self._generation + 1,
+            store=self,
+            stored=replace(plan, slots_to_fill=None, **copies),  # a later call may fill others
+            entry=entry,
+            mark=mark,
         )
         if entry is not None or mark is not None:
             try:
                 self._engine.save(
                     [(copies[name], fields[name]) for name in fields],
                     mark,
-                    0 if mark is None else saved.generation,
-                    saved.tag,
+                    0 if mark is None else handle.generation,
+                    handle.tag,
                 )
             except BaseException:
                 if entry is not None:
@@ -269,11 +220,11 @@ class PlanStore:
                     self._free_marks.append(mark)
                 raise
         if mark is not None:
-            self._in_graphs.add(saved)
+            self._in_graphs.add(handle)
         self._generation += 1
         self._saved[layer] += 1
         self._live[self._generation] = (layer, microbatch)
-        return PlanHandle(saved)
+        return handle
 
     def tag(self, layer: int, operation: str) -> int:
         """Return the tag of a call of a layer without a handle."""
@@ -305,7 +256,7 @@ class PlanStore:
             self._free.append(self._ended.popleft()[1])
 
     def _make_entry(self) -> Entry:
-        t = self._topology
+        t = self._engine.topology
         slots, experts = (t.num_ranks, t.slots_per_rank), (t.num_experts,)
         shapes = {
             "slot_expert": slots,
@@ -336,85 +287,77 @@ class PlanStore:
             UnsupportedError: the current stream is being captured, and the handle was saved outside
                 of captures: replays would read the entry after it has been reused.
         """
-        saved = handle.saved
-        if saved.store is not self:
-            raise self._error(
-                saved,
-                operation,
-                _End(
-                    what=f"belongs to group {saved.store.name!r}, not to group {self.name!r}",
-                    todo="use a handle with the group that saved the plan",
-                ),
-            )
-        end = saved.end or (_CLOSED if self.closed else None)
+        if handle.store is not self:
+            other = f"belongs to group {handle.store.name!r}, not to group {self.name!r}"
+            todo = "use a handle with the group that saved the plan"
+            raise self._error(handle, operation, (other, todo))
+        end = handle.end or (_CLOSED if self.closed else None)
         if end is not None:
-            raise self._error(saved, operation, end)
-        if saved.entry is not None and self._engine.is_capturing():
+            raise self._error(handle, operation, end)
+        if handle.entry is not None and self._engine.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
-                f" handle of layer {saved.layer}, microbatch {saved.microbatch}, which was saved"
+                f" handle of layer {handle.layer}, microbatch {handle.microbatch}, which was saved"
                 " outside of captures: replays would read whatever plan its memory holds then;"
                 " save the plan in the capture, or pass the plan itself"
             )
-        return saved.plan
+        return handle.stored
 
-    def _error(self, saved: Saved, operation: str, end: _End) -> PlanHandleError:
+    def _error(self, handle: PlanHandle, operation: str, end: tuple[str, str]) -> PlanHandleError:
+        what, todo = end
         return PlanHandleError(
-            f"rank {self._rank}: {operation} was given the handle of layer {saved.layer},"
-            f" microbatch {saved.microbatch} (generation {saved.generation} of group"
-            f" {saved.store.name!r}), which {end.what}; {end.todo}",
+            f"rank {self._rank}: {operation} was given the handle of layer {handle.layer},"
+            f" microbatch {handle.microbatch} (generation {handle.generation} of group"
+            f" {handle.store.name!r}), which {what}; {todo}",
             rank=self._rank,
-            layer=saved.layer,
-            microbatch=saved.microbatch,
-            generation=saved.generation,
+            layer=handle.layer,
+            microbatch=handle.microbatch,
+            generation=handle.generation,
         )
 
     # ---- ending ---------------------------------------------------------------------------
 
-    def release(self, saved: Saved) -> None:
+    def release(self, handle: PlanHandle) -> None:
         """End a plan without a reduction; see ``PlanHandle.release``."""
-        self._end(saved, _RELEASED)
+        self._end(handle, _RELEASED)
 
-    def consume(self, saved: Saved, *, on_device: bool) -> None:
+    def consume(self, handle: PlanHandle, *, on_device: bool) -> None:
         """End a plan whose reduction was submitted; on the device, that clears the mark."""
-        self._end(saved, _CONSUMED)
+        self._end(handle, _CONSUMED)
         if not on_device:
-            self._clear(saved)
+            self._clear(handle)
 
-    def _end(self, saved: Saved, end: _End) -> None:
+    def _end(self, handle: PlanHandle, end: tuple[str, str]) -> None:
         """End a plan, unless it has ended, and free its memory if no graph uses it."""
-        was_live = saved.end is None
+        was_live = handle.end is None
         if was_live:
-            saved.end = end
-            self._live.pop(saved.generation, None)
+            handle.end = end
+            self._live.pop(handle.generation, None)
         if self.closed:
             return
-        if saved.entry is not None:
+        if handle.entry is not None:
             # Waits for all calls so far, those of other handles included: simple, and late enough.
-            self._ended.append((self._engine.epoch, saved.entry))
-            saved.entry = None
-        elif saved not in self._in_graphs:
+            self._ended.append((self._engine.epoch, handle.entry))
+            handle.entry = None
+        elif handle not in self._in_graphs:
             return
         elif end is _CONSUMED or self._engine.is_capturing():
             if was_live and end is _RELEASED:
-                self._clear(saved)  # a reduction clears it by itself
+                self._clear(handle)  # a reduction clears it by itself
         else:
-            assert saved.mark is not None
-            self._in_graphs.remove(saved)
-            self._free_marks.append(saved.mark)
+            assert handle.mark is not None
+            self._in_graphs.remove(handle)
+            self._free_marks.append(handle.mark)
 
-    def _clear(self, saved: Saved) -> None:
+    def _clear(self, handle: PlanHandle) -> None:
         """Clear the mark of a captured save in the current stream's order."""
-        if saved.mark is not None:
-            self._engine.save([], saved.mark, 0, 0)
+        if handle.mark is not None:
+            self._engine.save([], handle.mark, 0, 0)
 
     def assert_idle(self) -> None:
         """Raise GroupBusyError if a handle is live or a call has not finished."""
-        error = self.busy_error("assert_idle")
-        if error is not None:
+        if error := self.busy_error("assert_idle"):
             raise error
-        if self.closed:
-            return
         epoch = self._engine.epoch
         if not self._engine.is_completed(epoch):
             raise GroupBusyError(
@@ -434,8 +377,8 @@ class PlanStore:
         live = list(self._live.values())  # in the order of saving
         if not live:
             return None
-        named = "; ".join(f"layer {layer}, microbatch {mb}" for layer, mb in live[:NAMED])
-        rest = f"; and {len(live) - NAMED} more" if len(live) > NAMED else ""
+        named = "; ".join(f"layer {layer}, microbatch {mb}" for layer, mb in live[:MAX_NAMED])
+        rest = f"; and {len(live) - MAX_NAMED} more" if len(live) > MAX_NAMED else ""
         return GroupBusyError(
             f"rank {self._rank}: {operation} with {len(live)} saved"
             f" {'plan' if len(live) == 1 else 'plans'} not reduced or released: {named}{rest}."

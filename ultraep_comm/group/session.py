@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.group.copies import Shared
+from ultraep_comm.group.copies import Absent, Shared
 from ultraep_comm.group.names import new_name
 from ultraep_comm.group.saved_plans import PlanHandle, PlanStore
 from ultraep_comm.group.work import Work
@@ -45,9 +45,7 @@ class Session(Shared):
         engine: executes calls, and has the group's memory.
         rank, topology: the engine's.
         segments: the tensors of an expert, by name.
-        grad_segments: the tensors of a slot's gradients, by name.
-        check: check mode.
-        banks, grad_banks: sets of slots, and of their gradients.
+        options: what the group was created with.
         device: where weights and slots are.
         num_local_experts: M.
         weights: binds main weights.
@@ -68,11 +66,8 @@ class Session(Shared):
         self.engine = engine
         self.rank = engine.rank
         self.topology = engine.topology
+        self.options = options
         self.segments = dict(options.segments)
-        self.grad_segments = dict(options.grads)
-        self.check = options.check
-        self.banks = options.banks
-        self.grad_banks = options.grad_banks
         self.device = engine.memory[0].local.device
         self.num_local_experts = engine.layout.num_local_experts[engine.rank]
         local_experts: dict[str, Any] = {
@@ -82,13 +77,8 @@ class Session(Shared):
             "put_addresses": engine.put_addresses,
         }
         self.weights = Binder(segments=self.segments, **local_experts)
-        self.grads = GradBinder(segments=self.grad_segments, **local_experts)
-        self.plans = PlanStore(
-            rank=self.rank,
-            name=self.name,
-            topology=self.topology,
-            engine=engine,
-        )
+        self.grads = GradBinder(segments=options.grads, **local_experts)
+        self.plans = PlanStore(self.name, engine)
         self.filled_by: dict[int, Plan | PlanHandle] = {}
         self.recorder: Recorder | None = None
         self.run = ""
@@ -115,8 +105,7 @@ class Session(Shared):
         """
         if self.recorder is not None:
             self.recorder.enter()
-        if not self.takes_calls:
-            self.require_open(operation)
+        self.require_open(operation)
         try:
             self.engine.raise_fault()
         except UltraEPError as error:
@@ -125,10 +114,10 @@ class Session(Shared):
 
     def require_open(self, operation: str) -> None:
         """Raise GroupClosedError unless the group takes calls."""
+        if self.takes_calls:
+            return
         self.require_own_process(operation)  # first: a forked child's engine may be deadlocked
         failed = self.engine.failed_epoch()
-        if self.state == "open" and failed == 0:
-            return
         reason = "is closed" if self.state == "closed" else f"failed in call {failed}"
         error = GroupClosedError(
             f"rank {self.rank}: {operation} on a group that {reason}; create a new group"
@@ -156,7 +145,7 @@ class Session(Shared):
                 " CUDA graph; call it before or after the capture"
             )
 
-    def add_mains(self, region: SharedRegion, offset: list[int]) -> None:
+    def add_main_weights(self, region: SharedRegion, offset: list[int]) -> None:
         """Let ``pull`` take main weights of a region; ``[segments]`` offsets, on every rank."""
         index = self.engine.add_region(region.bases, offset)
         self.weights.add_region([region.bases[self.rank] + at for at in offset], index)
@@ -240,7 +229,7 @@ class Session(Shared):
             self.reject(error)
             raise
 
-    def note_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Remember why submitting or waiting failed; after Ctrl-C, abort the group.
 
         The engine may have accepted the call before the signal came: nothing would keep the call's
@@ -304,7 +293,8 @@ class Session(Shared):
         once the interpreter finalizes: the bindings would report leaks.
         """
         self.state = "closed"
-        self.engine = _Ended()  # type: ignore[assignment]
+        ended = Absent("the process is ending, and its groups are closed")
+        self.engine = ended  # type: ignore[assignment]
         self.weights.put_addresses = self.grads.put_addresses = None  # bindings refer to these
         self.recorder = self.first_error = None  # a traceback refers to the engine
         self._captured.clear()
@@ -355,13 +345,6 @@ class Session(Shared):
             engine.raise_fault(wait=True)
             if busy is not None and failed == 0:
                 raise busy
-
-
-class _Ended:
-    """Takes the engine's place when the process ends."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise GroupClosedError("the process is ending, and its groups are closed")
 
 
 def _dispose(engine: Engine, held: Held, plans: PlanStore) -> None:

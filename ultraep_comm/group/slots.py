@@ -1,8 +1,9 @@
-"""SlotSet: the slots of a bank in the group's memory, and main instances directly before them."""
+"""SlotSet: the slots of a bank in the group's memory, and local experts directly before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -14,71 +15,64 @@ from ultraep_comm.group.session import Session
 from ultraep_comm.weights.segments import Segment, with_own_storage
 
 
+@dataclass(kw_only=True)
 class SlotSet:
     """A set of slots for the weights of experts, or for their gradients.
 
     Attributes:
-        slots: ``{name: [S, *shape]}``, views of them.
-
-    Args:
         session: of the group.
         segments: by name.
         offsets: ``[segments]``: of the slots in the group's memory.
         places: ``[segments]``: of slots in other memory that is laid out like a set's.
         num_bytes: of such memory.
         allocate: makes it, where slots are host memory.
+        slots: ``{name: [S, *shape]}``, views of them.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        segments: Mapping[str, Segment],
-        *,
-        offsets: Sequence[int],
-        places: Sequence[int],
-        num_bytes: int,
-        allocate: Callable[[int], SharedRegion],
-    ) -> None:
-        self._session = session
-        self._segments = segments
-        self._offsets = offsets
-        self._places = places
-        self._num_bytes = num_bytes
-        self._allocate = allocate
-        self._is_taken = False
-        count = session.topology.slots_per_rank
-        self.slots = own_views(session.engine.memory[0].local, offsets, count, segments)
+    session: Session
+    segments: Mapping[str, Segment]
+    offsets: Sequence[int]
+    places: Sequence[int]
+    num_bytes: int
+    allocate: Callable[[int], SharedRegion]
+    slots: dict[str, torch.Tensor] = field(init=False)
+    _is_taken: bool = False
+
+    def __post_init__(self) -> None:
+        count = self.session.topology.slots_per_rank
+        storage = self.session.engine.memory[0].local
+        self.slots = own_views(storage, self.offsets, count, self.segments)
 
     def take(self) -> tuple[SharedRegion, list[int], dict[str, torch.Tensor]]:
-        """Return memory for mains that the slots follow, and where each segment's mains begin.
+        """Return memory for local experts before the slots, and where those of a segment begin.
 
-        At first that is the room before the slots themselves; then it is other memory, in which the
-        slots appear once more. Also returns views ``[M + S, *shape]`` of both.
+        At first that is the room before the slots themselves; then it is other memory, to which the
+        slots are mapped too. Also returns views ``[M + S, *shape]`` of both.
 
         Raises:
             UnsupportedError, OutOfSharedMemoryError: as ``Engine.share_slots``.
         """
-        session, segments = self._session, self._segments
-        mains, count = session.num_local_experts, session.topology.slots_per_rank
-        region, at = session.engine.memory[0], self._offsets
+        session, segments = self.session, self.segments
+        num_local, count = session.num_local_experts, session.topology.slots_per_rank
+        region, at = session.engine.memory[0], self.offsets
         if self._is_taken:
             start, page = region.bases[session.rank], session.engine.layout.instance_align
             sizes = [count * segment.nbytes for segment in segments.values()]
-            shown = [
+            aliases = [
                 Place(to, start + offset, -(-size // page) * page)
-                for to, offset, size in zip(self._places, at, sizes, strict=True)
+                for to, offset, size in zip(self.places, at, sizes, strict=True)
                 if size
             ]
-            region = session.engine.share_slots(self._allocate, self._num_bytes, shown)
+            region = session.engine.share_slots(self.allocate, self.num_bytes, aliases)
             session.engine.memory.append(region)
-            at = self._places
+            at = self.places
         self._is_taken = True
         begins = [
-            offset - mains * segment.nbytes
+            offset - num_local * segment.nbytes
             for offset, segment in zip(at, segments.values(), strict=True)
         ]
         with torch.inference_mode(False):  # as in new_group
-            return region, begins, own_views(region.local, begins, mains + count, segments)
+            return region, begins, own_views(region.local, begins, num_local + count, segments)
 
 
 class _Views(dict[str, torch.Tensor]):

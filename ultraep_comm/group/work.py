@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine
 from ultraep_comm.engines.options import as_seconds
 from ultraep_comm.errors import (
     InvalidArgumentError,
@@ -20,19 +19,8 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.plan.topology import as_int
 
-
-class Submitter(Protocol):
-    """The part of the session that a Work uses."""
-
-    rank: int
-    engine: Engine
-    aborted: bool
-
-    def failure(self, epoch: int, operation: str) -> UltraEPError:
-        """Record and return the error of a failed call."""
-
-    def require_own_process(self, operation: str) -> None:
-        """Raise GroupClosedError in a forked child."""
+if TYPE_CHECKING:
+    from ultraep_comm.group.session import Session
 
 
 class Work:
@@ -50,7 +38,7 @@ class Work:
 
     def __init__(
         self,
-        session: Submitter,
+        session: Session,
         epoch: int,
         operation: str,
         mode: str,
@@ -121,8 +109,7 @@ class Work:
         Raises:
             InvalidArgumentError: the call does not fill such a slot.
         """
-        self._refuse_captured("slot_ready()")
-        self._session.require_own_process(f"slot_ready() of a {self._operation}")
+        self._require_readable("slot_ready()")
         return self._session.engine.is_completed(self.epoch, self._filled_slot(slot))
 
     def _filled_slot(self, slot: int) -> int:
@@ -148,16 +135,18 @@ class Work:
         Raises:
             TransferError: the call failed; the subclass and the text say how.
         """
-        self._refuse_captured("synchronize()")
+        self._require_readable("synchronize()")
         self._finish(self._session.engine.synchronize)
 
-    def _refuse_captured(self, what: str) -> None:
+    def _require_readable(self, what: str) -> None:
+        """Raise for a call of a graph, and in a forked child."""
         if self.epoch & _core.CUDA_CAPTURED:
             raise UnsupportedError(
                 f"rank {self._session.rank}: {what} of a {self._operation} that is part of a CUDA"
                 " graph and runs in every replay; synchronize with the stream of the replay. The"
                 " next call on the group raises its failure"
             )
+        self._session.require_own_process(f"{what} of a {self._operation}")
 
     def _finish(self, wait: Callable[[int], bool]) -> None:
         self._session.require_own_process(f"waiting for a {self._operation}")
@@ -171,14 +160,12 @@ class Work:
 
     def is_completed(self) -> bool:
         """Return whether the call has finished or failed, without blocking."""
-        self._refuse_captured("is_completed()")
-        self._session.require_own_process(f"is_completed() of a {self._operation}")
+        self._require_readable("is_completed()")
         return self._session.engine.is_completed(self.epoch)
 
     def exception(self) -> UltraEPError | None:
         """Return the error if the call failed, else None; never blocks."""
-        self._refuse_captured("exception()")
-        self._session.require_own_process(f"exception() of a {self._operation}")
+        self._require_readable("exception()")
         failed = self._session.engine.failed_epoch()
         if failed == 0 or failed > self.epoch:
             return None

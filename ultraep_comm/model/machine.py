@@ -44,7 +44,7 @@ class Machine:
         launch_us: of a kernel, before the call.
         schedule_us: fixed time in which a kernel makes the schedule of a plan in device memory.
         schedule_replica_us: the same for each replica of the plan.
-        look_us: time in which a worker polls the flags that it waits for.
+        poll_us: time in which a worker polls the flags that it waits for.
         fetch_us: time of a worker's loads for a tile, besides the time for its bytes.
         store_us: time of its stores for a tile, likewise.
         publish_us: time to publish a flag to a peer.
@@ -83,7 +83,7 @@ class Machine:
     launch_us: float = 0.0
     schedule_us: float = 0.0
     schedule_replica_us: float = 0.0
-    look_us: float = 0.0
+    poll_us: float = 0.0
     fetch_us: float = 0.0
     store_us: float = 0.0
     publish_us: float = 0.0
@@ -198,7 +198,7 @@ _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in 
     "load_us": 2.1,
     "schedule_us": 4.5,
     "schedule_replica_us": 0.18,
-    "look_us": 0.65,
+    "poll_us": 0.65,
     "fetch_us": 1.3,
     "store_us": 1.35,
     "publish_us": 0.5,
@@ -214,7 +214,7 @@ _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "load_us": 3.95,
     "schedule_us": 6.7,
     "schedule_replica_us": 0.17,
-    "look_us": 0.9,
+    "poll_us": 0.9,
     "fetch_us": 1.8,
     "store_us": 1.5,
     "publish_us": 0.5,

@@ -221,7 +221,7 @@ def run_transfer(
                 round(us * 1e6)
                 for us in (
                     *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
-                    *(on.group_us, before, on.leave_us, on.look_us),
+                    *(on.group_us, before, on.leave_us, on.poll_us),
                     *(on.fetch_us, on.store_us, on.publish_us),
                     *(on.gather_us, on.add_us, on.clear_us),
                 )
@@ -330,7 +330,7 @@ def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
     """
     store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
     load, percent = _LOAD_PER_KIB, 100 * num_ranks
-    flag = machine.look_us + machine.publish_us  # by each worker, for groups of its own
+    flag = machine.poll_us + machine.publish_us  # by each worker, for groups of its own
     group = 1e6 * flag / machine.num_sms
     hop = 1e6 * (machine.hop_us + flag + machine.fetch_us + machine.store_us)
     if machine.parallel is not None:  # cores: the calibrated constants, as for groups on the host

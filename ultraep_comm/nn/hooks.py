@@ -76,12 +76,13 @@ class ExpertPass:
 
     def __post_init__(self) -> None:
         handle = self.handle
-        slots = handle.saved.plan.slot_expert
+        slots = handle.stored.slot_expert
         self.slot_expert = None if is_on_device(slots, handle.group) else slots.tolist()
         self.is_empty = self.slot_expert is not None and not any(
             expert >= 0 for row in self.slot_expert for expert in row
         )
-        weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
+        if handle.mark is None:  # else the graph still saves the plan of a dropped pass
+            weakref.finalize(self, handle.release).atexit = False
         if (task := _graph_task()) >= 0:  # a forward pass in a backward pass: recomputed
             known = _recomputed.get(handle.group, [])
             # A copy: the handle ends with the recomputed graph, long before it is compared.
@@ -93,7 +94,7 @@ class ExpertPass:
     @property
     def bank(self) -> Bank:
         """Return the bank of the handle's plan."""
-        return self.handle.group.banks[self.handle.saved.plan.bank]
+        return self.handle.group.banks[self.handle.stored.bank]
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------
@@ -146,7 +147,7 @@ def start_transfer(
     What their bank holds is not reused if the last transfer was that of another ``owner``, such as
     a copy of a layer; None: not known.
     """
-    given, version = plan.saved.plan if isinstance(plan, uec.PlanHandle) else plan, None
+    given, version = plan.stored if isinstance(plan, uec.PlanHandle) else plan, None
     bank = group.banks[given.bank]
     if given.reuse and owner is not None and bank.holder and bank.holder[0] is not owner:
         version = bank.version + 1
@@ -239,7 +240,7 @@ def _find_same(handle: uec.PlanHandle, others: Sequence[Tensor]) -> int | None:
     On a device, where reading them would synchronize, return the last; if none is equal, invalidate
     the handle's plan there. The next call with the handle then fails and reports the cause.
     """
-    mine = handle.saved.plan.slot_expert
+    mine = handle.stored.slot_expert
     if is_on_device(mine, handle.group):
         alike = [other for other in others if other.device == mine.device]
         if alike:
@@ -259,9 +260,9 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
     tensors = _spread(weights)
     if run.is_empty or (run.main_grads is None and not weights):  # nothing to reduce
         if run.is_empty:  # as the reduction does: a second backward pass is refused
-            plans = run.handle.saved.store
+            plans = run.handle.store
             plans.plan_of(run.handle, "reduce_expert_grads")
-            plans.consume(run.handle.saved, on_device=False)
+            plans.consume(run.handle, on_device=False)
         run.handle.release()
         own = [_or_zeros(weight, grad) for weight, grad in zip(tensors, rest, strict=False)]
         return grad_x, *own, *(None for _ in slots)
@@ -302,7 +303,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     """
     if last is handle:
         return True
-    mine = handle.saved.plan.slot_expert
+    mine = handle.stored.slot_expert
     on_device = is_on_device(mine, handle.group)
     if not on_device and not (mine >= 0).any():
         return True  # no replicas: frameworks may skip the transfer
@@ -312,7 +313,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
         # On a device, the memory of a handle that has ended may have another plan by now.
         if not last.is_live and on_device:
             return True
-        last = last.saved.plan
+        last = last.stored
     return _find_same(handle, [last.slot_expert]) is not None
 
 

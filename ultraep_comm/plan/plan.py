@@ -40,8 +40,8 @@ class Plan:
         home_quota: ``[E]`` tokens for each main instance; None like ``slot_quota``.
         load: ``[G, E]`` tokens by source rank; None: the plan cannot be rerouted.
         domains: ``[G]``, or None for a single domain.
-        moves: bool ``[G, S]``, the slots to write, given what the bank held when the plan was made;
-            None: all filled ones. A call determines them again.
+        slots_to_fill: bool ``[G, S]``, the slots to write, given what the bank held when the plan
+            was made; None: all filled ones. A call determines them again.
         bank: the bank whose slots the plan fills.
         reuse: a call keeps what these hold, and writes only to those that lack their expert; False:
             they count as empty.
@@ -53,7 +53,7 @@ class Plan:
     home_quota: torch.Tensor | None = None
     load: torch.Tensor | None = None
     domains: torch.Tensor | None = None
-    moves: torch.Tensor | None = None
+    slots_to_fill: torch.Tensor | None = None
     bank: int = 0
     reuse: bool = False
 
@@ -68,7 +68,7 @@ class Plan:
             "home_quota": (num_experts,),
             "load": (num_ranks, num_experts),
             "domains": (num_ranks,),
-            "moves": (num_ranks, num_slots),
+            "slots_to_fill": (num_ranks, num_slots),
         }
         for name, shape in shapes.items():
             if getattr(self, name) is not None:
@@ -80,7 +80,7 @@ class Plan:
         value = getattr(self, name)
         if not isinstance(value, torch.Tensor):
             raise InvalidPlanError(f"{name} is a {type(value).__name__}; expected a tensor")
-        dtype = torch.bool if name == "moves" else torch.int32
+        dtype = torch.bool if name == "slots_to_fill" else torch.int32
         if value.dtype != dtype or value.dim() != dims or not value.is_contiguous():
             raise InvalidPlanError(
                 f"{name} has shape {tuple(value.shape)}, dtype {value.dtype} and strides"
@@ -161,8 +161,8 @@ class Plan:
         return replace(self, **moved)
 
     def in_bank(self, bank: int, *, reuse: bool = False) -> Plan:
-        """Return the plan for the slots of a bank; which ones it moves there is not known."""
-        return replace(self, bank=as_int(bank, "bank"), reuse=reuse, moves=None)
+        """Return the plan for the slots of a bank; which of them are to be filled is not known."""
+        return replace(self, bank=as_int(bank, "bank"), reuse=reuse, slots_to_fill=None)
 
     # ---- rules ----------------------------------------------------------------------------
 
@@ -253,9 +253,10 @@ class Plan:
         return int((self.slot_expert >= 0).sum())
 
     @property
-    def num_moves(self) -> int:
+    def num_slots_to_fill(self) -> int:
         """Return the number of slots to write, as of when the plan was made."""
-        return self.num_replicas if self.moves is None else int(self.moves.sum())
+        filled = self.slots_to_fill
+        return self.num_replicas if filled is None else int(filled.sum())
 
     @property
     def max_imports(self) -> int:

@@ -59,9 +59,9 @@ class Recorder:
         topology: Topology,
         capacity: int,
         loads: bool,
-        finished_at: Callable[[int], int],
+        finished_at: Callable[[int], int] | None,
         on_stop: Callable[[], None],
-        moves: Callable[[], NDArray[np.bool_] | None] = lambda: None,
+        moves: Callable[[], NDArray[np.bool_]] | None = None,
         failed_epoch: Callable[[], int] = lambda: 0,
         run: str = "",
     ) -> None:
@@ -144,9 +144,10 @@ class Recorder:
         else:
             known |= _PLACEMENT
             self._slot_expert[i] = plan.slot_expert.numpy()
-            moves = self._moves() if plan.reuse else None
-            if moves is None and plan.reuse and plan.moves is not None:
-                moves = plan.moves.numpy()  # as planned: the host does not know the call's own
+            moves = self._moves() if self._moves and plan.reuse else None
+            if moves is None and plan.reuse and plan.slots_to_fill is not None:
+                # As planned: the host does not know the call's own.
+                moves = plan.slots_to_fill.numpy()
             self._kept[i] = False if moves is None else ~moves
         if plan is not None and plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS
@@ -165,7 +166,7 @@ class Recorder:
         """Record the ends of finished calls, before the engine forgets them."""
         while self._unfinished:
             i, epoch = self._unfinished[0]
-            end = self._finished_at(epoch)
+            end = self._finished_at(epoch) if self._finished_at else 0
             if end:
                 if self._epochs[i] == epoch:
                     self._ends[i] = end

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from benched import check_csv
 from benched import table_cells as cells
-from ranks import plan_alone
 
 from ultraep_comm import Plan
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import PEER_NAMES
 from ultraep_comm.bench.commands.plan.against import (
     EXPERT_BYTES,
-    judge,
     transfer_times_us,
 )
-from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.peers.relay import predict_relay
-from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.model import predict
 
 SMALL = ["plan", "--sizes", "8/32/2", "--tokens", "512", "--topk", "4", "--seeds", "2"]
@@ -72,22 +65,6 @@ def test_all_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {transfers[n] for n in PEER_NAMES} == {"none", "relay", "direct"}
 
 
-def test_all_get_the_same_loads(tmp_path: Path) -> None:
-    records = run(
-        tmp_path, "--against", "moonep,none", "--families", "lognormal", "--target", "1.1"
-    )
-    assert [r["planner"] for r in records] == ["ours", "ours exact", "moonep", "none"]
-    loads = make_loads(
-        "lognormal", num_ranks=8, num_experts=32, num_tokens=8 * 512, topk=4, seeds=2
-    )
-    plans = [
-        plan_alone(torch.from_numpy(x.copy()), num_ranks=8, slots_per_rank=2, target=1.1)
-        for x in loads
-    ]
-    assert records[0]["imbalance"]["mean"] == np.mean([plan.imbalance for plan in plans])
-    assert records[0]["replicas"] == np.mean([plan.num_replicas for plan in plans])
-
-
 def test_a_planner_that_does_not_apply_has_no_row(tmp_path: Path) -> None:
     records = run(tmp_path, "--against", "--sizes", "4/12/1", "--families", "zipf1.0")
     planners = {r["planner"] for r in records}
@@ -125,16 +102,6 @@ def test_each_system_transfers_in_its_own_way() -> None:
     assert transfer_times_us(plan, "none") == (0.0, 0.0)
 
 
-def test_figures_of_a_plan() -> None:
-    load = np.array([100, 0, 0, 0, 0, 20, 20, 21])
-    record = judge([(four_copies(), load)], "made", "direct")
-    assert record["exact"] == 1  # 20 on seven ranks, 21 on one
-    assert record["max_copies"] == 4
-    assert (record["max_exports"], record["max_imports"], record["slots_used"]) == (1, 1, 1)
-    with pytest.raises(InvalidPlanError, match="the quotas of expert 7"):
-        judge([(four_copies(), load + (np.arange(8) == 7))], "made", "direct")
-
-
 def test_certificates_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = run(tmp_path, "--against", "moonep,none", "--certify", "--families", "zipf1.0")
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("# 8/32/2 zipf1.0 ")]
@@ -145,45 +112,6 @@ def test_certificates_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert len(certified["plans"]) == 2
         for i, text in enumerate(certified["plans"]):
             assert f"# 8/32/2 zipf1.0 {i} {record['planner']}: {text}" in lines
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--against", "nobody"], "--against has 'nobody'; expected any of none, moonep"),
-        (["--against", "--sizes", "256/512/2"], "--sizes has 256/512/2 by 64; expected at most 72"),
-        (["--against", "--domain-size", "4"], "--sizes has 8/32/2 by 4"),
-        (["--against", "--engine", "cuda"], "--engine is cuda, but is not for --against; give one"),
-        (["--against", "--max-over-bound", "2"], "--max-over-bound is 2.0, but is not for"),
-        (
-            ["--against", "--sizes", "8/4/2"],
-            "--sizes has 8/4/2, but workload W5 draws --topk 4 different experts of 2",
-        ),
-        (["--sizes", "8/4/5"], "--sizes has 8/4/5, with more slots than experts"),
-        (
-            ["--families", "moonep", "--sizes", "8/48/2,64/256/2"],
-            "none of --sizes; expected one of 2, 4, 8 ranks with 1, 2, 3, 4, 5, 7, 8, 16, 256, 320",
-        ),
-    ],
-)
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
-    assert main([*SMALL, *arguments]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_the_recipe_needs_both_traces(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[3] / "bench" / "recipes" / "plan_against.py"
-    (tmp_path / "gptoss20b_counts_G8_tok4096_topic.npz").touch()
-    done = subprocess.run(
-        [sys.executable, str(recipe), "--traces", str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "has no gptoss20b_counts_G32_tok1024_topic.npz; expected gptoss20b_counts_G8_" in (
-        done.stderr
-    )
 
 
 def test_without_scipy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
-from ultraep_comm.bench.commands.replicate.device import sms_needed
 from ultraep_comm.bench.commands.replicate.run import hub_plan
 from ultraep_comm.bench.measure import describe_link, with_link
 from ultraep_comm.bench.ranks import WeightRanks
@@ -142,17 +141,6 @@ def test_the_rate_of_a_gpus_links(
     assert meter.find_link() == (377.0, "measured here, by bench calibrate")
 
 
-def test_two_ranks_have_no_hub(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_on(StandIn(), *FEW, "--ranks", "2", "--mode", "push") == 0
-    assert "one tile through a hub - us" in capsys.readouterr().out
-
-
-def test_nothing_to_transfer(capsys: pytest.CaptureFixture[str]) -> None:
-    few = [*FEW, "--ranks", "2", "--imbalance", "1", "--mode", "push"]
-    assert run_on(StandIn(), *few) == 0
-    assert "no replicas; nothing" in capsys.readouterr().out
-
-
 def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: one bit of a slot, and one of a copy."""
     few = [*FEW, "--mode", "push"]
@@ -173,12 +161,6 @@ def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- parts --------------------------------------------------------------------------------------
-
-
-def test_sms_needed_for_each_rate() -> None:
-    (needed,) = sms_needed([("push", 4, 400.0), ("push", 8, 500.0)])
-    assert needed["curve"][0] == [4, 400]
-    assert needed["sms"] == {"450": pytest.approx(6), "900": None}
 
 
 def test_the_plan_through_a_hub_has_one() -> None:

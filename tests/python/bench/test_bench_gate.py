@@ -21,10 +21,9 @@ from ultraep_comm.bench import machine
 from ultraep_comm.bench.commands.replicate import each_size
 from ultraep_comm.bench.gate import Gate, exit_code
 from ultraep_comm.bench.launch import run_ranks
-from ultraep_comm.bench.measure import Times, link_bound_us
-from ultraep_comm.bench.options import TIMES, parse_times
-from ultraep_comm.bench.report import format_csv, show_progress, write_output
-from ultraep_comm.bench.table import Column, GrowingTable, format_records
+from ultraep_comm.bench.measure import link_bound_us
+from ultraep_comm.bench.options import TIMES
+from ultraep_comm.bench.report import format_csv, write_output
 
 FEW = ["replicate", "--ranks", "2", "--experts", "8", "-w", "0", "--mode", "push"]
 
@@ -163,11 +162,29 @@ def test_gate_met_and_missed_end_to_end(tmp_path: Path) -> None:
     assert cells_of((tmp_path / "o.csv").read_text())[0]["gate"] == "bandwidth+bound"
 
 
-def test_a_gate_on_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    few = [*FEW, "--engine", "cuda", "-b", "96K", "-n", "2", "--max-over-bound"]
-    assert run_on(StandIn(), *few, "1e9") == 0
-    assert run_on(StandIn(), *few, "1e-9") == 3
-    assert "times the bound" in capsys.readouterr().err
+SIZES = ["--ranks", "2", "--experts", "8", "-n", "2", "-w", "0"]
+OTHERS = {  # one record of each is judged
+    "plan": ["--sizes", "8/16/2", "--families", "published2", "--target", "1.1"],
+    "reduce": [*SIZES, "-b", "16K", "--mode", "pull"],
+    "layer": [*SIZES, "--tokens", "64", "--topk", "2", "--hidden", "32", "--inner", "48"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "limit", "status"),
+    [("plan", "1.2", 0), ("plan", "1.001", 3), ("reduce", "1e-9", 3), ("layer", "1e-9", 3)],
+)
+def test_gates_of_other_commands(tmp_path: Path, command: str, limit: str, status: int) -> None:
+    few = [command, *OTHERS[command], "--max-over-bound", limit, "--json", "o.json"]
+    done = bench(tmp_path, *few, "--csv", "o.csv")
+    assert done.returncode == status, done.stderr
+    document = done.document()
+    assert document["gate"]["met"] is (status == 0)
+    judged = [r["gate"] for r in document["records"] if r["gate"] is not None]
+    assert judged == ["bound" if status else "met"]
+    named = f"gate not met by 1 of 1, expected at most {float(limit):g} times the bound: "
+    assert (named in done.stderr) is (status == 3)
+    check_csv(tmp_path / "o.csv", document["records"])
 
 
 def test_a_gate_needs_something_to_move(tmp_path: Path) -> None:
@@ -199,14 +216,6 @@ def test_a_signal_that_ends_a_rank_is_no_verdict() -> None:
 
 
 # ---- parts --------------------------------------------------------------------------------------
-
-
-def test_times_of_ranks() -> None:
-    times = Times(iterations=np.arange(1.0, 101.0), ranks=np.array([3.0, 1.0, 5.0]))
-    assert times.record()["rank_time_us"] == {"min": 1.0, "avg": 3.0, "max": 5.0}
-    assert times.get("p90") == pytest.approx(90.1)
-    assert times.record()["time_us"]["max"] == 100
-    assert parse_times("rank-max, p99") == ("rank-max", "p99")
 
 
 def test_csv_is_flat_and_keeps_every_column() -> None:
@@ -261,45 +270,6 @@ def test_records_on_standard_output(tmp_path: Path) -> None:
     assert cells_of(f"{header}\n{row}\n")[0]["mode"] == "push"
     assert done.stdout.startswith("# ultraep_comm")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_table_that_grows_keeps_its_columns() -> None:
-    table = GrowingTable([["mode", "x"]], least=5)
-    assert table.add([["a", "1"]]).splitlines() == ["# mode       x", "  a          1"]
-    assert table.add([["b", "22"]]) == "  b         22"
-
-
-def test_columns_of_records() -> None:
-    """A missing value, or NaN, is a dash."""
-    columns = [
-        Column("name", "", "name"),
-        Column("p50", "(us)", "time_us.p50", ".1f"),
-        Column("both", "", lambda r: r["a"] + 1 if "a" in r else None),
-    ]
-    records = [
-        {"name": "x", "time_us": {"p50": 3.25}, "a": 1},
-        {"name": "y", "time_us": {"p50": float("nan")}},
-        {"name": "z", "time_us": None},
-    ]
-    assert format_records(columns, records).splitlines() == [
-        "# name   p50  both",
-        "#       (us)",
-        "  x      3.2     2",
-        "  y        -     -",
-        "  z        -     -",
-    ]
-
-
-def test_progress_is_for_terminals(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show_progress(1, 2, "half")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    show_progress(1, 2, "half")
-    assert "1 of 2 half" in capsys.readouterr().err
-    show_progress(2, 2, "all")
-    assert capsys.readouterr().err.strip() == ""
 
 
 def test_places_of_ranks(tmp_path: Path) -> None:

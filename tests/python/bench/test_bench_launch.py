@@ -54,10 +54,6 @@ def _set(patch: pytest.MonkeyPatch, **values: str) -> None:
         patch.setenv(name, value)
 
 
-def test_a_plain_process(plain: pytest.MonkeyPatch) -> None:
-    assert find_launcher() is None
-
-
 def test_torchrun(plain: pytest.MonkeyPatch) -> None:
     _set(plain, **TORCHRUN)
     assert find_launcher() == Launched(3, 8, 1)

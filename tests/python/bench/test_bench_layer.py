@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benched import TIMES, bench, check_csv, check_times, settings_of
+from benched import bench, check_times, settings_of
 from tiers import sampled
 
 from ultraep_comm.bench.commands.layer import native as layer
@@ -20,29 +20,8 @@ from ultraep_comm.bench.commands.layer.native import PHASES
 from ultraep_comm.bench.commands.layer.run import make_record
 from ultraep_comm.bench.measure import Measured, Times
 
-FEW = [
-    "layer",
-    "--experts",
-    "8",
-    "--tokens",
-    "64",
-    "--topk",
-    "2",
-    "--hidden",
-    "32",
-    "--inner",
-    "48",
-    "-n",
-    "2",
-    "-w",
-    "1",
-]
-RECORD_KEYS = {
-    *("op", "routing", "ranks", "experts", "slots", "tokens_per_s", *TIMES),
-    *("share_of_balanced", "over_bound", "compute_us", "compute_share_of_balanced", "imbalance"),
-    *("replicas", "phases_us", "phases_share", "wrong_values", "gate"),
-    *("framework", "workload", "step_ms", "assignments_per_s", "speedup"),
-}
+FEW = ["layer", "--experts", "8", "--tokens", "64", "--topk", "2", "-n", "2", "-w", "1"]
+FEW += ["--hidden", "32", "--inner", "48"]
 
 
 def records_of(done: Any) -> dict[str, dict[str, Any]]:
@@ -58,7 +37,6 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     records = records_of(done)
     assert list(records) == routings
     for record in records.values():
-        assert set(record) == RECORD_KEYS
         assert record["gate"] is None
         check_times(record)
         assert (record["over_bound"] is None) == (record["routing"] != "replicated")
@@ -74,24 +52,9 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     assert all(us > 0 for us in records["replicated"]["phases_us"].values())
     assert not any(records["plain"]["phases_us"].values())
     assert records["balanced"]["share_of_balanced"] == 1
-
-
-@pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
-def test_a_gate(tmp_path: Path, limit: str, status: int) -> None:
-    """The gate compares only the step with replicas with the balanced one."""
-    files = ["--json", "o.json", "--csv", "o.csv"]
-    done = bench(tmp_path, *FEW, "--max-over-bound", limit, *files)
-    assert done.returncode == status, done.stderr
-    assert done.stdout.count("# topology: 2 ranks on 1 host, 1 domain; engine host") == 1
-    document = done.document()
-    assert [place["rank"] for place in document["topology"]] == [0, 1]
-    assert document["gate"]["met"] is (status == 0)
-    verdict = "bound" if status else "met"
-    assert [r["gate"] for r in document["records"]] == [None, verdict, None]
-    replicated = document["records"][1]
-    assert replicated["over_bound"] == pytest.approx(1 / replicated["share_of_balanced"])
-    assert ("gate not met by 1 of 1" in done.stderr) is (status == 3)
-    check_csv(tmp_path / "o.csv", document["records"])
+    over_bound = 1 / records["replicated"]["share_of_balanced"]
+    assert records["replicated"]["over_bound"] == pytest.approx(over_bound)
+    assert [place["rank"] for place in done.document()["topology"]] == [*range(ranks)]
 
 
 def _spoil_replica(group: Any, filled: torch.Tensor) -> None:
@@ -185,18 +148,6 @@ def test_public_workloads(tmp_path: Path) -> None:
         assert plain["imbalance"] == pytest.approx(expected)
         assert replicated["imbalance"] < 1.02
         assert routing.imbalance == pytest.approx(expected, rel=0.1)
-
-
-def test_a_workload_has_its_own_imbalance(tmp_path: Path) -> None:
-    done = bench(tmp_path, *FEW, "--workload", "W1", "--imbalance", "2")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: --imbalance is 2, but --workload W1 has its own; give one of the two\n",
-    )
-    done = bench(tmp_path, *FEW, "--workload", "W1,W9")
-    assert "error: --workload has 'W9'; expected any of W0, W1" in done.stderr
-    done = bench(tmp_path, *FEW, "--workload", "W5", "--topk", "5")
-    assert "--experts is 8, but workload W5 draws --topk 5 different experts of 4" in done.stderr
 
 
 MISSING = {"transformers": "transformers accelerate", "megatron": "megatron-core"}

@@ -15,10 +15,6 @@ from ultraep_comm.bench.commands.model.published import PUBLISHED_RUNS
 from ultraep_comm.bench.commands.model.run import OURS, WAYS, make_claim, target_us
 
 TINY = ["model", "--tokens", "64", "--topk", "2", "--seeds", "2", "--expert-bytes", "1M"]
-RECORD_KEYS = {
-    *("op", "ranks", "experts", "slots", "load", "loads", "replicas"),
-    *("bound_us", "time_us", "over_bound", "over_target"),
-}
 
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +36,6 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows, claims, published = table[:5], table[5:9], table[9:]
     assert [(row[0], row[1]) for row in rows] == expected
     for row, record in zip(rows, records, strict=True):
-        assert set(record) == RECORD_KEYS
         assert set(record["over_bound"]) == set(record["time_us"]) == set(WAYS)
         assert set(record["over_target"]) == set(OURS)
         assert 1 <= record["loads"] <= 2
@@ -65,16 +60,6 @@ def test_domains_are_the_machine_s(tmp_path: Path, capsys: pytest.CaptureFixture
     assert document["settings"]["sizes"] == ["16/32/1 by 8"]
     (record,) = document["records"]
     assert record["over_bound"]["push"]["worst"] * record["bound_us"] < 3 * (1 << 20) / 370.8e3 + 30
-
-
-def test_flat_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.csv"
-    chosen = ["--sizes", "4/16/2", "--imbalances", "2", "--families", ""]
-    assert main([*TINY, *chosen, "--csv", str(path)]) == 0
-    capsys.readouterr()
-    names, values = (line.split(",") for line in path.read_text().splitlines())
-    assert "over_bound.push.worst" in names
-    assert values[names.index("load")] == "imbalance2"
 
 
 def test_a_run_that_fails_leaves_no_file(
@@ -110,17 +95,11 @@ def test_what_a_claim_says() -> None:
 def test_the_claim_holds(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of schedules, on links alone, with one load of each kind; bench/results has more."""
     path = tmp_path / "out.json"
-    chosen = [
-        "--machine",
-        "nvl72-links",
-        "--sizes",
-        size,
-        "--imbalances",
-        "1.5,3,8",
-        "--families",
-        "adversarial",
-    ]
-    assert main(["model", *chosen, "--seeds", "1", "--json", str(path)]) == 0
+    chosen = ["--machine", "nvl72-links", "--sizes", size, "--imbalances", "1.5,3,8"]
+    assert (
+        main(["model", *chosen, "--families", "adversarial", "--seeds", "1", "--json", str(path)])
+        == 0
+    )
     capsys.readouterr()
     claims = json.loads(path.read_text())["claims"]
     assert [claim["mode"] for claim in claims] == list(OURS)

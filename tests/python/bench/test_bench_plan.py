@@ -11,36 +11,23 @@ import pytest
 import torch
 from benched import check_csv
 from benched import table_cells as cells
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ranks import plan_alone
 
-from ultraep_comm import Plan, verify_plan
+from ultraep_comm import verify_plan
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, parse_plan_sizes
 from ultraep_comm.bench.commands.plan.cells import plan_load
 from ultraep_comm.bench.loads import (
-    adversarial_loads,
     draw_topk,
     make_loads,
     rank_imbalance,
     tuned_load,
-    zipf,
 )
 from ultraep_comm.bench.options import FAMILIES, PUBLISHED
 from ultraep_comm.bench.peers.ultraep import MIN_QUOTA, plan_published
 from ultraep_comm.plan.topology import contiguous_home
 
 TINY = ["plan", "--tokens", "64", "--topk", "2", "--seeds", "2"]
-QUALITY_KEYS = {"imbalance", "replicas", "max_exports", "max_imports", "transfer_bound"}
-RECORD_KEYS = {
-    *("op", "ranks", "experts", "slots", "domain_size", "family", "vectors", "imbalance_before"),
-    *QUALITY_KEYS,
-    *("imbalance_bound", "over_bound", "certified", "gate", "time_us", "published"),
-    "transfer_over_published",
-}
-
-
 # ---- loads ------------------------------------------------------------------------------------
 
 
@@ -56,11 +43,6 @@ def test_tokens_take_different_experts(popularity: list[int]) -> None:
     assert load.sum() == 2 * tokens
     sigma = np.sqrt(tokens * expected * (1 - expected))
     assert (np.abs(load - tokens * expected) < 5 * sigma + 1).all()
-
-
-def test_as_many_experts_as_draws() -> None:
-    load = draw_topk(zipf(6, 3.0), 10_000, 6, np.random.default_rng(0))
-    assert load.tolist() == [10_000] * 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,59 +74,7 @@ def test_an_imbalance_beyond_the_ranks_is_left_out() -> None:
     assert make_loads("published3", **shape) == []
 
 
-@pytest.mark.parametrize(("g", "e"), [(8, 32), (8, 8), (5, 3), (1, 4), (1, 1)])
-def test_adversarial_loads(g: int, e: int) -> None:
-    total = 10_000
-    loads = adversarial_loads(g, e, total)
-    home = contiguous_home(e, g)
-    for load in loads:
-        assert load.min() >= 0
-        assert load.sum() == total
-    if g > 1 and e > 1:
-        one, near, all_but_one, _, ramp = loads
-        assert one.max() == pytest.approx(0.9 * total, abs=e)
-        ranks = np.bincount(home, weights=near, minlength=g)
-        assert ranks.max() == pytest.approx(0.9 * total, abs=e)
-        assert (np.bincount(home, weights=all_but_one)[home] == 0).any()
-        assert (np.diff(ramp) >= 0).all()
-
-
 # ---- the published planner --------------------------------------------------------------------
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int, np.ndarray]:
-    g, s, e = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
-    load = draw(st.lists(st.integers(0, 200), min_size=e, max_size=e))
-    home = draw(st.lists(st.integers(0, g - 1), min_size=e, max_size=e))
-    return np.array(load, np.int64), g, s, np.array(home, np.int32)
-
-
-@given(problem=problems(), domains=st.integers(1, 3), least=st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
-def test_published_plans_are_plans(
-    problem: tuple[np.ndarray, int, int, np.ndarray], domains: int, least: int
-) -> None:
-    load, g, s, home = problem
-    domain = np.arange(g, dtype=np.int32) % domains
-    slots, quota, home_quota = plan_published(
-        load, slots_per_rank=s, home=home, domain=domain, min_quota=least
-    )
-    # Slots, homes, domains, and quotas that are not negative.
-    plan = Plan.from_slots(
-        torch.from_numpy(slots),
-        num_experts=len(load),
-        home=home,
-        domains=domain,
-        slot_quota=torch.from_numpy(quota),
-        home_quota=torch.from_numpy(home_quota),
-    )
-    sums = home_quota.astype(np.int64)
-    np.add.at(sums, slots[slots >= 0], quota[slots >= 0])
-    assert np.array_equal(sums, load)
-    assert (quota[slots >= 0] >= least).all()
-    before = np.bincount(home, weights=load, minlength=g).max()
-    assert plan.imbalance <= (before * g / load.sum() if load.any() else 1.0) + 1e-12
 
 
 def test_published_planner_reaches_its_target() -> None:
@@ -192,9 +122,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     table = cells(printed.replace(" by 4", ""))
     assert [(row[0], row[1]) for row in table] == expected
     for row, record in zip(table, records, strict=True):
-        assert set(record) == RECORD_KEYS
         assert record["op"] == "plan"
-        assert set(record["published"]) == QUALITY_KEYS
         assert record["vectors"] == (5 if record["family"] == "adversarial" else 2)
         worst, bound = record["imbalance"]["worst"], record["imbalance_bound"]
         assert 1 <= record["imbalance"]["mean"] <= worst
@@ -258,8 +186,6 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             "plans": [str(x) for x in found],
         }
         assert row[-2:] == [str(exact), str(at_bound)]
-    assert main(["plan", "--certify", "--engine", "cuda"]) == 2
-    assert "--certify" in capsys.readouterr().err
 
 
 def test_every_plan_is_verified(
@@ -272,21 +198,6 @@ def test_every_plan_is_verified(
     )
     assert main([*TINY, "--sizes", "4/16/2", "--families", "zipf1.0"]) == 2
     assert "expected its load" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("limit", "status"), [("1.2", 0), ("1.001", 3)])
-def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, status: int) -> None:
-    """A planner that may stop at 1.1 meets one limit and not the other."""
-    path = tmp_path / "out.json"
-    arguments = ["--sizes", "8/16/2", "--families", "published2", "--target", "1.1"]
-    limits = ["--max-over-bound", limit, "--json", str(path)]
-    assert main(["plan", *arguments, "--tokens", "4096", *limits]) == status
-    document = json.loads(path.read_text())
-    (record,) = document["records"]
-    assert record["gate"] == ("bound" if status else "met")
-    assert document["gate"]["met"] is (status == 0)
-    named = f"gate not met by 1 of 1, expected at most {limit} times the bound: 8/16/2 published2"
-    assert (named in capsys.readouterr().err) is (status == 3)
 
 
 def test_default_domains() -> None:
@@ -309,14 +220,6 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, *arguments, "--trace", str(tmp_path / "ids.npz")]) == 0
     (row,) = cells(capsys.readouterr().out)
     assert row[2] == "9"  # 3 windows of 4 * 64 tokens, 3 layers
-
-
-@pytest.mark.trace
-def test_recorded_traces(traces_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = str(traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz")
-    assert main(["plan", "--trace", trace, "--families", "trace", "--sizes", "8/32/1"]) == 0
-    (row,) = cells(capsys.readouterr().out)
-    assert row[2:4] == ["144", "1.50"]
 
 
 def test_a_trace_that_fits_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from emulated_device import EmulatedDevice
 from ranks import plan_alone
 from stand_in import Emulated
 
-from ultraep_comm import Plan, _core
+from ultraep_comm import Plan
 from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.plan import device as plan_device
 from ultraep_comm.bench.commands.plan.device import AllRanks, ids_of
@@ -58,39 +58,6 @@ def test_end_to_end(
     assert "3 warps" in text
 
 
-def test_warps_that_do_not_fit_are_left_out(
-    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = settings_of(*TINY, "--sizes", "3/8/1", "--families", "zipf1.0", "--seeds", "1")
-    size, make = settings.sizes[0], plan_device._make_stages
-    assert make(size, 3).plan_warps == 3
-    room, emulated.max_shared_bytes = emulated.max_shared_bytes, 600
-    least = make(size, 3)
-    assert least.plan_warps < 3
-    emulated.max_shared_bytes = room
-    monkeypatch.setattr(plan_device, "_make_stages", lambda size, n: make(size, n and min(n, 1)))
-    few = ["--families", "zipf1.0", "--seeds", "1"]
-    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *few) == 0
-    row = capsys.readouterr().out.splitlines()[-1].split()
-    assert row[4] != "-"
-    assert row[5] == "-"
-
-
-def test_without_a_block_for_each_rank_these_columns_are_empty(
-    emulated: EmulatedDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    emulated.num_sms, path = 2, tmp_path / "o.json"
-    few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
-    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *few) == 0
-    (record,) = json.loads(path.read_text())["records"]
-    assert record["at_once_us"] is record["schedule_us"] is record["tiny_host_plan_us"] is None
-    row = capsys.readouterr().out.splitlines()[-1].split()
-    assert [cell == "-" for cell in row[-8:]] == [False, True, False, True, *[False] * 4]
-
-
 def test_rows_before_a_failure_are_kept(
     emulated: EmulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,14 +77,6 @@ def test_rows_before_a_failure_are_kept(
         run_on(Emulated(), *TINY, "--sizes", "2/4/1,3/8/1", *few)
     assert [record["ranks"] for record in json.loads(path.read_text())["records"]] == [2]
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "2/4/1"
-
-
-def test_sizes_with_more_ranks_than_a_launch(emulated: EmulatedDevice) -> None:
-    """Also if the device has a block for each rank, as a GPU has for the largest default size."""
-    emulated.num_sms = 200
-    many = _core.CUDA_MAX_LAUNCH_RANKS + 1
-    (size,) = settings_of(*TINY, "--sizes", f"{many}/{many}/1").sizes
-    assert AllRanks.of(Emulated(), size) is None
 
 
 @pytest.mark.parametrize("broken", ["slot", "empty slot", "load", "plan"])

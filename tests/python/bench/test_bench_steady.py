@@ -70,22 +70,3 @@ def test_stale_slots_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Bank, "invalidate", lambda bank: None)
     records = _records([*SMALL, "--slots", "2"], tmp_path / "d.json", status=1)
     assert [record["wrong"] > 0 for record in records] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--ranks", "32"], "16 experts for --ranks 32"),
-        (["--rho", "1"], "--rho is 1.0"),
-        (["--target", "0.5"], "--target is 0.5"),
-        (["--topk", "17"], "--topk is 17"),
-        (["--steps", "1"], "--steps"),
-        (["--expert-bytes", "16G"], "--expert-bytes 16G"),
-        (["--slots", "x"], "--slots"),
-    ],
-)
-def test_bad_arguments_are_named(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*SMALL, *arguments]) == 2
-    assert text in capsys.readouterr().err

@@ -16,32 +16,11 @@ from ultraep_comm.bench.commands.validate.run import (
     make_cases,
     sum_up,
 )
-from ultraep_comm.bench.ranks import COLD_BYTES, WeightRanks, count_experts, make_turns
+from ultraep_comm.bench.ranks import WeightRanks, make_turns
 from ultraep_comm.errors import UnsupportedError
 
 FEW = ["validate", "--plans", "4", "-b", "64K", "-e", "256K", "-n", "3"]
-RECORD_KEYS = {
-    *("op", "mode", "chosen", "expert_bytes", "replicas", "imports", "filling", "calls"),
-    *("time_us", "measured_us", "predicted_us", "error"),
-}
-
-
 # ---- the plans ----------------------------------------------------------------------------------
-
-
-def test_plans_of_all_kinds() -> None:
-    settings = settings_of("validate")
-    cases = make_cases(settings)
-    assert len(cases) == 20
-    assert settings.sizes == (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
-    assert {case.expert_bytes for case in cases} == set(settings.sizes)
-    for mode in MODES:
-        assert sum(case.mode == mode for case in cases) == 5
-    one_way = sum(0 in case.imports for case in cases)
-    assert 0 < one_way < 20
-    assert len({tuple(case.imports) for case in cases}) > 8
-    assert make_cases(settings) == cases
-    assert make_cases(settings_of("validate", "--seed", "2")) != cases
 
 
 @pytest.mark.parametrize("ranks", ["2", "3", "5"])
@@ -56,15 +35,6 @@ def test_turns_are_legal_plans_of_one_shape(ranks: str) -> None:
             plan.validate()
             assert (plan.slot_expert >= 0).sum(1).tolist() == case.imports
             assert plan.num_replicas == case.replicas
-
-
-def test_no_cache_holds_the_turns() -> None:
-    for size in (1 << 18, 1 << 20, 5 << 20, 1 << 24):
-        experts = count_experts(size, 4)
-        assert experts % 4 == 0
-        assert experts * size >= COLD_BYTES
-    assert count_experts(64, 4) == 256  # up to a limit
-    assert count_experts(1 << 30, 1) == 1
 
 
 # ---- figures ------------------------------------------------------------------------------------
@@ -147,7 +117,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(records) == 4
     assert [record["mode"] for record in records] == list(MODES)
     for record in records:
-        assert set(record) == RECORD_KEYS
         assert record["time_us"]["min"] <= record["measured_us"] <= record["time_us"]["max"]
         assert record["error"] == pytest.approx(record["predicted_us"] / record["measured_us"] - 1)
         assert record["predicted_us"] > document["calibration"]["call_us"]
@@ -159,15 +128,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert document["gate"] is None
     assert f"median {100 * document['median_error']:.1f}%" in done.stdout
     check_csv(tmp_path / "v.csv", records)
-
-
-def test_a_gate_that_no_model_meets(tmp_path: Path) -> None:
-    done = bench(tmp_path, *FEW, "--ranks", "3", "--max-error", "1e-12", "--json", "v.json")
-    if rejects(done):
-        return
-    assert done.returncode == 3, done.stderr
-    assert "gate not met" in done.stdout
-    assert done.document("v.json")["gate"] == {"max_error": 1e-12, "met": False}
 
 
 def disturb_slots() -> None:

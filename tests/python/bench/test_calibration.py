@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benched import bench, run_settings_on, settings_of
-from emulated_device import EmulatedDevice
-from ranks import RankPool, loopback, make_weights, raised
+from ranks import RankPool, make_weights, raised, start_all, synchronize_all
 from stand_in import StandIn
 
 import ultraep_comm as uec
@@ -139,58 +138,30 @@ def test_a_gpu_that_is_not_used_may_be_another(
 
 def chosen_modes(groups: list[uec.Group]) -> set[str]:
     """Return the mode that each rank chooses for one expert with replicas on all others."""
-    table = torch.tensor([[-1], [0], [0], [0]], dtype=torch.int32)
-    plan = uec.Plan.from_slots(table, num_experts=4)
-
-    def call(rank: int) -> str:
-        group = groups[rank]
-        work = uec.replicate_experts(make_weights(group), plan, group=group, async_op=True)
-        assert work is not None
-        work.wait()
-        return work.mode
-
-    return set(loopback(len(groups), call))
+    plan = uec.Plan.from_slots([[-1], [0], [0], [0]], num_experts=len(groups))
+    works = start_all(groups, [make_weights(group) for group in groups], plan)
+    synchronize_all(works)
+    return {work.mode for work in works}
 
 
-def new_groups(engine: str = "host") -> list[uec.Group]:
-    expert = {"w": ((1 << 20,), torch.uint8)}
-    return uec.testing.new_loopback_groups(
-        4, num_experts=4, slots_per_rank=1, expert=expert, engine=engine
-    )
-
-
-def test_stored_figures_change_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for name, costs in (("far", FAR), ("near", NEAR)):
-        path = write(tmp_path / f"{name}.json", costs=costs)
-        monkeypatch.setenv("ULTRAEP_CALIBRATION", str(path))
-        groups = new_groups()
-        found[name] = chosen_modes(groups)
-        for group in groups:
-            group.close()
-    assert found == {"far": {"direct"}, "near": {"push"}}
-
-
-def test_ranks_on_one_gpu_have_figures_of_their_own(
-    emulated: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("figures", ["host", "loopback"])
+def test_stored_figures_change_the_choice(
+    figures: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    new_groups: Callable[..., list[uec.Group]],
 ) -> None:
+    """Ranks on one GPU have figures of their own."""
+    if figures == "loopback":
+        request.getfixturevalue("emulated")
     found = {}
     for name, costs in (("far", FAR), ("near", NEAR)):
-        path = write(tmp_path / f"{name}.json", engine="loopback", costs=costs)
+        path = write(tmp_path / f"{name}.json", engine=figures, costs=costs)
         monkeypatch.setenv("ULTRAEP_CALIBRATION", str(path))
-        groups = new_groups("cuda")
-        table = torch.tensor([[-1], [0], [0], [0]], dtype=torch.int32)
-        plan = uec.Plan.from_slots(table, num_experts=4)
-        works = [
-            uec.replicate_experts(make_weights(group), plan, group=group, async_op=True)
-            for group in groups
-        ]
-        for work in works:
-            assert work is not None
-            work.synchronize()
-        found[name] = {work.mode for work in works if work is not None}
-        for group in groups:
-            group.close()
+        options = {"expert": {"w": ((1 << 20,), torch.uint8)}, "num_experts": 4}
+        engine = "host" if figures == "host" else "cuda"
+        found[name] = chosen_modes(new_groups(4, slots_per_rank=1, engine=engine, **options))
     assert found == {"far": {"direct"}, "near": {"push"}}
 
 

@@ -82,14 +82,6 @@ def test_the_same_source_has_the_same_counts(
     assert "changes: 0 of 10 rows" in capsys.readouterr().out
 
 
-def test_nowhere_to_write(
-    tools: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "no-such-folder" / "now.json"
-    assert instructions.main(["--sizes", SMALL, "--json", str(path)]) == 2
-    assert f"--json {path}: there is no such folder" in capsys.readouterr().err
-
-
 def test_counts_are_close_to_the_committed_ones(
     counted: Path, tools: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,23 +118,6 @@ def test_the_worst_figure_decides(
     assert instructions.report_changes(changes, limit) == status
     printed = capsys.readouterr().out
     assert ("more than" in printed) == (status == 3)
-
-
-def test_the_table_of_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    same, other = record(100, size="4/8/1"), record(110, loads=2)
-    changes = instructions.compare([same, other], baseline(record(100), same))
-    instructions.report_changes(changes, 0.02)
-    printed = capsys.readouterr().out
-    assert "changes: 1 of 2 rows" in printed
-    assert "plan  2/4/1             3    2  +10.00%  +0.00%  +0.00%" in printed
-    assert "worst: +10.00% (plan, 2/4/1, mean), more than 2.00%" in printed
-
-
-def test_what_cannot_be_compared() -> None:
-    with pytest.raises(instructions.CountError, match="loads of 2/4/1 are not those"):
-        instructions.compare([record(100)], baseline(record(100, inputs="b")))
-    with pytest.raises(instructions.CountError, match="none of these sizes"):
-        instructions.compare([record(100)], baseline(record(100, size="4/8/1")))
 
 
 def test_invalid_baselines(tmp_path: Path) -> None:
@@ -185,26 +160,3 @@ def test_no_valgrind(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert instructions.main([]) == 2
     assert "no valgrind in PATH: apt-get install valgrind" in capsys.readouterr().err
-
-
-def test_no_compiler(
-    tools: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert instructions.main([]) == 2
-    assert "no no-such-compiler in PATH" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--max-increase", "-1%"], ["--max-increase", "much"], ["--max-increase", "nan"]]
-)
-def test_invalid_limits(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        instructions.main(arguments)
-    assert stopped.value.code == 2
-    assert "--max-increase" in capsys.readouterr().err
-
-
-def test_invalid_sizes(tools: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert instructions.main(["--sizes", "8/32"]) == 2
-    assert "ranks/experts/slots" in capsys.readouterr().err

@@ -164,14 +164,6 @@ def test_values_out_of_range(values: dict[str, float], text: str) -> None:
         Lab(**values)  # type: ignore[arg-type]
 
 
-def test_addresses_and_machines() -> None:
-    lab = Lab(machines=300)
-    assert len({lab.address(i) for i in range(300)}) == 300
-    for machine in (-1, 300):
-        with pytest.raises(InvalidArgumentError, match=f"machine is {machine}"):
-            lab.address(machine)
-
-
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UnsupportedError, match="needs the program ip; install iproute2"):

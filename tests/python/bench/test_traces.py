@@ -39,13 +39,6 @@ def test_fewer_ranks_add_neighbours(counts: tuple[Path, np.ndarray], num_ranks: 
     assert np.array_equal(load(path, num_ranks, step=1), expected)
 
 
-def test_more_ranks_split_evenly(counts: tuple[Path, np.ndarray]) -> None:
-    path, values = counts
-    split = load(path, 16).reshape(8, 2, 16)
-    assert np.array_equal(split.sum(axis=1), values[0, 0])
-    assert np.abs(split[:, 0] - split[:, 1]).max() <= 1
-
-
 @given(
     counts=arrays(
         np.int32, array_shapes(min_dims=2, max_dims=2), elements=st.integers(0, 2**31 - 1)
@@ -107,12 +100,6 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.npz").write_bytes(content)
     with pytest.raises(TraceError):
         load(tmp_path / "t.npz", 1)
-
-
-def test_a_single_array_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "t.npy", np.zeros((1, 1, 1, 1), np.int32))
-    with pytest.raises(TraceError, match=r"not an \.npz file"):
-        load(tmp_path / "t.npy", 1)
 
 
 @pytest.mark.parametrize("place", [{"step": 3}, {"step": -1}, {"layer": 2}])

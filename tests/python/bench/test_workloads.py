@@ -11,7 +11,6 @@ from benched import check_csv
 from benched import table_cells as cells
 
 from ultraep_comm.bench.cli import main
-from ultraep_comm.bench.loads import make_loads, rank_imbalance
 from ultraep_comm.bench.options import (
     WORKLOAD_EXPERTS,
     WORKLOAD_TOKENS,
@@ -19,7 +18,6 @@ from ultraep_comm.bench.options import (
     WORKLOADS,
 )
 from ultraep_comm.bench.workloads import route_tokens, workload_load
-from ultraep_comm.errors import InvalidArgumentError
 
 PUBLISHED = {
     "num_experts": WORKLOAD_EXPERTS,
@@ -64,17 +62,6 @@ def routed(workload: str, step: int = 0, **shape: int) -> np.ndarray:
     return route_tokens(workload, step=step, **(PUBLISHED | shape))
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_tokens_have_different_experts(workload: str) -> None:
-    for step in range(5):
-        ids = routed(workload, step, num_experts=16, topk=3)
-        assert ids.shape == (WORKLOAD_TOKENS, 3)
-        assert ids.min() >= 0
-        assert ids.max() < 16
-        assert all(len(set(row)) == 3 for row in ids.tolist())
-        assert np.array_equal(ids, routed(workload, step, num_experts=16, topk=3))
-
-
 def test_pools() -> None:
     """Where each token may go: h = max(k, E // 4) hot experts, and one token in four is cold."""
     shape = {"num_experts": 32, "topk": 2, "num_tokens": 4000}
@@ -85,6 +72,7 @@ def test_pools() -> None:
         "W3": np.arange(0, 32, 2),
     }.items():
         ids = routed(workload, **shape)
+        assert (ids[:, 0] != ids[:, 1]).all()
         assert set(np.unique(ids[hot])) == set(pool.tolist())
         assert len(np.unique(ids[~hot])) == 32
     assert len(np.unique(routed("W4", **shape))) == 32
@@ -103,23 +91,6 @@ def test_seeds_are_of_name_seed_and_step() -> None:
     assert not np.array_equal(one, routed("W4", 1))
     assert not np.array_equal(one, route_tokens("W4", step=0, seed=1, **PUBLISHED))
     assert not np.array_equal(routed("W1"), routed("W2"))  # one distribution, two names
-
-
-def test_a_pool_that_is_too_small() -> None:
-    with pytest.raises(InvalidArgumentError, match="W5 draws --topk 5 different experts of 4"):
-        routed("W5", topk=5)
-    with pytest.raises(InvalidArgumentError, match="W1 draws --topk 9 different experts of 8"):
-        routed("W1", topk=9)
-    assert routed("W5", num_experts=1, topk=1).tolist() == [[0]] * WORKLOAD_TOKENS
-
-
-def test_as_families_of_loads() -> None:
-    shape = {"num_ranks": 4, "num_experts": 8, "num_tokens": 4 * 128, "topk": 2}
-    loads = make_loads("W7", **shape, seeds=4)
-    imbalance = [rank_imbalance(load, 4) for load in loads]
-    assert max(imbalance[:3]) < 1.2
-    assert imbalance[3] > 2.4
-    assert all(load.sum() == 4 * 128 * 2 for load in loads)
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -157,21 +128,3 @@ def test_a_row_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[:2] for row in table] == [
         [WORKLOADS[name], str(step)] for name in ("W6", "W7") for step in range(4)
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--workloads", "W9"], "--workloads has 'W9'; expected any of W0, W1"),
-        (["--topk", "5"], "--experts is 8, but workload W5 draws --topk 5 different experts of 4;"),
-        (["--topk", "9", "--workloads", "W1"], "W1 draws --topk 9 different experts of 8;"),
-        (["--slots", "9"], "--slots is 9; expected at most --experts 8"),
-        (["--ranks", "3"], "--experts is 8, not a multiple of --ranks 3"),
-        (["--tokens", "0"], "--tokens is 0; expected at least 1"),
-        (["--tokens", str(1 << 24)], "are too many"),
-        (["--seed", "-1"], "--seed is -1; expected at least 0"),
-    ],
-)
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
-    assert main(["imbalance", *arguments]) == 2
-    assert text in capsys.readouterr().err

@@ -69,9 +69,15 @@ def steps(
         work = uec.replicate_experts(weights, plan, group=group, async_op=async_op)
         if work is not None:
             work.wait()
-        assert plan.moves is not None
+        assert plan.slots_to_fill is not None
         assert plan.slot_quota is not None
-        results += [plan.slot_expert + 0, plan.slot_quota + 0, ~plan.moves, before, slots["w"] + 1]
+        results += [
+            plan.slot_expert + 0,
+            plan.slot_quota + 0,
+            ~plan.slots_to_fill,
+            before,
+            slots["w"] + 1,
+        ]
     return results
 
 
@@ -126,10 +132,15 @@ def test_plans_of_one_load_are_made_one_by_one(backend: str, groups: list[uec.Gr
         uec.replicate_experts(weights, first, group=group)
         second = uec.plan_replicas(load, group=group, reuse=True)
         uec.replicate_experts(weights, first, group=group)  # restores, and moves nothing
-        assert first.moves is not None
-        assert second.moves is not None
+        assert first.slots_to_fill is not None
+        assert second.slots_to_fill is not None
         y = (x * group.slots["w"]).sum()
-        return [first.moves.sum(), second.moves.sum(), second.slot_expert - first.slot_expert, y]
+        return [
+            first.slots_to_fill.sum(),
+            second.slots_to_fill.sum(),
+            second.slot_expert - first.slot_expert,
+            y,
+        ]
 
     load, compiled = make_loads(1)[0], torch.compile(calls, fullgraph=True, backend=backend)
     x = torch.ones(SHAPE, requires_grad=True)

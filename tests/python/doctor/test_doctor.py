@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,17 +21,11 @@ from ultraep_comm.doctor import facts as facts_module
 from ultraep_comm.doctor.cli import main
 from ultraep_comm.doctor.diagnose import FIRST_BINDINGS, REQUIRABLE, diagnose
 from ultraep_comm.doctor.facts import (
+    AREAS,
+    Candidate,
     Cubin,
     Device,
-    Driver,
     Facts,
-    Heap,
-    Kernels,
-    Nvml,
-    Nvshmem,
-    System,
-    Torch,
-    Way,
     collect,
 )
 from ultraep_comm.doctor.probes import probe_heap, probe_kernels
@@ -66,14 +61,18 @@ def links(index: int, **changes: Any) -> Links:
     return Links(pci=PCI[index], **{"mig": False, **known, **changes})
 
 
-def ways(*missing: str) -> tuple[Way, ...]:
+def candidates(*missing: str) -> tuple[Candidate, ...]:
     reasons = (*missing, "", "", "")
-    return tuple(Way(engine=e, fabric=f, missing=m) for (e, f), m in zip(PREFERRED, reasons))  # noqa: B905
+    return tuple(Candidate(engine=e, fabric=f, missing=m) for (e, f), m in zip(PREFERRED, reasons))  # noqa: B905
+
+
+def area(name: str, **found: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**AREAS[name], "error": "", **found})
 
 
 PACKAGES = ("torch", "numpy", "cuda-bindings", "nvshmem4py-cu13", "cuda-core")
 NODE = Facts(
-    system=System(
+    system=SimpleNamespace(
         version="0.1.0",
         python="3.12.1",
         platform="Linux",
@@ -81,28 +80,35 @@ NODE = Facts(
         packages=dict.fromkeys(PACKAGES, "13.1"),
         variables={},
     ),
-    driver=Driver(cuda=(13, 0), devices=tuple(map(device, range(4))), reaches=((True,) * 4,) * 4),
-    nvml=Nvml(version="580.65", devices=tuple(map(links, range(4)))),
-    torch=Torch(version="2.13.0", cuda="13.0", folder="/t/torch", ways=ways()),
-    nvshmem=Nvshmem(version=(3, 4, 5), path="/t/libnvshmem_host.so.3"),
-    kernels=Kernels(folder="/t/cubins", cubins=(CUBIN,)),
-    heap=Heap(allocates=True),
+    driver=area(
+        "driver", cuda=(13, 0), devices=tuple(map(device, range(4))), reaches=((True,) * 4,) * 4
+    ),
+    nvml=area("nvml", version="580.65", devices=tuple(map(links, range(4)))),
+    torch=area("torch", version="2.13.0", cuda="13.0", folder="/t/torch", candidates=candidates()),
+    nvshmem=area("nvshmem", version=(3, 4, 5), path="/t/libnvshmem_host.so.3"),
+    kernels=area("kernels", folder="/t/cubins", cubins=(CUBIN,)),
+    heap=area("heap", allocates=True),
 )
 NO_CUDA = "this build of torch has no CUDA"
 LAPTOP = replace(
     NODE,
-    system=replace(NODE.system, pci_gpus=0, packages={"torch": "2.13.0+cpu", "numpy": "2.4.6"}),
-    driver=Driver(missing="libcuda.so.1: cannot open shared object file"),
-    nvml=Nvml(status="libnvidia-ml.so.1: cannot open shared object file"),
-    torch=Torch(version="2.13.0+cpu", folder="/t/torch", ways=ways(NO_CUDA, NO_CUDA)),
-    nvshmem=Nvshmem(),
-    kernels=Kernels(folder="/t/cubins"),
-    heap=Heap(),
+    system=SimpleNamespace(
+        **vars(NODE.system) | {"pci_gpus": 0, "packages": {"torch": "2.13.0+cpu", "numpy": "2.4.6"}}
+    ),
+    driver=area("driver", missing="libcuda.so.1: cannot open shared object file"),
+    nvml=area("nvml", status="libnvidia-ml.so.1: cannot open shared object file"),
+    torch=area(
+        "torch", version="2.13.0+cpu", folder="/t/torch", candidates=candidates(NO_CUDA, NO_CUDA)
+    ),
+    nvshmem=area("nvshmem"),
+    kernels=area("kernels", folder="/t/cubins"),
+    heap=area("heap"),
 )
 
 
 def changed(facts: Facts, **areas: dict[str, Any]) -> Facts:
-    return replace(facts, **{n: replace(getattr(facts, n), **c) for n, c in areas.items()})
+    new = {n: SimpleNamespace(**(vars(getattr(facts, n)) | c)) for n, c in areas.items()}
+    return replace(facts, **new)
 
 
 def without(*packages: str) -> dict[str, Any]:
@@ -185,11 +191,13 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         *("warning", "GPU 1: registration with the NVLink fabric: failed (NVML error 3)", "imex"),
     ),
     "no torch": (
-        changed(LAPTOP, torch={"version": "", "ways": ()}),
+        changed(LAPTOP, torch={"version": "", "candidates": ()}),
         *("error", "torch is not installed", "pip install -c constraints.txt torch"),
     ),
     "torch without CUDA": (
-        changed(NODE, torch={"version": "2.13.0+cpu", "cuda": None, "ways": ways("x", "x")}),
+        changed(
+            NODE, torch={"version": "2.13.0+cpu", "cuda": None, "candidates": candidates("x", "x")}
+        ),
         *("warning", "torch 2.13.0+cpu was built without CUDA", "--force-reinstall"),
     ),
     "no bindings": (
@@ -197,7 +205,7 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         *("warning", "the CUDA engine needs cuda-bindings", "'ultraep_comm[cuda13]'"),
     ),
     "no NVSHMEM": (
-        changed(NODE, nvshmem={"version": None}, torch={"ways": ways("no NVSHMEM")}),
+        changed(NODE, nvshmem={"version": None}, torch={"candidates": candidates("no NVSHMEM")}),
         *("warning", "nvshmem lacks NVSHMEM's library", "'ultraep_comm[cuda13]'"),
     ),
     "neither library nor bindings": (
@@ -258,11 +266,13 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         *("error", "the probe of heap ended with status 255", "NVSHMEM_DEBUG=INFO"),
     ),
     "a probe that hung": (
-        changed(LAPTOP, torch={"version": "", "ways": (), "error": "did not end within 60 s"}),
+        changed(
+            LAPTOP, torch={"version": "", "candidates": (), "error": "did not end within 60 s"}
+        ),
         *("error", "the probe of torch did not end within 60 s", "import torch"),
     ),
     "anything else": (
-        changed(NODE, torch={"ways": ways("the bindings are for CUDA 14", "x")}),
+        changed(NODE, torch={"candidates": candidates("the bindings are for CUDA 14", "x")}),
         *("warning", "no engine uses the GPUs here: the bindings are for CUDA 14", ""),
     ),
 }
@@ -282,7 +292,7 @@ def test_one_fault_is_one_finding(name: str) -> None:
         ("device", LAPTOP, "no GPU"),
         ("device", changed(NODE, driver={"devices": (device(0, compute_mode=2),)}), "no GPU"),
         ("cuda", LAPTOP, NO_CUDA),
-        ("nvshmem", changed(NODE, torch={"ways": ways("too old")}), "too old"),
+        ("nvshmem", changed(NODE, torch={"candidates": candidates("too old")}), "too old"),
         ("p2p", changed(NODE, driver={"reaches": APART}), "all pairs"),
         ("p2p", changed(NODE, driver={"devices": (device(0),), "reaches": ((True,),)}), "several"),
     ],
@@ -397,9 +407,9 @@ def run_here(*words: str) -> tuple[int, str]:
 def test_this_machine() -> None:
     document = json.loads(run_here("--json")[1])
     assert document["torch"]["version"] == torch.__version__
-    ways = [(way["engine"], way["fabric"]) for way in document["torch"]["ways"]]
-    assert ways == list(PREFERRED)
-    assert document["auto"] == next(w for w in document["torch"]["ways"] if not w["missing"])
+    found = document["torch"]["candidates"]
+    assert [(c["engine"], c["fabric"]) for c in found] == list(PREFERRED)
+    assert document["auto"] == next(c for c in found if not c["missing"])
     if not torch.cuda.is_available() and not shutil.which("nvidia-smi"):
         assert document["status"] == 0
         assert document["auto"] == {"engine": "host", "fabric": "shm", "missing": ""}
@@ -447,7 +457,7 @@ def test_the_second_round_asks_by_the_answers_of_the_first(
 
     monkeypatch.setattr(facts_module, "ask", ask)
     for reasons in [(), ("no NVSHMEM",)]:
-        answers["torch"] = {"ways": [asdict(way) for way in ways(*reasons)]}
+        answers["torch"] = {"candidates": [asdict(c) for c in candidates(*reasons)]}
         found = collect(1.0)
         assert found.driver.devices[1] == device(1)
     first, heap_too, first_again, kernels_only = rounds

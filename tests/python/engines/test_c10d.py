@@ -247,7 +247,7 @@ def test_check_mode_names_the_engine_that_has_none() -> None:
     options = Options(GroupConfig(num_experts=2, slots_per_rank=1, expert=expert, check=True))
     nothing: Any = None
     with pytest.raises(errors.UnsupportedError, match="this group would use engine='c10d'; pass"):
-        make.make_group_engine(nothing, options, nothing, False)
+        make.make_group_engine(nothing, options, nothing)
 
 
 @pytest.mark.parametrize(

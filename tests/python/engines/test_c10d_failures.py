@@ -43,8 +43,7 @@ from ultraep_comm.engines.c10d.channel import (
     Pending,
 )
 from ultraep_comm.engines.c10d.engine import C10dEngine
-from ultraep_comm.engines.c10d.movement import Movement, Step
-from ultraep_comm.engines.c10d.transfer import Transfer
+from ultraep_comm.engines.c10d.movement import Movement, Step, Transfer
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.fabrics.shm import UNKNOWN
 from ultraep_comm.group.group import session_of

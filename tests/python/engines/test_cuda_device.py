@@ -210,3 +210,22 @@ def test_page_locked_memory_has_one_address(
     driver.moved = 4096
     with pytest.raises(DeviceError, match=r"64 bytes of page-locked memory at .* on cuda:5"):
         device.pinned(64)
+
+
+def test_a_copy_in_place_of_a_view_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch copies memory that it assigns to another device, and symmetric memory would be lost."""
+    memory = torch.arange(10, dtype=torch.uint8)
+    made = Device.__new__(Device)
+    made.torch_device = torch.device("cpu")
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)
+    assert made.view(memory.data_ptr(), 10) is memory
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory.clone())
+    with pytest.raises(DeviceError, match="a copy of them instead of a view"):
+        made.view(memory.data_ptr(), 10)
+
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("pointer resides on device 1")
+
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    with pytest.raises(DeviceError, match="pointer resides on device 1"):
+        made.view(memory.data_ptr(), 10)

@@ -383,7 +383,7 @@ def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
     steps = len(device.log)
     health = groups[0].health()
     assert len(device.log) == steps
-    assert (health.state, health.epoch, health.calls.replicate) == ("open", 1, 1)
+    assert (health.state, health.epoch, health.calls["replicate"]) == ("open", 1, 1)
     assert (health.completed, health.bytes_stored, health.waits, health.peers) == (None,) * 4
     assert "1 replicate" in str(health)
     device.fail(0, epoch=1, fault=5, root=1)

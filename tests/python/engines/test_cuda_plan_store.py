@@ -64,7 +64,7 @@ def test_plans_by_hand_and_of_the_cpu_are_saved_too(
 ) -> None:
     weights = [make_weights(group) for group in groups]
     handles = [groups[0].save(plan_of(0)), groups[1].save(emulated.put_plan(plan_of(0)))]
-    assert handles[0].saved.entry is None
+    assert handles[0].entry is None
     prepare_all(groups, weights, 1)
     synchronize_all(start_all(groups, weights, handles))
     assert [wrong_bytes(group, plan_of(0), 1) for group in groups] == [0, 0]
@@ -112,7 +112,7 @@ def test_ended_handles_are_refused_and_peers_told(
     plan = emulated.put_plan(plan_of(0))
     handles = [group.save(plan, layer=3) for group in groups]
     (work,) = start_all(groups[1:], weights, handles)
-    handles[0].saved.store.consume(handles[0].saved, on_device=True)
+    handles[0].store.consume(handles[0], on_device=True)
     error = raised(lambda: start_all(groups[:1], weights, handles))
     assert isinstance(error, errors.PlanHandleError)
     assert "rank 0: replicate_experts was given the handle of layer 3, microbatch 0" in str(error)
@@ -138,7 +138,7 @@ def test_replays_save_the_plan_that_is_there(
     for handle in handles:
         handle.release()
     graph = emulated.end_capture()
-    taken = handles[0].saved.plan.slot_expert.data_ptr()
+    taken = handles[0].stored.slot_expert.data_ptr()
     for epoch in range(1, 4):
         index = epoch % 3
         emulated.upload(given.slot_expert, plan_of(index).slot_expert)
@@ -195,7 +195,7 @@ def test_a_capture_has_memory_of_its_graph(
     again = group.save(plan, layer=3)
     emulated.end_capture()
     assert [handle.generation for handle in (*held, again)] == [2, 3, 4]
-    assert again.saved.mark is held[0].saved.mark
+    assert again.mark is held[0].mark
     with pytest.raises(errors.GroupBusyError, match="2 saved plans"):
         group.assert_idle()
     for handle in (held[1], again):

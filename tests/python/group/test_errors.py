@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -66,95 +68,71 @@ def _describe(error: BaseException | None) -> tuple[str, str, int, int]:
 
 # ---- a rank's own bad input -----------------------------------------------------------------
 
-
-def _bad_weights(name: str, good: dict[str, torch.Tensor]) -> dict[str, Any]:
-    w, s = good["w"], good["s"]
-    return {
-        "one expert too few": {"w": w[1:], "s": s},
-        "list too long": {"w": [*w, w[0]], "s": s},
-        "shape": {"w": w.reshape(-1, 20, 30), "s": s},
-        "dtype": {"w": w.float(), "s": s},
-        "device": {"w": w.to("meta"), "s": s},
-        "not dense": {"w": torch.zeros(2, 30, 21, dtype=torch.bfloat16)[:, :, :20], "s": s},
-        "transposed": {"w": w.reshape(-1, 20, 30).transpose(1, 2), "s": s},
-        "missing": {"w": w},
-        "extra": {"w": w, "s": s, "bias": s},
-        "no tensor": {"w": [1, 2], "s": s},
-    }[name]
-
-
-WEIGHT_FAULTS = {
-    "one expert too few": "shape",
-    "list too long": "3 entries",
-    "shape": "(30, 20)",
-    "dtype": "torch.float32",
-    "device": "meta",
-    "not dense": "strides",
-    "transposed": "strides",
-    "missing": "'s'",
-    "extra": "'bias'",
-    "no tensor": "int",
-}
-PLAN_FAULTS = {
-    "own home": ([[0, -1], *RING[1:]], "at home"),
-    "duplicate": ([[2, 2], *RING[1:]], "already holds"),
-    "out of range": ([[E, -1], *RING[1:]], "expected an expert in [0, 8)"),
-    "negative": ([[-2, -1], *RING[1:]], "-2"),
-    "too few ranks": (RING[:3], "3 ranks"),
-}
-ARGUMENT_FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "mode": ({"mode": "relay"}, errors.InvalidArgumentError, "'relay'"),
-    "pull": ({"mode": "pull"}, errors.InvalidWeightsError, "empty_weights"),
-    "segments": ({"segments": ["v"]}, errors.InvalidArgumentError, "'v'"),
-    "no segments": ({"segments": []}, errors.InvalidArgumentError, "()"),
+W, BYTES = torch.zeros(2, 30, 20, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.uint8)
+SPARSE_ROWS = torch.zeros(2, 30, 21, dtype=torch.bfloat16)[:, :, :20]
+OF_WEIGHTS, OF_PLAN = errors.InvalidWeightsError, errors.InvalidPlanError
+OF_ARGUMENT = errors.InvalidArgumentError
+# What rank 2 passes instead, and its error.
+FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "one expert too few": ({"weights": {"w": W[1:], "s": BYTES}}, OF_WEIGHTS, "shape"),
+    "list too long": ({"weights": {"w": [*W, W[0]], "s": BYTES}}, OF_WEIGHTS, "3 entries"),
+    "dtype": ({"weights": {"w": W.float(), "s": BYTES}}, OF_WEIGHTS, "torch.float32"),
+    "device": ({"weights": {"w": W.to("meta"), "s": BYTES}}, OF_WEIGHTS, "meta"),
+    "not dense": ({"weights": {"w": SPARSE_ROWS, "s": BYTES}}, OF_WEIGHTS, "strides"),
+    "missing": ({"weights": {"w": W}}, OF_WEIGHTS, "'s'"),
+    "extra": ({"weights": {"w": W, "s": BYTES, "bias": BYTES}}, OF_WEIGHTS, "'bias'"),
+    "own home": ({"plan": _plan([[0, -1], *RING[1:]])}, OF_PLAN, "at home"),
+    "duplicate": ({"plan": _plan([[2, 2], *RING[1:]])}, OF_PLAN, "already holds"),
+    "out of range": (
+        {"plan": _plan([[E, -1], *RING[1:]])},
+        OF_PLAN,
+        "expected an expert in [0, 8)",
+    ),
+    "negative": ({"plan": _plan([[-2, -1], *RING[1:]])}, OF_PLAN, "-2"),
+    "too few ranks": ({"plan": _plan(RING[:3])}, OF_PLAN, "3 ranks"),
+    "mode": ({"mode": "relay"}, OF_ARGUMENT, "'relay'"),
+    "pull": ({"mode": "pull"}, OF_WEIGHTS, "empty_weights"),
+    "segments": ({"segments": ["v"]}, OF_ARGUMENT, "'v'"),
+    "no segments": ({"segments": []}, OF_ARGUMENT, "()"),
 }
 
 
-def _one_rank_is_wrong(rank: int, process_group: Any, kind: str, fault: str) -> Any:
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_bad_input_is_named(fault: str) -> None:
+    groups = uec.testing.new_loopback_groups(4, num_experts=E, slots_per_rank=S, expert=EXPERT)
+    instead, kind, part = FAULTS[fault]
+    given = {"weights": make_weights(groups[2]), "plan": _plan(RING), **instead}
+    error = raised(lambda: uec.replicate_experts(group=groups[2], **given))
+    assert type(error) is kind
+    assert part in str(error)
+    assert "rank 2" in str(error)
+    close_all(groups)
+
+
+def _one_rank_is_wrong(rank: int, process_group: Any, fault: str) -> Any:
     group = _group(process_group)
-    weights: Any = make_weights(group)
+    weights = make_weights(group)
     fill_weights(group, weights, 1)
     clear_slots(group)
-    plan, arguments = _plan(RING), {}
-    if rank == 2:
-        if kind == "weights":
-            weights = _bad_weights(fault, weights)
-        elif kind == "plan":
-            plan = _plan(PLAN_FAULTS[fault][0])
-        else:
-            arguments = ARGUMENT_FAULTS[fault][0]
+    right = {"weights": weights, "plan": _plan(RING)}
+    given = right | FAULTS[fault][0] if rank == 2 else right
     start = time.monotonic()
-    error = raised(lambda: uec.replicate_experts(weights, plan, group=group, **arguments))
+    error = raised(lambda: uec.replicate_experts(group=group, **given))
     if error is None and rank == 0:  # rank 0 has nothing to do with rank 2 in RING
-        error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+        error = raised(lambda: uec.replicate_experts(group=group, **right))
     seconds = time.monotonic() - start
-    again = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    again = raised(lambda: uec.replicate_experts(group=group, **right))
     untouched = int((group.slots["w"].view(torch.uint8) != 0xA5).sum()) if rank == 1 else 0
     group.close()
     return _describe(error), seconds, type(again).__name__, untouched
 
 
-@pytest.mark.parametrize(
-    "kind, fault",
-    [
-        *(("weights", fault) for fault in WEIGHT_FAULTS),
-        *(("plan", fault) for fault in PLAN_FAULTS),
-        *(("arguments", fault) for fault in ARGUMENT_FAULTS),
-    ],
-)
+@pytest.mark.parametrize("fault", ["missing", "own home", "mode"])
 def test_a_rank_with_bad_input_says_so_and_its_peers_do_not_wait(
-    ranks: RankPool, kind: str, fault: str
+    ranks: RankPool, fault: str
 ) -> None:
-    results = ranks.run(4, _one_rank_is_wrong, kind, fault)
-    (name, text, *_), *_ = results[2]
-    if kind == "arguments":
-        _, error, part = ARGUMENT_FAULTS[fault]
-    else:
-        error = errors.InvalidWeightsError if kind == "weights" else errors.InvalidPlanError
-        part = WEIGHT_FAULTS[fault] if kind == "weights" else PLAN_FAULTS[fault][1]
-    assert name == error.__name__
-    assert part in text
-    assert "rank 2" in text
+    results = ranks.run(4, _one_rank_is_wrong, fault)
+    assert results[2][0][0] == FAULTS[fault][1].__name__
     for rank in (0, 1, 3):
         (name, text, peer, root), seconds, again, untouched = results[rank]
         assert name in ("PeerRejectedError", "TransferAbortedError"), text
@@ -315,38 +293,6 @@ def test_a_rank_whose_own_plan_is_empty_learns_at_close(ranks: RankPool) -> None
 # ---- waits are bounded -----------------------------------------------------------------------
 
 
-def _late(rank: int, process_group: Any, limit: float, late: int) -> Any:
-    group = _group(process_group, timeout=limit)
-    weights = make_weights(group)
-    fill_weights(group, weights, 1)
-    dist.barrier(process_group)
-    start = time.monotonic()
-    if rank == late:
-        time.sleep(limit + 1)
-    plan = _plan([[4, -1], [4, -1], [0, -1], [4, -1]])  # all need rank 2
-    error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
-    seconds = time.monotonic() - start
-    group.close()
-    return _describe(error), seconds
-
-
-def test_a_rank_that_does_not_call_is_named(ranks: RankPool) -> None:
-    limit, late = 1.0, 2
-    results = ranks.run(4, _late, limit, late)
-    names = [result[0][0] for result in results]
-    assert "TransferTimeoutError" in names
-    for rank, ((name, text, peer, root), seconds) in enumerate(results):
-        if rank == late:
-            assert name == "TransferAbortedError"
-            continue
-        assert name in ("TransferTimeoutError", "TransferAbortedError")
-        assert seconds < 10  # no default limit of 30 s, nor that of the process group
-        if name == "TransferTimeoutError":
-            assert isinstance(peer, int)
-            assert root == late, text
-            assert "not every rank of the plan had called" in text
-
-
 def _no_limit(rank: int, process_group: Any) -> Any:
     group = _group(process_group, timeout=0)
     weights = make_weights(group)
@@ -459,10 +405,6 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     odd = rank == 1
     if fault == "bad argument" and odd:
         options["slots_per_rank"] = -1
-    elif fault == "too many slots" and odd:
-        options["slots_per_rank"] = E + 1
-    elif fault == "no number" and odd:
-        options["num_experts"] = "8"
     elif fault == "other experts" and odd:
         options["num_experts"] = E + 1
     elif fault == "too much memory":
@@ -486,8 +428,6 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     "fault, own, others",
     [
         ("bad argument", "InvalidArgumentError", "BootstrapError"),
-        ("too many slots", "InvalidArgumentError", "BootstrapError"),
-        ("no number", "InvalidArgumentError", "BootstrapError"),
         ("other experts", "BootstrapError", "BootstrapError"),
         ("too much memory", "OutOfSharedMemoryError", "OutOfSharedMemoryError"),
         ("no memory on one rank", "OutOfSharedMemoryError", "BootstrapError"),
@@ -529,21 +469,26 @@ def _mortal(rank: int, num_ranks: int, store: str, when: str, connected: Any, pi
     if when == "before new_group" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    error = raised(lambda: _live(rank, when))
-    pipe.send((_describe(error), time.monotonic() - start))
+    gone: list[int] = []
+    error = raised(lambda: _live(rank, when, gone))
+    states = getattr(error, "states", ())
+    pipe.send((_describe(error), time.monotonic() - start, states, gone))
     os._exit(0)
 
 
-def _live(rank: int, when: str) -> None:
+def _live(rank: int, when: str, gone: list[int]) -> None:
     group = _group(None)
     weights = make_weights(group)
     dist.barrier()
     if when == "before the call" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(50):
-        uec.replicate_experts(weights, _plan(RING), group=group)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(50):
+            uec.replicate_experts(weights, _plan(RING), group=group)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        gone += group.health().peers_gone
 
 
 @pytest.mark.parametrize("when", ["before new_group", "before the call", "between calls"])
@@ -560,7 +505,7 @@ def test_a_killed_rank_is_noticed(tmp_path: Path, when: str) -> None:
     try:
         for rank in (0, 2, 3):
             assert pipes[rank].poll(60), f"rank {rank} hangs"
-            (name, text, peer, root), seconds = pipes[rank].recv()
+            (name, text, peer, root), seconds, states, gone = pipes[rank].recv()
             if when == "before new_group":  # where its peers do not know its process
                 assert name == "BootstrapError"
                 assert "ranks [1] did not join this collective within 5 s" in text
@@ -568,7 +513,12 @@ def test_a_killed_rank_is_noticed(tmp_path: Path, when: str) -> None:
             assert name in ("PeerGoneError", "TransferAbortedError"), text
             assert seconds < 10  # far below the limit of 20 s
             if name == "PeerGoneError":
+                seen = "last seen in call 1" if when == "between calls" else "before its first call"
                 assert (peer, root) == (1, 1)
+                assert [state.gone for state in states] == [False, True, False, False]
+                assert gone == [1]
+                assert states[1].state == f"process ended ({seen})"
+                assert f"\n  rank 1: process ended ({seen})" in text
     finally:
         for process in processes:
             process.kill()
@@ -594,6 +544,17 @@ def test_who_failed_first_is_said_as_far_as_it_is_known(
     report = _core.Report(fault=_core.Fault.ABORTED, aborter=aborter, peer=peer, root=root, epoch=1)
     text = str(error_from(report, 0, "replicate_experts", ()))
     assert expected in text
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.UltraEPError)],
+)
+def test_errors_pass_from_process_to_process(kind: type[errors.UltraEPError]) -> None:
+    names = [name for base in kind.__mro__ for name in inspect.get_annotations(base)]
+    error = kind("what, and why", **{name: [name] for name in names})
+    loaded = pickle.loads(pickle.dumps(error))
+    assert (type(loaded), str(loaded), vars(loaded)) == (kind, "what, and why", vars(error))
 
 
 def _comes_late(rank: int, process_group: Any, engine: str, is_load: bool) -> Any:
@@ -626,11 +587,15 @@ def _comes_late(rank: int, process_group: Any, engine: str, is_load: bool) -> An
 
 @pytest.mark.parametrize("engine", ["host", "c10d"])
 @pytest.mark.parametrize("is_load", [True, False])
-def test_a_rank_that_comes_late_reads_that_its_peers_waited_for_it(
+def test_a_rank_that_comes_late_is_named_and_reads_that_its_peers_waited_for_it(
     ranks: RankPool, engine: str, is_load: bool
 ) -> None:
     *peers, (name, text, root) = ranks.run(3, _comes_late, engine, is_load)
-    assert "TransferTimeoutError" in [kind for kind, *_ in peers]
+    timeouts = [peer for peer in peers if peer[0] == "TransferTimeoutError"]
+    assert timeouts
+    for _, said, culprit in timeouts:
+        assert culprit == 2, said
+        assert is_load or "not every rank of the plan had called" in said
     assert (name, root) == ("TransferAbortedError", 2)
     assert "ended because this rank came too late" in text
     assert "raise timeout= in new_group" in text

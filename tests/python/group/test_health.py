@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, close_all, forkserver, loopback, make_weights, raised, start_all
+from ranks import RankPool, close_all, loopback, make_weights, raised, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
@@ -48,7 +45,7 @@ def test_a_new_group_has_done_nothing() -> None:
     health = groups[1].health()
     assert (health.rank, health.name, health.state) == (1, groups[1].name, "open")
     assert (health.epoch, health.completed, health.failed_epoch) == (0, 0, 0)
-    assert dataclasses.astuple(health.calls) == (0, 0, 0, 0)
+    assert set(health.calls.values()) == {0}
     assert (health.bytes_stored, health.saved_plans) == (0, 0)
     assert health.waits is not None
     assert health.waits.longest is None
@@ -76,7 +73,7 @@ def test_calls_bytes_and_plans_are_counted() -> None:
     loopback(2, rank)
     handle = groups[0].save(plan)
     health = groups[0].health()
-    assert dataclasses.asdict(health.calls) == {
+    assert health.calls == {
         "replicate": 3,
         "reduce": 1,
         "gather": 1,
@@ -145,7 +142,7 @@ def test_a_wait_for_a_late_peer_is_seen_while_it_lasts_and_names_the_peer() -> N
     close_all(groups)
 
 
-def test_it_can_be_read_after_a_failure_and_after_a_close() -> None:
+def test_it_is_read_and_written_as_json_after_a_failure_and_after_a_close() -> None:
     groups = _loopback(2, timeout=0.1)
     weights = make_weights(groups[0])
     error = raised(lambda: uec.replicate_experts(weights, _plan(ONE), group=groups[0]))
@@ -153,6 +150,10 @@ def test_it_can_be_read_after_a_failure_and_after_a_close() -> None:
     failed = groups[0].health()
     assert (failed.state, failed.failed_epoch, failed.completed) == ("failed", 1, 0)
     assert failed.last_error == f"TransferTimeoutError: {error}"
+    found = json.loads(json.dumps(failed.as_dict()))
+    assert set(found) == {f.name for f in dataclasses.fields(GroupHealth)}
+    assert found["waits"]["longest"]["peer"] == 1
+    assert found["peers"][1]["state"] == "not yet in call 1 (not seen in a call yet)"
     groups[0].close()
     closed = groups[0].health()
     assert closed == dataclasses.replace(failed, state="closed")
@@ -182,23 +183,10 @@ def test_a_rejected_call_is_counted_and_its_error_kept() -> None:
     error = raised(lambda: uec.replicate_experts({}, _plan(ONE), group=groups[0]))
     assert isinstance(error, errors.InvalidWeightsError)
     health = groups[0].health()
-    assert (health.calls.rejected, health.calls.replicate, health.epoch) == (1, 0, 1)
+    assert (health.calls["rejected"], health.calls["replicate"], health.epoch) == (1, 0, 1)
     assert health.last_error == f"InvalidWeightsError: {error}"
     assert health.peers is not None
     assert health.peers[0].state == "rejected its own input in call 1"
-    close_all(groups)
-
-
-def test_as_dict_is_json() -> None:
-    groups = _loopback(2, timeout=0.1)
-    uec_error = raised(
-        lambda: uec.replicate_experts(make_weights(groups[0]), _plan(ONE), group=groups[0])
-    )
-    assert uec_error is not None
-    found = json.loads(json.dumps(groups[0].health().as_dict()))
-    assert set(found) == {f.name for f in dataclasses.fields(GroupHealth)}
-    assert found["waits"]["longest"]["peer"] == 1
-    assert found["peers"][1]["state"] == "not yet in call 1 (not seen in a call yet)"
     close_all(groups)
 
 
@@ -341,46 +329,3 @@ def test_a_timeout_tells_late_from_closed(ranks: RankPool) -> None:
         assert "Last known states:\n" in text
         assert "\n  rank 2: not yet in call 2 (last seen in call 1)" in text
         assert "\n  rank 3: closed after call 1" in text
-
-
-def _dies(rank: int, folder: str, queue: Any) -> None:
-    store = dist.FileStore(str(Path(folder) / "store"), 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    group = uec.new_group(num_experts=E, slots_per_rank=S, expert=EXPERT, timeout=30.0)
-    weights = make_weights(group)
-    plan = uec.Plan.from_slots(
-        torch.tensor([[7, -1], [7, -1], [0, -1]], dtype=torch.int32), num_experts=E
-    )
-    uec.replicate_experts(weights, plan, group=group)
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
-    gone = group.health().peers_gone
-    states = error.states if isinstance(error, errors.TransferError) else ()
-    queue.put((rank, type(error).__name__, str(error), states, gone))
-    group.close()
-
-
-def test_a_process_that_has_ended_is_named(tmp_path: Path) -> None:
-    context = forkserver()
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_dies, args=(rank, str(tmp_path), queue)) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    results = {}
-    for _ in range(2):
-        rank, *result = queue.get(timeout=60)
-        results[rank] = result
-    for process in processes:
-        process.join(20)
-    assert set(results) == {0, 1}
-    assert "PeerGoneError" in {result[0] for result in results.values()}
-    for kind, text, states, gone in results.values():
-        assert kind in ("PeerGoneError", "TransferAbortedError")
-        if kind == "PeerGoneError":
-            assert states[2].gone
-            assert states[2].state == "process ended (last seen in call 1)"
-            assert "\n  rank 2: process ended (last seen in call 1)" in text
-            assert gone == (2,)

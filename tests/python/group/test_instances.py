@@ -1,4 +1,4 @@
-"""One tensor for all instances: mains, then a bank's slots, for as many layers as there are."""
+"""One tensor for all instances: local experts, then a bank's slots, for many layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ E, S = 6, 2
 MODES = ("push", "pull", "direct", "auto")
 UNEVEN = [0, 0, 0, 2, 2, 0]  # rank 1 has no expert
 GRADS = {"w13": torch.float32, "w_t": torch.bfloat16, "bias": torch.float32}
-GROUPED = {"up": Segment((16, 24), torch.bfloat16), "down": Segment((24, 16), torch.float32)}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,11 +50,11 @@ def _groups(num_ranks: int = 3, **options: Any) -> list[uec.Group]:
     return uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 
-def _mains(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors:
+def _weights(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: tensor[: group.num_local_experts] for name, tensor in instances.items()}
 
 
-def _check_mains(group: uec.Group, instances: Tensors, epoch: int) -> None:
+def _check_weights(group: uec.Group, instances: Tensors, epoch: int) -> None:
     for index, (name, segment) in enumerate(group.segments.items()):
         for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
             wanted = _filled(0, segment.nbytes)
@@ -86,26 +85,26 @@ def _walk(
     plans: Sequence[uec.Plan],
     modes: Sequence[str] = MODES,
 ) -> None:
-    """Transfer each layer in each mode, and look at every byte of mains and slots of all.
+    """Transfer each layer in each mode, and look at every byte of weights and slots of all.
 
     ``layers``: the bank of each, and its tensors by rank.
     """
     first = groups[0].rank
     for layer, (_, tensors) in enumerate(layers):
         for group in groups:
-            _check_mains(group, tensors[group.rank - first], 0)
-            fill_weights(group, _mains(group, tensors[group.rank - first]), layer + 1)
+            _check_weights(group, tensors[group.rank - first], 0)
+            fill_weights(group, _weights(group, tensors[group.rank - first]), layer + 1)
     for mode in modes:
         for plan in plans:
             for layer, (bank, tensors) in enumerate(layers):
                 for group in groups:
                     _clear(group.banks[bank], group)
-                given = {g.rank: _mains(g, tensors[g.rank - first]) for g in groups}
+                given = {g.rank: _weights(g, tensors[g.rank - first]) for g in groups}
                 synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
                 for group in groups:
-                    for other, (same, shown) in enumerate(layers):
-                        own = shown[group.rank - first]
-                        _check_mains(group, own, other + 1)
+                    for other, (same, aliases) in enumerate(layers):
+                        own = aliases[group.rank - first]
+                        _check_weights(group, own, other + 1)
                         if same == bank:
                             _check_slots(group, own, plan, layer + 1)
 
@@ -121,7 +120,7 @@ def _layers(groups: Sequence[uec.Group], banks: Sequence[int]) -> list[tuple[int
 # ---- weights --------------------------------------------------------------------------------
 
 
-def test_mains_come_first_and_slots_are_the_tail() -> None:
+def test_local_experts_come_first_and_slots_are_the_tail() -> None:
     groups = _groups(banks=2)
     for bank, tensors in _layers(groups, [1, 1, 0]):
         for group, own in zip(groups, tensors, strict=True):
@@ -141,7 +140,7 @@ def test_mains_come_first_and_slots_are_the_tail() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["", "checked"])
-def test_layers_of_one_bank_have_their_own_mains_and_its_slots(
+def test_layers_of_one_bank_have_their_own_weights_and_its_slots(
     request: pytest.FixtureRequest, check: bool
 ) -> None:
     if check and "c10d" in request.node.name:
@@ -154,13 +153,13 @@ def test_layers_of_one_bank_have_their_own_mains_and_its_slots(
     close_all(groups)
 
 
-def test_pull_takes_the_mains() -> None:
+def test_pull_takes_the_weights() -> None:
     groups = _groups(2)
     for _, tensors in _layers(groups, [0, 0]):
         for group, own in zip(groups, tensors, strict=True):
-            mains = _mains(group, own)
-            assert group.bind(mains).region >= 0
-            assert group.bind({"w2": mains["w2"]}).region == group.bind(mains).region
+            weights = _weights(group, own)
+            assert group.bind(weights).region >= 0
+            assert group.bind({"w2": weights["w2"]}).region == group.bind(weights).region
             shifted = {name: own[name][1:][: group.num_local_experts] for name in own}
             assert group.bind(shifted).region == -1
     close_all(groups)
@@ -172,13 +171,13 @@ def test_uneven_homes_are_not_pulled() -> None:
     _walk(groups, layers, _plans(3, UNEVEN), ("push", "direct", "auto"))
     plan = _plans(3, UNEVEN)[0]
     for group in groups:
-        mains = _mains(group, layers[1][1][group.rank])
+        weights = _weights(group, layers[1][1][group.rank])
         with pytest.raises(errors.InvalidWeightsError, match="numbers of experts differ, here"):
-            uec.replicate_experts(mains, plan, group=group, mode="pull")
+            uec.replicate_experts(weights, plan, group=group, mode="pull")
     close_all(groups)
 
 
-def test_without_slots_there_are_mains() -> None:
+def test_without_slots_there_are_local_experts() -> None:
     groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=0, expert=MIXED, instances=True, timeout=30.0
     )
@@ -224,7 +223,7 @@ def test_gradients_of_all_instances_are_one_tensor() -> None:
                 tensor.copy_(torch.randn(tensor.shape, generator=draw))
                 assert torch.equal(group.banks[bank].slot_grads[name], tensor[-S:])
         before.append([{name: t.clone() for name, t in own.items()} for own in tensors])
-        given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
+        given = [_weights(group, own) for group, own in zip(groups, tensors, strict=True)]
         synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
         rows = plan.slot_expert.tolist()
         for group, own in zip(groups, tensors, strict=True):
@@ -243,43 +242,6 @@ def test_a_group_without_gradients_has_none() -> None:
     (group,) = _groups(1)
     assert group.banks[0].empty_instance_grads() == {}
     group.close()
-
-
-# ---- grouped GEMMs --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(GROUPED))
-def test_grouped_mm_takes_them(name: str) -> None:
-    grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    groups = _groups(2, expert=GROUPED, grads=torch.float32)
-    plan = random_plan(4, 2, E, S, fill=1.0)
-    layers = _layers(groups, [0, 0])
-    draw = torch.Generator().manual_seed(6)
-    for _, tensors in layers:
-        for group, own in zip(groups, tensors, strict=True):
-            for tensor in own.values():
-                tensor[: group.num_local_experts] = torch.randn(
-                    tensor[: group.num_local_experts].shape, generator=draw
-                )
-        given = [_mains(group, own) for group, own in zip(groups, tensors, strict=True)]
-        synchronize_all(start_all(groups, given, plan))
-        for own in tensors:
-            weights = own[name].detach().requires_grad_()
-            ends = torch.tensor([3, 3, 10, 16, 24], dtype=torch.int32)
-            x = torch.randn(24, weights.shape[2], generator=draw).to(weights.dtype)
-            x.requires_grad_()
-            y = grouped(x, weights.transpose(1, 2), offs=ends)
-            y.backward(torch.ones_like(y))
-            begin = 0
-            for i, end in enumerate(ends.tolist()):
-                rows = x.detach()[begin:end].float()
-                wanted = rows @ weights.detach()[i].float().T
-                assert torch.allclose(y[begin:end].float(), wanted, rtol=2e-2, atol=2e-2)
-                assert weights.grad is not None
-                slope = torch.ones_like(wanted).T @ rows
-                assert torch.allclose(weights.grad[i].float(), slope, rtol=2e-2, atol=2e-2)
-                begin = end
-    close_all(groups)
 
 
 # ---- memory ---------------------------------------------------------------------------------
@@ -318,7 +280,7 @@ def test_more_layers_take_no_more_slots() -> None:
             layers.append(made)
             made[:1].fill_(2)
             assert bool((made[1:] == 1).all())
-    # Each has a main, which is a fifth of its bytes.
+    # Each has a local expert, which is a fifth of its bytes.
     assert _pss() - before < len(layers) * slot_bytes * 3 // 2
     close_all(groups)
 
@@ -334,9 +296,9 @@ def test_memory_is_known_before_it_is_taken() -> None:
     gradients = sum(
         MIXED[name].nbytes // MIXED[name].dtype.itemsize * t.itemsize for name, t in GRADS.items()
     )
-    assert known.mains == E // 3 * (3 * weights + 2 * gradients)
+    assert known.local_experts == E // 3 * (3 * weights + 2 * gradients)
     without = uec.group_memory(3, **sizes)
-    assert without.mains == 0
+    assert without.local_experts == 0
     assert (without.slots, without.slot_grads) == (known.slots, known.slot_grads)
     close_all(groups)
 
@@ -419,23 +381,23 @@ def _in_process(
     sizes = [os.fstat(fd).st_blocks * 512 for fd in taken]
     for fd in taken:
         os.close(fd)
-    mains = sum(
+    local_bytes = sum(
         session_of(group).engine.layout.max_local_experts * s.nbytes + 2 * 4096
         for s in MIXED.values()
     )
     group.close()
     for bank in (0, 1):
-        shown = [own[0]["packed"] for other, own in layers if other == bank]
-        shown[0].fill_(rank)
-        assert bool((shown[1][-S:] == rank).all())
-    return mains, max(sizes[1:], default=0)
+        aliases = [own[0]["packed"] for other, own in layers if other == bank]
+        aliases[0].fill_(rank)
+        assert bool((aliases[1][-S:] == rank).all())
+    return local_bytes, max(sizes[1:], default=0)
 
 
 @pytest.mark.parametrize("home", [None, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("engine", ["host", "c10d"])
 def test_between_processes(ranks: RankPool, engine: str, home: list[int] | None) -> None:
-    for mains, taken in ranks.run(3, _in_process, engine, home):
-        assert taken <= mains
+    for local_bytes, taken in ranks.run(3, _in_process, engine, home):
+        assert taken <= local_bytes
         assert (taken > 0) == (engine == "host")
 
 

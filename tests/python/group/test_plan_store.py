@@ -52,7 +52,7 @@ def test_handles_are_numbered_by_layer_microbatch_and_save(groups: list[uec.Grou
     found = [(h.layer, h.microbatch, h.generation) for h in handles]
     assert found == [(3, 0, 1), (4, 0, 2), (3, 1, 3), (3, 7, 4), (3, 3, 5)]
     assert all(handle.group is group for handle in handles)
-    assert len({handle.saved.tag for handle in handles}) == 5
+    assert len({handle.tag for handle in handles}) == 5
     for handle in handles:
         handle.release()
     assert group.save(plan_of(0), layer=3).generation == 6  # never one that was used
@@ -126,7 +126,7 @@ def test_each_microbatch_transfers_its_own_plan(groups: list[uec.Group]) -> None
 
 
 def spend(handle: uec.PlanHandle) -> None:
-    handle.saved.store.consume(handle.saved, on_device=True)
+    handle.store.consume(handle, on_device=True)
 
 
 def release(handle: uec.PlanHandle) -> None:
@@ -317,7 +317,7 @@ def test_assert_idle_names_live_handles_a_few_at_most(groups: list[uec.Group]) -
         errors.GroupBusyError, match="1 saved plan not reduced or released: layer 7"
     ):
         group.assert_idle()
-    handles[-1].saved.store.consume(handles[-1].saved, on_device=True)
+    handles[-1].store.consume(handles[-1], on_device=True)
     group.assert_idle()
 
 

@@ -310,7 +310,7 @@ def _soak(rank: int, process_group: Any) -> Any:
     uec.gather_load(torch.zeros((4, 2), dtype=torch.int64), group=group)
     health = group.health()
     group.close()
-    return wrong, health.calls.replicate, health.last_error
+    return wrong, health.calls["replicate"], health.last_error
 
 
 def test_a_clean_soak_has_no_false_alarm(ranks: RankPool) -> None:

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import plan_alone, run_python
 from reference import schedule
-from reference.schedule_oracle import Problem, exports, imports, optimum
 from tiers import cases
 
 from ultraep_comm import Plan, _core
@@ -173,16 +172,6 @@ def test_ranks_send_what_the_schedule_says(
                 sent[source] += size if i > 0 else 0
         found = predict(plan, segments, machine, mode, residents=residents)
         assert found.sent_bytes.tolist() == sent.tolist()
-
-
-@given(plans(), machines)
-@settings(max_examples=cases(10, 30))
-def test_the_same_again(plan: Plan, machine: Machine) -> None:
-    first, second = (predict(plan, 300_000, machine, "push", timeline=True) for _ in range(2))
-    assert first.time_us == second.time_us
-    assert first.timeline is not None
-    assert second.timeline is not None
-    assert np.array_equal(first.timeline, second.timeline)
 
 
 FINISHES = """
@@ -371,7 +360,7 @@ def test_empty_plans_take_no_time() -> None:
 # ---- what workers spend -------------------------------------------------------------------------
 
 COSTS = (
-    *("launch_us", "call_us", "leave_us", "look_us"),
+    *("launch_us", "call_us", "leave_us", "poll_us"),
     *("fetch_us", "store_us", "publish_us"),
 )
 
@@ -390,7 +379,7 @@ def test_workers_of_a_hub_look_side_by_side() -> None:
     """With two replicas each hub passes on half of the groups: a worker those of its own."""
     plan = make_plan([[-1], [0], [0]], 3)
     for num_sms in (16, 64):
-        on = dataclasses.replace(NVL72, look_us=10.0, num_sms=num_sms)
+        on = dataclasses.replace(NVL72, poll_us=10.0, num_sms=num_sms)
         groups = (4 << 20) // on.tile_bytes // 2  # of two tiles
         own = -(-groups // 2 // num_sms)
         time = predict(plan, 4 << 20, on, "push").time_us
@@ -414,7 +403,7 @@ def test_a_published_copy_alone() -> None:
     """22 MB took 34.5 us, a launch and what a call of ours spends besides not included."""
     on = MACHINES["gb200"]
     found = predict(make_plan([[-1], [0]], 2), 22_000_000, on, "direct")
-    ours = on.call_us + on.leave_us + on.look_us + on.fetch_us + on.store_us + on.publish_us
+    ours = on.call_us + on.leave_us + on.poll_us + on.fetch_us + on.store_us + on.publish_us
     assert found.time_us - ours == pytest.approx(34.5, rel=0.1)
 
 
@@ -453,20 +442,6 @@ def drawn_residents(plan: Plan, seed: int) -> list[list[int]]:
     rng, slots = np.random.default_rng(seed), plan.slot_expert.numpy()
     held = np.where(rng.random(slots.shape) < 0.3, rng.integers(-1, 10, slots.shape), slots)
     return np.where(rng.random(slots.shape) < 0.4, -1, held).tolist()
-
-
-def test_the_bound_is_exact() -> None:
-    unlike = {True: 0, False: 0}
-    for i, plan in enumerate(chains()):
-        for residents in (None, drawn_residents(plan, i)):
-            problem = Problem(
-                slot_expert=plan.slot_expert.tolist(), home=plan.home.tolist(), residents=residents
-            )
-            best, most = optimum(problem), max(*exports(problem), *imports(problem))
-            bound = predict(plan, W, residents=residents).bound_us
-            assert bound == pytest.approx(best * W / 710e3, rel=1e-7)
-            unlike[residents is None] += abs(best - most) > 1e-6
-    assert all(unlike.values())  # the program was needed
 
 
 def bound_by_sets(
@@ -518,13 +493,6 @@ def test_the_bound_is_that_over_all_sets_of_ranks() -> None:
 def test_the_bound_of_few_bytes_is_as_exact() -> None:
     for plan in chains():
         assert predict(plan, 1).bound_us * W == pytest.approx(predict(plan, W).bound_us, rel=1e-9)
-
-
-def test_a_bound_of_unlike_links() -> None:
-    plan = make_plan([[-1, -1], [0, 1], [0, 1]], 6)
-    for egress, ingress, bound in [(100.0, 400.0, 2 / 100), (400.0, 100.0, 2 / 100)]:
-        machine = Machine(egress_gbps=egress, ingress_gbps=ingress)
-        assert predict(plan, 1_000_000, machine).bound_us == pytest.approx(bound * 1000)
 
 
 # ---- timelines ----------------------------------------------------------------------------------
@@ -641,21 +609,27 @@ def test_relays_are_chosen_by_what_they_send() -> None:
         {"write_efficiency": 0.0},
         {"read_efficiency": 1.01},
         {"num_sms": 0},
-        {"num_sms": 3},  # 256 tiles are no multiple
+        {"num_sms": 3, "tiles_in_flight": 256},  # no multiple
         {"tiles_in_flight": 1.0},
         {"tiles_in_flight": True},
         {"tile_bytes": 0},
         {"domain_size": 0},
         {"fair_loads": "no"},
         {"name": None},
+        {"call_us": -1.0},
+        {"parallel": 0.5},
+        {"parallel": math.nan},
+        {"parallel": "2"},
+        {"parallel": 2.0, "read_gbps": 0.0},
+        {"parallel": 2.0, "group_us": -1.0},
+        {"parallel": 2.0, "domain_size": 2},
+        {"read_gbps": 10.0},  # without parallel
+        {"group_us": 1.0},
     ],
     ids=str,
 )
 def test_impossible_machines(wrong: dict[str, object]) -> None:
-    (name,) = wrong
-    with pytest.raises(
-        InvalidArgumentError, match="tiles_in_flight" if wrong == {"num_sms": 3} else name
-    ):
+    with pytest.raises(InvalidArgumentError, match=[*wrong][-1]):
         Machine(**{"egress_gbps": 710.0, "ingress_gbps": 710.0, **wrong})
 
 

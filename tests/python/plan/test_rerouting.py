@@ -191,29 +191,6 @@ def test_maps_of_any_width(num_experts: int) -> None:
     check_maps(random_plan(rng, 3, num_experts, 4, 9), rng)
 
 
-def test_products_of_the_largest_loads_do_not_overflow() -> None:
-    """Two sources with 2**30 tokens each come before one with 7, which gets exactly the rest."""
-    load = np.array([[2**30 + 12_345], [2**30 - 12_345 - 8], [7], [0], [0]], np.int32)
-    home_quota, replica_quota = 1_431_655_768, 715_827_879
-    assert home_quota + replica_quota == load.sum(dtype=np.int64) == 2**31 - 1
-    slot_expert = np.array([[-1], [-1], [-1], [-1], [0]], np.int32)
-    slot_quota = np.array([[0], [0], [0], [0], [replica_quota]], np.int32)
-    quotas = (np.array([home_quota], np.int32), np.array([3], np.int32))
-    plan = Plan(load, slot_expert, slot_quota, *quotas)
-
-    shares = [
-        source_shares(load[:, 0].tolist(), [3, 4], [home_quota, replica_quota], source)
-        for source in range(3)
-    ]
-    assert [sum(share) for share in shares] == load[:3, 0].tolist()
-    assert np.sum(shares, axis=0).tolist() == [home_quota, replica_quota]
-    status, out = reroute_in_core(plan, np.zeros(7, np.int64), 2)
-    assert status.fault is Fault.NONE
-    home_id, replica_id = 3 * 2, 4 * 2  # P = one main and one slot
-    assert out.tolist() == [home_id] * shares[2][0] + [replica_id] * shares[2][1]
-    assert min(shares[2]) > 0
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_ranks=st.integers(2, 8),

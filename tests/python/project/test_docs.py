@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import forkserver, settle
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -21,6 +23,16 @@ USAGE = (ROOT / "docs" / "usage.md").read_text()
 README = (ROOT / "README.md").read_text()
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [*sorted((ROOT / "bench").glob("*.md")), ROOT / "bench" / "results" / "README.md"]
+
+
+def run_as_rank(script: Path, rank: int, variables: dict[str, str]) -> None:
+    """Run a program in this process, as one that ``torchrun`` has started."""
+    settle()
+    with script.with_suffix(f".{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize(
@@ -40,18 +52,20 @@ def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
     shown = re.search(rf"```python\n(# {name}\.py: torchrun .*?)```", text, re.DOTALL)
     assert shown is not None
     script = tmp_path / f"{name}.py"
-    # What ranks print at a time may share a line.
-    script.write_text(shown[1] + 'import os\nopen(f"{__file__}.{os.environ[\'RANK\']}", "x")\n')
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.glob(f"{script.name}.?"))) == ranks
+    script.write_text(shown[1])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    started = [
+        forkserver().Process(target=run_as_rank, args=(script, rank, variables), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(240)
+    printed = [path.read_text() for path in sorted(tmp_path.glob("*.log"))]
+    assert [process.exitcode for process in started] == [0] * ranks, "\n".join(printed)
 
 
 def test_ids_of_experts_that_ranks_have_unevenly() -> None:

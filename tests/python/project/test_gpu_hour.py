@@ -27,9 +27,9 @@ gpu_hour: Any = module_from_spec(
 )
 gpu_hour.__spec__.loader.exec_module(gpu_hour)
 from hour import machine, report, running, stages  # noqa: E402
-from hour.call import ARCHIVE, MAX_BYTES, Results  # noqa: E402
+from hour.call import ARCHIVE  # noqa: E402
 from hour.rehearsal import make_wheel  # noqa: E402
-from hour.running import HALF_LOG, Budget, Command, Stage  # noqa: E402
+from hour.running import Command, Stage  # noqa: E402
 
 DOC = ROOT / "docs" / "developing.md"
 DEVICE = {"arch": 90, "name": "a GPU", "gpus": 1}
@@ -41,29 +41,6 @@ def python(code: str, **options: Any) -> Command:
 
 def stage(*commands: Command, **options: Any) -> Stage:
     return Stage("a stage", list(commands), **options)
-
-
-# What a program of its own begins with. Its first argument is this folder, its second that of the
-# files.
-SETUP = """
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_gpu_hour import DEVICE, gpu_hour, machine, python, stage, stages
-machine.commit, machine.find_device = (lambda: "c0ffee"), (lambda: DEVICE)
-machine.unpack = lambda *_: []
-gpu_hour.ROOT = Path(sys.argv[2])
-"""
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, or does soon."""
-    state = Path("/proc", str(pid), "stat")
-    for _ in range(400):
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.fixture
@@ -177,15 +154,6 @@ def test_what_is_slow_takes_nothing_from_what_comes_later(run: Any) -> None:
     assert found["later"]["status"] == "passed"
 
 
-def test_what_has_no_time_left_is_not_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = run({"long": stage(python("print()", seconds=60))}, "--limit", "2")
-    assert status == 1
-    assert found["long"]["status"] == "not run"
-    assert "long        not run" in capsys.readouterr().out
-    few = Budget(1000, [stage(python("", seconds=1))], most=4)
-    assert few.share(python("", seconds=1)) == 30  # and not a thousand, for what hangs
-
-
 def test_what_is_run_instead_counts(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fails = "print('why it fails'); exit(1)"
     status, found = run(
@@ -200,38 +168,6 @@ def test_what_is_run_instead_counts(run: Any, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out.partition("====")[2]
     assert "instead of: " in said
     assert "why it fails" in said.partition("still")[0]
-
-
-def test_a_child_that_outlives_its_parent_is_ended(run: Any, tmp_path: Path) -> None:
-    code = f"""
-import shutil
-import subprocess
-child = subprocess.Popen(['sleep', '100'])
-open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))"""
-    status, found = run({"leaves": stage(python(code))})
-    assert status == 0
-    assert found["leaves"]["seconds"] < 10
-    assert has_ended(int((tmp_path / "pid").read_text()))
-
-
-def test_what_runs_ends_with_it(tmp_path: Path) -> None:
-    code = (
-        SETUP
-        + """
-sleeps = f"import os, time; open({sys.argv[3]!r}, 'w').write(str(os.getpid())); time.sleep(100)"
-stages.Plan.stages = lambda plan: {"sleeps": stage(python(sleeps))}
-sys.exit(gpu_hour.main(["--out", sys.argv[2], "sleeps"]))
-"""
-    )
-    pid = tmp_path / "pid"
-    words = [sys.executable, "-B", "-c", code, str(Path(__file__).parent), str(tmp_path / "out")]
-    with subprocess.Popen([*words, str(pid)], stdout=subprocess.DEVNULL) as process:
-        while not (pid.exists() and pid.read_text()):
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.terminate()
-        assert process.wait(30) == 143
-    assert has_ended(int(pid.read_text()))
 
 
 def test_resuming_leaves_out_what_has_passed(
@@ -260,17 +196,6 @@ def test_resuming_leaves_out_what_has_passed(
     assert ran.read_text() == "h12" + "h2" + "1" + "1"
 
 
-def test_a_long_log_keeps_its_begin_and_its_end(run: Any, tmp_path: Path) -> None:
-    code = "print('first'); [print('x' * 999) for _ in range(5000)]; print('last')"
-    assert run({"long": stage(python(code), python("print('more')"))})[0] == 0
-    log = unpacked(tmp_path / "out")["long.log"]
-    assert len(log) < 2 * HALF_LOG + 100
-    assert "\nfirst\n" in log[:1000]
-    assert "bytes left out" in log
-    assert "\nlast\n" in log[-1000:]
-    assert "\nmore\n" in log[-1000:]
-
-
 def test_results_are_kept(run: Any, tmp_path: Path) -> None:
     line = '{"probe": "measure_shuffle", "wrong": 0, "each": 31.4}'
     words = [sys.executable, "-c", f"print('{line}')  # tools/gpu_probes/probes.py"]
@@ -284,45 +209,6 @@ def test_results_are_kept(run: Any, tmp_path: Path) -> None:
     assert "SHUFFLE=31" in clock
     assert "REMOTE=1584  # not measured" in clock
     assert [path.name for path in (tmp_path / "out").iterdir()] == [ARCHIVE]
-
-
-def test_the_archive_has_a_limit(tmp_path: Path) -> None:
-    results = Results(tmp_path / "out", tmp_path / "files", {})
-    results.files.mkdir()
-    for name, size in {"large": MAX_BYTES, "small": 1000, "half": MAX_BYTES // 2}.items():
-        (results.files / name).write_bytes(os.urandom(size))
-    results.write([])
-    with tarfile.open(tmp_path / "out" / ARCHIVE) as archive:
-        assert set(archive.getnames()) == {"small", "half", "summary.json"}
-    assert (tmp_path / "out" / ARCHIVE).stat().st_size < 16 << 20
-    assert len(stages.Plan(tmp_path, tmp_path).stages()) * 2 * HALF_LOG <= MAX_BYTES
-
-
-# Runs a stage that prints little, where no file can get larger than some bytes.
-NO_ROOM = (
-    SETUP
-    + """
-stages.Plan.stages = lambda plan: {"speaks": stage(python("print('x' * 200)"))}
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
-sys.exit(gpu_hour.main(["--out", sys.argv[2] + "/out", "speaks"]))
-"""
-)
-
-
-@pytest.mark.parametrize(("room", "left"), [(100, []), (400, ["speaks.log"])])
-def test_a_full_disk_leaves_nothing_half_written(
-    tmp_path: Path, room: int, left: list[str]
-) -> None:
-    archive = tmp_path / "out" / ARCHIVE
-    archive.parent.mkdir()
-    archive.write_text("as it was")
-    words = ["-B", "-c", NO_ROOM, str(Path(__file__).parent), str(tmp_path), str(room)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 4, done.stderr
-    assert "gpu_hour: cannot write: " in done.stderr
-    assert [path.name for path in (tmp_path / "build/hour/results").iterdir()] == left
-    assert list(archive.parent.iterdir()) == [archive]
-    assert archive.read_text() == "as it was"
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -403,16 +289,6 @@ def test_the_report_fits(count: int) -> None:
         assert text.count("x" * 200) == 10 * count
 
 
-def test_the_lines_that_matter() -> None:
-    lines = [f"frame {i}" for i in range(100)]
-    lines[40] = "E   SomeError: the first cause"
-    lines[70] = "E   OtherError: what came of it"
-    found = report.telling_lines("\n".join(lines))
-    assert len(found) == report.LINES
-    assert {lines[0], lines[40], lines[70], lines[99]} <= set(found)
-    assert report.telling_lines("one\n\ntwo") == ["one", "two"]
-
-
 # ---- what the machine lacks ----------------------------------------------------------------------
 
 
@@ -427,34 +303,6 @@ def test_wheels_of_what_lacks_are_unpacked(tmp_path: Path) -> None:
     assert said[0].endswith("unpacked")
     assert "not a supported wheel" in said[1]
     assert (tmp_path / "wheels" / "nvshmem" / "__init__.py").exists()
-
-
-def test_a_bare_process_has_only_what_is_listed(tmp_path: Path) -> None:
-    """And what was carried."""
-    code = """
-import importlib.metadata, importlib.util, sys
-print(importlib.util.find_spec("hypothesis") is not None)
-for name in sys.argv[1:]:
-    try:
-        __import__(name)
-        print(name)
-    except ModuleNotFoundError as error:
-        print(error)
-try:
-    print(importlib.metadata.version("pyelftools"))
-except importlib.metadata.PackageNotFoundError:
-    print("not installed")
-"""
-    (tmp_path / "z3").mkdir()
-    (tmp_path / "z3" / "__init__.py").touch()
-    env = os.environ | machine.bare_env(tmp_path)
-    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    words = [sys.executable, "-c", code, "elftools", "z3"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-    assert pytest.importorskip("elftools")
-    assert done.stdout.splitlines() == [
-        *("True", "No module named 'elftools'", "z3", "not installed")
-    ]
 
 
 # ---- what the stages name ------------------------------------------------------------------------

@@ -11,23 +11,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def modules_after_import(statement: str) -> set[str]:
-    text = subprocess.run(
-        [sys.executable, "-c", f"{statement}; import sys; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return set(text.split())
+# torch itself may bring some of what is unwanted along.
+ADDED = """
+import sys, torch, torch.distributed
+before = {*sys.modules}
+import ultraep_comm
+print(*{*sys.modules} - before)
+"""
 
 
 def test_import_brings_only_what_is_needed() -> None:
-    loaded = modules_after_import("import ultraep_comm")
-    assert "ultraep_comm.errors" in loaded
-    extra = {name for name in loaded if re.match(r"ultraep_comm\.(bench|viz)", name)}
-    assert not extra
-    # torch itself may bring some of these along; the package adds none of them.
-    added = loaded - modules_after_import("import torch, torch.distributed")
+    done = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True, check=True)
+    added = done.stdout.split()
+    assert "ultraep_comm.errors" in added
+    assert not [name for name in added if re.match(r"ultraep_comm\.(bench|viz)", name)]
     roots = {name.split(".")[0] for name in added}
     unwanted = {"scipy", "matplotlib", "hypothesis", "pytest", "nvshmem", "cuda", "multiprocessing"}
     assert not roots & unwanted

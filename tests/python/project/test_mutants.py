@@ -27,7 +27,8 @@ SANITIZED: dict[str, str] = {}
 for folder in ("core", "host", "c10d", "cuda", "device"):
     SANITIZED |= families(folder)
 
-# One of each family, which is caught at once, and without a sanitizer.
+# One of each family that is caught at once, and without a sanitizer, by the simulation or by one
+# program of its folder: each program takes seconds to compile.
 SAMPLE = re.findall(
     r"\w+",
     """
@@ -35,26 +36,17 @@ SAMPLE = re.findall(
     no_abort sum_read_early parts_in_another_order cleared_early reducer_drain_ignores_stores
     stale_residents
 
-    chosen_by_each arrival_not_shared finish_waits_for_each row_published_twice fit_of_each
-    packed_taker_of_each fetch_fault_unseen part_one_too_small replicas_in_one_place
-    source_not_counted_yet crosses_for_each_replica instances_without_mains
-    sums_in_one_place gradients_of_32_bits
-
-    rounds_gate_is_open rounds_hub_left_out rounds_relayed_last ledger_one_tag_for_all
-    ledger_received_for_another ledger_keeps_of_another ledger_digests_not_chained
-
-    failed_before_workers_end readers_not_awaited sums_in_another_order sleep_without_last_look
-    bank_of_another
-    stages_captured_wait_for_outside launcher_waits_outside_the_capture
+    chosen_by_each arrival_not_shared finish_waits_for_each
+    readers_not_awaited
+    ledger_one_tag_for_all ledger_received_for_another ledger_keeps_of_another
+    ledger_digests_not_chained
+    launcher_waits_outside_the_capture engine_version_not_told
 
     device_publish_without_proxy_fence device_stage_reused_while_read device_epoch_not_advanced
     device_cancelled_before_unseen device_far_puts_not_awaited device_replay_counted
-    reroute_run_before_left_out reduce_any_address_is_aligned load_epoch_not_advanced
-    device_steps_swapped device_reach_in_any_order engine_version_not_told device_bank_not_noted
     device_workers_share_tiles
 """,
 )
-NEEDS_SANITIZER = {"host: flags and counters"}
 PLAIN = [name for name in SANITIZED if name in SAMPLE]
 
 
@@ -63,10 +55,13 @@ def test_no_mutant_is_lost() -> None:
     assert len(SANITIZED) >= 293
 
 
-def test_the_sample_has_one_of_each_family() -> None:
+def test_the_sample_has_some_of_each_folder() -> None:
     every = SIMULATED | SANITIZED
     sampled = [every[name] for name in SAMPLE]
-    assert sorted(sampled) == sorted(set(every.values()) - NEEDS_SANITIZER)
+    assert len(sampled) == len(set(sampled))
+    assert set(sampled) >= set(SIMULATED.values())
+    folders = ({family.partition(":")[0] for family in some} for some in (sampled, every.values()))
+    assert len(set(map(frozenset, folders))) == 1
 
 
 MUTANTS_OF = {"cpu": "mutants", "tsan": "mutants-tsan"}  # test presets

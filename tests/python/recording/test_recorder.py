@@ -89,7 +89,7 @@ def test_only_what_a_call_moves_is_counted() -> None:
     other = uec.Plan.from_slots([[3], [0]], num_experts=E, bank=1, reuse=True)
     for plan, options in (
         (one, {}),
-        (other, {}),  # Plan.moves says that all is moved
+        (other, {}),  # Plan.slots_to_fill says that all is moved
         (other, {"segments": ("s",)}),
         (other, {"version": 5}),
         (other, {"version": 5}),

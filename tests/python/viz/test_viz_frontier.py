@@ -31,20 +31,6 @@ RECORDS = [
 ]
 
 
-def test_points(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"records": RECORDS}))
-    points = load_points(path)
-    assert len(points) == 8
-    assert points[2] == Point(
-        panel="64 ranks, 256 experts, 2 slots",
-        load="zipf",
-        planner="moonep",
-        imbalance=1.0,
-        time_us=600,
-    )
-
-
 def points_of(*pairs: tuple[float, float]) -> list[Point]:
     return [
         Point(panel="", load="", planner=str(i), imbalance=y, time_us=x)

@@ -30,7 +30,6 @@ from ultraep_comm.viz.loads import (
     imbalance,
     make_page,
     plan_trace,
-    relative,
     series_of,
 )
 
@@ -75,13 +74,6 @@ def test_series_of_a_trace_are_its_plans(series: LoadSeries, trace: Path) -> Non
             assert np.array_equal(series.slot_expert[t, layer], plan.slot_expert.numpy())
             assert imbalance(series.after, series.known)[t, layer] == pytest.approx(plan.imbalance)
     assert imbalance(series.before, series.known)[1, 0] > 2
-
-
-def test_loads_of_nobody_and_of_nothing() -> None:
-    loads = np.array([[[0, 0], [3, 1]]])
-    known = np.array([[True, False]])
-    assert relative(loads, known)[0, 0].tolist() == [1, 1]
-    assert np.isnan(relative(loads, known)[0, 1]).all()
 
 
 # ---- recordings -----------------------------------------------------------------------------
@@ -195,19 +187,6 @@ def test_the_picture_shows_every_load(series: LoadSeries) -> None:
     low, high = lines.get_ylim()
     assert low < 1
     assert high > worst
-
-
-@pytest.mark.parametrize("part", [np.s_[:1, :], np.s_[:, :1], np.s_[:1, :1]])
-def test_pictures_of_one_step_or_layer(series: LoadSeries, part: Any) -> None:
-    pytest.importorskip("matplotlib")
-    rows, columns = part
-    names = ("known", "slot_expert", "slot_quota", "home_quota")
-    cut: dict[str, Any] = {name: getattr(series, name)[part] for name in names}
-    small = replace(series, steps=series.steps[rows], layers=series.layers[columns], **cut)
-    figure = draw_load(small)
-    figure.draw_without_rendering()
-    labels = [text.get_text() for text in figure.axes[2].get_xticklabels()]
-    assert labels == [str(i) for i in range(max(small.known.shape))]
 
 
 # ---- HTML -----------------------------------------------------------------------------------
@@ -471,12 +450,6 @@ def test_bad_outputs(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("bad", [["--slots", "-1"], ["--ranks", "0"], ["--tokens", "\u0663"]])
-def test_bad_numbers(trace: Path, tmp_path: Path, bad: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["load", "--trace", str(trace), *bad, "--out", str(tmp_path / "out.html")])
-
-
 def test_without_matplotlib(
     trace: Path,
     tmp_path: Path,
@@ -487,28 +460,3 @@ def test_without_matplotlib(
     assert main(["load", "--trace", str(trace), "--out", str(tmp_path / "a.png")]) == 2
     assert "pip install -c constraints.txt -e '.[viz]'" in capsys.readouterr().err
     assert main(["load", "--trace", str(trace), "--out", str(tmp_path / "a.html")]) == 0
-
-
-def test_help_has_an_example_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("load", "timeline", "bound"):
-        with pytest.raises(SystemExit, match="0"):
-            main([command, "--help"])
-        text = capsys.readouterr().out
-        assert f"python -m ultraep_comm.viz {command} " in text
-    with pytest.raises(SystemExit, match="2"):
-        main(["load", "--trace", "x.npz"])  # no --out
-
-
-@pytest.mark.trace
-def test_recorded_routing(traces_dir: Path) -> None:
-    found = plan_trace(
-        open_trace(traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz"),
-        source="trace",
-        num_ranks=8,
-        slots_per_rank=1,
-        tokens_per_rank=4096,
-        target=1.01,
-    )
-    assert found.known.shape == (6, 24)
-    assert (found.after.max(axis=2) <= found.before.max(axis=2)).all()
-    assert len(make_page(found)) < 200_000

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from recorded_groups import make_recorder
 
@@ -23,7 +19,7 @@ from ultraep_comm import errors
 from ultraep_comm.model.timeline import SPAN, Span
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Recording, save_recording
-from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_paths, chart_timeline
+from ultraep_comm.viz.charts import Chart, chart_calls, chart_paths, chart_timeline
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.style import save_png, short
 from ultraep_comm.viz.timeline import LOOKS, draw_timeline, format_trace, trace_events
@@ -72,37 +68,6 @@ def busy(timeline: NDArray[np.void], rank: int, kind: Span) -> float:
 
 
 # ---- charts ---------------------------------------------------------------------------------
-
-
-def test_charts_have_every_piece(chart: Chart) -> None:
-    timeline = make_timeline(G)
-    for rank in range(G):
-        for kind, name in KINDS.items():
-            bars = [b for b in chart.bars if (b.rank, b.kind) == (rank, name)]
-            total = sum(b.end_us - b.begin_us for b in bars)
-            assert total == pytest.approx(busy(timeline, rank, kind))
-            assert total > 0
-            spans = timeline[timeline["rank"] == rank]
-            moved = spans["bytes"][spans["kind"] == kind].sum()
-            assert sum(int(b.details.get("bytes", 0)) for b in bars) == moved
-    assert chart.end_us == timeline["end_us"].max()
-    store = next(bar for bar in chart.bars if bar.kind == "store")
-    assert store.details["bytes"] == 2 << 20
-    assert store.details["peers"] == "0, 1"
-    assert store.label == f"e{store.details['expert']}\u21920,1"
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("more", [{}, {"gap_us": 5.0}, {"max_lanes": 1}])
-def test_bars_of_a_lane_do_not_overlap(seed: int, more: Any) -> None:
-    chart = chart_timeline(make_timeline(G, seed), G, title="", subtitle="", **more)
-    for rank in range(G):
-        for lane in range(CALL_LANE, chart.lanes_of(rank)):
-            bars = [bar for bar in chart.bars if (bar.rank, bar.lane) == (rank, lane)]
-            assert bars
-            assert {bar.kind == "call" for bar in bars} == {lane == CALL_LANE}
-            for one, two in itertools.pairwise(bars):
-                assert one.end_us <= two.begin_us
 
 
 def tiles(rows: list[tuple[int, int, float, float]]) -> NDArray[np.void]:
@@ -381,45 +346,6 @@ def test_the_command_draws_calls(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_command_draws_predictions(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {}
-
-    def predict(
-        plan: uec.Plan,
-        expert_bytes: int,
-        machine: str,
-        mode: str,
-        *,
-        residents: np.ndarray[Any, Any],
-        timeline: bool,
-    ) -> Any:
-        assert (residents == -1).all()
-        asked.update(slots=plan.slot_expert, size=expert_bytes, machine=machine, mode=mode)
-        assert timeline
-        if machine == "unknown":
-            raise errors.InvalidArgumentError("there is no machine 'unknown'")
-        figures = {"time_us": 120.5, "bound_us": 100.0, "over_bound": 1.205, "mode": "push"}
-        return SimpleNamespace(timeline=make_timeline(G), **figures)
-
-    module: Any = ModuleType("ultraep_comm.model")
-    module.predict = predict
-    module.__spec__ = SimpleNamespace(name="ultraep_comm.model")
-    monkeypatch.setitem(sys.modules, "ultraep_comm.model", module)
-    out = tmp_path / "p.json"
-    command = ["timeline", str(run), "--predict", "2", "--out", str(out)]
-    assert main([*command, "--mode", "push"]) == 0
-    assert torch.equal(asked["slots"], torch.tensor([[5], [0], [-1]], dtype=torch.int32))
-    assert (asked["size"], asked["machine"], asked["mode"]) == (1000, "nvl72", "push")
-    document = json.loads(out.read_text())
-    assert len(check_trace(document)) > G
-    assert "mode push: 120.5 us, 1.205 of the bound" in document["otherData"]["subtitle"]
-    assert main([*command, "--expert-bytes", "36M"]) == 0
-    assert asked["size"] == 36 << 20
-    assert main([*command, "--machine", "unknown"]) == 2
-
-
 @pytest.mark.parametrize("mode", ["push", "pull", "direct"])
 def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
     model: Any = pytest.importorskip("ultraep_comm.model", reason="there is no model")
@@ -461,17 +387,6 @@ def test_predictions_are_of_what_a_call_moves(run: Path, tmp_path: Path) -> None
         stores = [e for e in check_trace(document) if e["cat"] == "store"]
         assert sum(e["args"]["bytes"] for e in stores) == 1000
         assert f"{found.time_us:,.1f} us" in document["otherData"]["subtitle"]
-
-
-def test_without_the_model(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["timeline", str(run), "--predict", "1", "--out", str(tmp_path / "p.json")]) == 2
-    assert "has no ultraep_comm.model; draw recorded calls instead" in capsys.readouterr().err
 
 
 def test_a_generated_load_needs_no_recording(tmp_path: Path) -> None:

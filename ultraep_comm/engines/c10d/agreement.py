@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +21,6 @@ _NOTICE = 3  # int64: fault, peer, root
 _EMPTY = -2  # no peer and no root
 _NOTICE_TAG, _PROBE_TAG = 0, 1
 _FIRST_TAG = 1 << 30  # of records, beyond those of steps: they may share a channel
-
-
-class FailureNotice(NamedTuple):
-    """Why a rank's call failed: what happened, with which peer, and which rank was the first."""
-
-    fault: _core.Fault
-    peer: int
-    root: int
 
 
 class Agreement:
@@ -140,19 +131,23 @@ class Agreement:
 
     # ---- after a failure --------------------------------------------------------------------
 
-    def broadcast(self, notice: FailureNotice) -> None:
-        """Tell all peers why this rank has failed, without waiting for them."""
-        words = torch.tensor(
-            [notice.fault.value, notice.peer, notice.root], dtype=torch.int64, device="cpu"
-        )
-        for peer in range(self._num_ranks):
-            if peer == self._rank:
+    def broadcast(self, fault: _core.Fault, peer: int, root: int) -> None:
+        """Tell all peers how this rank has failed, without waiting for them.
+
+        Args:
+            fault: what happened.
+            peer: with which rank; -1: with none.
+            root: the rank that failed first.
+        """
+        words = torch.tensor([fault.value, peer, root], dtype=torch.int64, device="cpu")
+        for to in range(self._num_ranks):
+            if to == self._rank:
                 continue
             with suppress(BrokenChannelError):  # it is gone
-                self._sent += self._alarms.post([Message(peer, _NOTICE_TAG, words, receives=False)])
+                self._sent += self._alarms.post([Message(to, _NOTICE_TAG, words, receives=False)])
 
-    def poll(self, peer: int) -> tuple[int, FailureNotice] | None:
-        """Return a rank that has failed, and its notice.
+    def poll(self, peer: int) -> tuple[int, _core.Fault, int, int] | None:
+        """Return a rank that has failed, and what it has told by :meth:`broadcast`.
 
         Args:
             peer: the rank; -1: any.
@@ -171,7 +166,7 @@ class Agreement:
                 with suppress(BrokenChannelError):
                     pending.wait(_GRACE)
                 fault, about, root = self._notices[sender].tolist()
-                return sender, FailureNotice(_Fault(fault), about, root)
+                return sender, _Fault(fault), about, root
             time.sleep(_POLL)
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,16 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Engine, Movable, Objective, Setup
-from ultraep_comm.engines.c10d.agreement import Agreement, FailureNotice
+from ultraep_comm.engines.c10d.agreement import Agreement
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
-from ultraep_comm.engines.c10d.movement import Movement, read_steps
+from ultraep_comm.engines.c10d.movement import Movement, Reduction, Rows, Transfer, read_steps
 from ultraep_comm.engines.c10d.order import DeviceOrder
-from ultraep_comm.engines.c10d.reduction import Reduction
-from ultraep_comm.engines.c10d.transfer import Transfer
 from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics import Place, SharedRegion
@@ -53,7 +50,6 @@ class _Job:
         table: of a gather, int32 ``[G, E]``.
         clear: slot gradients to clear behind it.
         events: on a device, those of `DeviceOrder.enter`.
-        lacking: slots that it has yet to complete.
         keep: memory that it uses.
     """
 
@@ -65,7 +61,6 @@ class _Job:
     table: Tensor | None = None
     clear: Sequence[Tensor] = ()
     events: tuple[Any, Any] | None = None
-    lacking: Container[int] = ()
     keep: object = None
 
 
@@ -77,9 +72,8 @@ class C10dEngine(Engine):
 
     Args:
         topology, rank, setup: as in `Engine`.
-        device: where weights and slots are.
         channels: for weights and gradients, for records and for failures; the first may be one.
-        call_limit, wait_limit: in seconds, until all ranks have called and from then on; 0: none.
+        call_timeout: as for `Options.config`.
     """
 
     def __init__(
@@ -87,20 +81,19 @@ class C10dEngine(Engine):
         topology: Topology,
         rank: int,
         setup: Setup,
-        device: torch.device,
         channels: Sequence[Channel],
-        *,
-        call_limit: float,
-        wait_limit: float,
+        call_timeout: float,
     ) -> None:
         super().__init__(topology, rank, setup)
-        self._device, self._ledger = device, _core.C10dLedger(self.config)
+        self._device = device = self.memory[0].local.device
+        self._ledger = ledger = _core.C10dLedger(self.config)
+        self.version, self.slots_to_fill = ledger.version, ledger.slots_to_fill  # type: ignore[method-assign]
         self._slots, self._grads = _find_slots(setup[0], self.config, self.memory[0].local)
         self._channel, (calls, alarms) = channels[0], channels[-2:]
         num_ranks, num_experts = topology.num_ranks, topology.num_experts
         self._agreement = Agreement(calls, alarms, rank, num_ranks, num_experts)
         self._order = None if device.type == "cpu" else DeviceOrder(device)
-        self._call_limit, self._wait_limit = call_limit, wait_limit
+        self._call_limit, self._wait_limit = setup[0].limits(call_timeout)
         self._changed = threading.Condition()
         # Under it:
         self._jobs: deque[_Job] = deque()
@@ -186,19 +179,18 @@ class C10dEngine(Engine):
             if bound.types:  # of gradients
                 self._counts["reduce"] += 1
                 grads = self._grads[bank % len(self._grads)]
-                main = _find_mains(bound.tensors, list(grads), as_bytes=False)
-                job.movement = Reduction(steps, self._channel, digest, [*grads.values()], main)
+                local = _find_rows(bound.tensors, list(grads), as_bytes=False)
+                job.movement = Reduction(steps, self._channel, digest, [*grads.values()], local)
                 if call.zero:
                     read = self._ledger.slots_to_fill()[self.rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads.values() for slot in read]
             else:
                 self._counts["replicate"] += 1
                 slots = self._slots[bank]
-                main = _find_mains(bound.tensors, list(slots), as_bytes=True)
-                job.movement = movement = Transfer(
-                    steps, self._channel, digest, [*slots.values()], main, self._wake_waits
+                local = _find_rows(bound.tensors, list(slots), as_bytes=True)
+                job.movement = Transfer(
+                    steps, self._channel, digest, [*slots.values()], local, self._wake_waits
                 )
-                job.lacking = movement.missing
             self._submit(job)
         if self._order is not None:
             # Rule: the call's operations are issued before the caller's next ones, on every rank.
@@ -292,7 +284,7 @@ class C10dEngine(Engine):
             with nullcontext() if order is None or events is None else order.running(*events):
                 report = self._execute(job)
             if report is not None:  # a peer that has yet to compare may find this rank gone
-                self._agreement.broadcast(FailureNotice(report.fault, report.peer, report.root))
+                self._agreement.broadcast(report.fault, report.peer, report.root)
                 self._abort_channels()
         except Exception as error:
             report = self._explain(job, error)
@@ -300,9 +292,10 @@ class C10dEngine(Engine):
             self._running = None
             if report is None:
                 self._completed = job.epoch
-                self._ends[job.epoch] = time.monotonic_ns()
-                self._ends.pop(job.epoch - _KNOWN_ENDS, None)
-                if job.events is not None:
+                if job.events is None:  # else its operations have been issued, no more
+                    self._ends[job.epoch] = time.monotonic_ns()
+                    self._ends.pop(job.epoch - _KNOWN_ENDS, None)
+                else:
                     self._end_events.append((job.epoch, job.events[1]))
             else:
                 self._owed = 0
@@ -344,24 +337,24 @@ class C10dEngine(Engine):
         else:  # ours, such as memory that was refused
             broken = BrokenChannelError(str(error) or type(error).__name__, -1, receives=True)
         peer, fault = broken.peer, _Fault.TIMEOUT if broken.timed_out else _Fault.GONE
-        self._agreement.broadcast(FailureNotice(fault, peer, peer))
+        self._agreement.broadcast(fault, peer, peer)
         self._abort_channels()  # the peers stop waiting for this rank, and read its notice
         aborter, root = -1, peer
         asked = {self.rank}
         while root not in asked and (found := self._agreement.poll(root)) is not None:
-            sender, notice = found
-            if aborter < 0 and notice.fault is _Fault.GONE and notice.peer == self.rank:
+            sender, told, about, first = found
+            if aborter < 0 and told is _Fault.GONE and about == self.rank:
                 break  # it saw this rank's abort, so this rank was first
             root = sender
             asked.add(root)
             if aborter < 0:
                 aborter = root
-            if notice.fault in (_Fault.REJECTED, _Fault.MISMATCH):
-                other = root if notice.root == self.rank else notice.root
-                return _core.Report(fault=notice.fault, epoch=job.epoch, peer=other, root=other)
-            if notice.fault is _Fault.CANCELLED or notice.peer < 0:
+            if told in (_Fault.REJECTED, _Fault.MISMATCH):
+                other = root if first == self.rank else first
+                return _core.Report(fault=told, epoch=job.epoch, peer=other, root=other)
+            if told is _Fault.CANCELLED or about < 0:
                 break
-            root = notice.peer
+            root = about
         if aborter >= 0 and fault is _Fault.GONE:
             fault = _Fault.ABORTED
         expert, piece = broken.chunk or (-1, -1)
@@ -410,10 +403,6 @@ class C10dEngine(Engine):
             self.abort()
             raise
 
-    def _succeeded(self, epoch: int) -> bool:
-        with self._changed:
-            return not self._has_failed(epoch)
-
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Block until a call has finished; with a device, the current stream waits for it.
 
@@ -424,14 +413,14 @@ class C10dEngine(Engine):
         self._wait_for(lambda: self._is_over(epoch))
         for event in self._end_of(epoch):
             event.wait()
-        return self._succeeded(epoch)
+        return not self._has_failed(epoch)
 
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished, on a device too."""
         self._wait_for(lambda: self._is_over(epoch))
         for event in self._end_of(epoch):
             event.synchronize()
-        return self._succeeded(epoch)
+        return not self._has_failed(epoch)
 
     def _end_of(self, epoch: int) -> list[Any]:
         """Return, on a device, the event of a call's end, or of the first known one behind it."""
@@ -451,8 +440,10 @@ class C10dEngine(Engine):
             return self._completed >= epoch and not self._has_failed(epoch)
         if self._completed >= epoch:
             return True
-        jobs = [job for job in (self._running, *self._jobs) if job is not None]
-        return any(job.epoch == epoch and slot not in job.lacking for job in jobs)
+        for job in (self._running, *self._jobs):
+            if job is not None and job.epoch == epoch and isinstance(job.movement, Transfer):
+                return slot not in job.movement.missing
+        return False
 
     def is_completed(self, epoch: int, slot: int | None = None) -> bool:
         """Return whether a call has finished or failed, or has filled a slot."""
@@ -464,8 +455,7 @@ class C10dEngine(Engine):
 
     def finished_at(self, epoch: int) -> int:
         """Return when one of the last calls finished, in nanoseconds; 0: unknown."""
-        with self._changed:
-            return self._ends.get(epoch, 0) if self._order is None else 0
+        return self._ends.get(epoch, 0)
 
     # ---- banks ------------------------------------------------------------------------------
 
@@ -474,16 +464,6 @@ class C10dEngine(Engine):
         with self._changed:
             held = self._ledger.residents(bank)
             return np.full_like(held, -1) if self._failed else held
-
-    def version(self, bank: int) -> int:
-        """Return the version of the weights of a bank's residents."""
-        with self._changed:
-            return self._ledger.version(bank)
-
-    def slots_to_fill(self) -> NDArray[np.bool_]:
-        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads."""
-        with self._changed:
-            return self._ledger.slots_to_fill()
 
     def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
@@ -503,7 +483,7 @@ class C10dEngine(Engine):
                 return
             self._cancelled = True
             self._changed.notify_all()
-        self._agreement.broadcast(FailureNotice(_Fault.CANCELLED, -1, self.rank))
+        self._agreement.broadcast(_Fault.CANCELLED, -1, self.rank)
         self._abort_channels()
         if threading.current_thread() is not self._thread:
             with self._changed:  # the thread sees it at once, unless something holds it up
@@ -579,15 +559,13 @@ def _find_slots(
     return slots, grads
 
 
-def _find_mains(
-    weights: Weights, names: Sequence[str], *, as_bytes: bool
-) -> Callable[[int, int], Tensor]:
-    """Return a function from a segment's and a main's index to that main, as one dense row."""
+def _find_rows(weights: Weights, names: Sequence[str], *, as_bytes: bool) -> Rows:
+    """Return a function from a segment's and a local expert's index to its tensor, as one row."""
 
     @cache
     def find(segment: int, index: int) -> Tensor:
-        main = weights[names[segment]][index].detach()
-        main = main.as_strided((main.numel(),), (1,))  # any strides that are dense
-        return main.view(torch.uint8) if as_bytes else main
+        tensor = weights[names[segment]][index].detach()
+        row = tensor.as_strided((tensor.numel(),), (1,))  # any strides that are dense
+        return row.view(torch.uint8) if as_bytes else row
 
     return find

@@ -25,7 +25,7 @@ from ultraep_comm.engines.c10d.channel import (
 )
 from ultraep_comm.engines.c10d.engine import C10dEngine
 from ultraep_comm.engines.c10d.probe import measure
-from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
+from ultraep_comm.engines.options import Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
 from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.fabrics.rendezvous import (
@@ -149,9 +149,7 @@ def choose_engine(rendezvous: Rendezvous, wanted: torch.device | None) -> tuple[
     return ("c10d", say_apart(apart)) if apart else ("host", "")
 
 
-def make_group_engine(
-    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
-) -> C10dEngine:
+def make_group_engine(rendezvous: Rendezvous, options: Options, topology: Topology) -> C10dEngine:
     """Create one rank's engine. Collective; arguments have been checked on every rank.
 
     Raises:
@@ -171,7 +169,7 @@ def make_group_engine(
     check_same_arguments([{"device": record["device"]} for record in records])
     machines = [record["machine"] for record in records]
     check_addresses(machines, [record["local"] for record in records])
-    if not given_domains:
+    if not options.given_domains:
         different = list(dict.fromkeys(machines))
         topology = topology.with_domains(
             np.array([different.index(machine) for machine in machines], np.int32)
@@ -281,13 +279,4 @@ def _make_one(
 ) -> C10dEngine:
     config = options.config(topology, rank, call_timeout, cost)
     setup = options, config, PrivateFabric(rank, topology.num_ranks, device)
-    given = options.timeout
-    return C10dEngine(
-        topology,
-        rank,
-        setup,
-        device,
-        channels,
-        call_limit=call_timeout if given is None else given,
-        wait_limit=WAIT_TIMEOUT if given is None else given,
-    )
+    return C10dEngine(topology, rank, setup, channels, call_timeout)

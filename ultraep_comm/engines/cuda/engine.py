@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class SharedLauncher:
 
 
 _OF_CORE = ("failed_epoch", "report", "health", "version")  # as they are
+_TRANSLATED = ("synchronize", "reject", "abort", "close")  # as they are, with typed errors
 
 
 class CudaEngine(CudaStages):
@@ -124,6 +126,8 @@ class CudaEngine(CudaStages):
         )
         for name in _OF_CORE:
             setattr(self, name, getattr(self._engine, name))
+        for name in _TRANSLATED:
+            setattr(self, name, partial(translated, getattr(self._engine, name)))
 
     def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Register main weights that peers can address; return the region's index."""
@@ -198,28 +202,12 @@ class CudaEngine(CudaStages):
         )
         return words.view(torch.int64)
 
-    def synchronize(self, epoch: int) -> bool:
-        """Block until a call has finished; False if it has failed."""
-        return translated(self._engine.synchronize, epoch)
-
     def is_completed(self, epoch: int, slot: int | None = None) -> bool:
         """Return whether a call has finished or failed."""
         try:
             return self._engine.is_completed(epoch)
         except CORE_ERRORS as error:
             raise_typed(error)
-
-    def reject(self) -> None:
-        """Take an epoch and tell the peers that this rank rejected its input."""
-        translated(self._engine.reject)
-
-    def abort(self) -> None:
-        """Fail the calls in progress, on this rank and its peers."""
-        translated(self._engine.abort)
-
-    def close(self) -> int:
-        """Publish the close; return a rank known to have made another last call, else -1."""
-        return translated(self._engine.close)
 
     @property
     def epoch(self) -> int:

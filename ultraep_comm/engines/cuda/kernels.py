@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,26 +134,18 @@ def version_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def check_info(
-    info: CubinInfo,
-    *,
-    version: int,
-    cuda_major: int,
-    layout: Sequence[int],
-    nvshmem: tuple[int, int] | None = None,
-) -> None:
+def check_info(info: CubinInfo, *, cuda_major: int, nvshmem: tuple[int, int] | None = None) -> None:
     """Check that a cubin matches this installation.
 
     Args:
         info: what the cubin was built with.
-        version: of this library.
         cuda_major: CUDA major version of the installed bindings and NVSHMEM.
-        layout: sizes and offsets, in bytes, of the argument structs as the caller fills them in.
         nvshmem: (major, minor) of NVSHMEM's host library; None: the cubin is used without NVSHMEM.
 
     Raises:
         UnsupportedError: one of them does not match; names both and what to install or build.
     """
+    version, layout = _core.CUDA_KERNELS_VERSION, _core.cuda_layout()
     if info.version != version:
         raise UnsupportedError(
             f"{info.path} was built for ultraep_comm {version_text(info.version)}, but this is"
@@ -201,13 +192,7 @@ def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
         UnsupportedError: there is none, or it does not match this installation.
     """
     info = read_info(find_cubin(device.compute_capability))
-    check_info(
-        info,
-        version=_core.CUDA_KERNELS_VERSION,
-        cuda_major=device.cuda_major,
-        layout=_core.cuda_layout(),
-        nvshmem=nvshmem,
-    )
+    check_info(info, cuda_major=device.cuda_major, nvshmem=nvshmem)
     kernels = device.load(info.path)
     kernels.nvshmem = info.nvshmem
     return kernels
@@ -261,24 +246,6 @@ def stage_shape(topology: Topology, rank: int, device: Device) -> _core.CudaStag
         allow_cross_domain=topology.allow_cross_domain,
         warp_size=device.warp_size,
     )
-
-
-def most_ranks_planned(topology: Topology, device: Device, *, in_bank: bool) -> int:
-    """Return how many ranks, with as many mains and slots each, a smaller group could plan for."""
-
-    def is_too_large(num_ranks: int) -> bool:
-        size = topology.make(
-            num_ranks=num_ranks,
-            num_experts=max(
-                topology.num_experts * num_ranks // topology.num_ranks, topology.slots_per_rank, 1
-            ),
-            slots_per_rank=topology.slots_per_rank,
-        )
-        shape = stage_shape(size, 0, device)
-        needed = shape.bank_plan_shared_bytes(1) if in_bank else shape.plan_shared_bytes(1)
-        return bool(needed > device.max_shared_bytes)
-
-    return bisect_left(range(1, topology.num_ranks), True, key=is_too_large)
 
 
 def choose_plan_warps(

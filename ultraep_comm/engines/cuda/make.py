@@ -36,7 +36,6 @@ from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
 PROBE_BYTES = 128
 
-
 # Of the cost model where all ranks share one GPU: `bench calibrate` on an H100 80 GB, 4 ranks.
 LOOPBACK_COST = (242, 1_129, 173_419, 3_573_291, 196)
 
@@ -116,7 +115,7 @@ def probe_backends(
 
 
 def make_group_engine(
-    rendezvous: Rendezvous, options: Options, topology: Topology, given_domains: bool
+    rendezvous: Rendezvous, options: Options, topology: Topology
 ) -> tuple[CudaEngine | None, str]:
     """Create one rank's engine over the first fabric that all ranks have. Collective.
 
@@ -148,7 +147,7 @@ def make_group_engine(
             options.refuse_check("cuda")  # on all ranks alike
             make = make_nvshmem_engine if name == "nvshmem" else make_torch_engine
             try:
-                return make(rendezvous, options, topology, given_domains, candidate.found), ""
+                return make(rendezvous, options, topology, candidate.found), ""
             except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
@@ -187,7 +186,6 @@ def make_nvshmem_engine(
     rendezvous: Rendezvous,
     options: Options,
     topology: Topology,
-    given_domains: bool,
     found: tuple[Device, Runtime, Kernels],
 ) -> CudaEngine:
     """Create one rank's engine over NVSHMEM. Collective; arguments have been checked on every rank.
@@ -198,7 +196,7 @@ def make_nvshmem_engine(
         OutOfSharedMemoryError: the symmetric heap is too small.
     """
     device, runtime, kernels = found
-    num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
+    num_sms, records = _agree_on_arguments(rendezvous, options, topology, device)
     pes = join(rendezvous, runtime, device.torch_device.index or 0)
 
     def view(address: int, num_bytes: int) -> torch.Tensor:
@@ -211,7 +209,7 @@ def make_nvshmem_engine(
     try:
         probe = fabric.allocate(PROBE_BYTES)
         reaches = rendezvous.exchange([base != 0 for base in probe.bases])
-        if given_domains:
+        if options.given_domains:
             check_domains(topology.domain, reaches)
         else:
             topology = topology.with_domains(find_domains(reaches))
@@ -252,7 +250,6 @@ def make_torch_engine(
     rendezvous: Rendezvous,
     options: Options,
     topology: Topology,
-    given_domains: bool,
     found: tuple[Device, SymmetricMemory, Kernels],
 ) -> CudaEngine:
     """Create one rank's engine over torch's symmetric memory; see :func:`make_nvshmem_engine`.
@@ -261,12 +258,12 @@ def make_torch_engine(
         UnsupportedError: also if a rank has no load/store access to another.
     """
     device, memory, _ = found
-    num_sms, records = _agree_on_arguments(rendezvous, options, topology, given_domains, device)
+    num_sms, records = _agree_on_arguments(rendezvous, options, topology, device)
     machines = [record["machine"] for record in records]
     fabric = TorchFabric(
         rendezvous, memory, device.torch_device, device.synchronize_stream, machines
     )
-    if not given_domains:  # the fabric requires that all ranks reach each other
+    if not options.given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(rendezvous.num_ranks, np.int32))
     config = options.config(topology, rendezvous.rank, rendezvous.timeout, records[0]["cost"])
     return _make_one(rendezvous, options, topology, config, fabric, found, num_sms)
@@ -276,7 +273,6 @@ def _agree_on_arguments(
     rendezvous: Rendezvous,
     options: Options,
     topology: Topology,
-    given_domains: bool,
     device: Device,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Return this rank's ``num_sms`` and all ranks' records, once all agree on their arguments."""
@@ -291,7 +287,7 @@ def _agree_on_arguments(
     num_sms = choose_num_sms(options.num_sms, device, 1)
     records = rendezvous.exchange(
         {
-            "arguments": options.arguments(topology, given_domains),
+            "arguments": options.arguments(topology),
             "machine": machine_id(),
             "cost": cost,
             "capability": mine,

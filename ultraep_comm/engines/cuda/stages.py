@@ -14,12 +14,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Engine, Form, Movable, Setup, count_in_torch, find_ends
 from ultraep_comm.engines.cuda.device import Device, Kernels
-from ultraep_comm.engines.cuda.kernels import (
-    PLAN_WARPS,
-    choose_plan_warps,
-    most_ranks_planned,
-    stage_shape,
-)
+from ultraep_comm.engines.cuda.kernels import PLAN_WARPS, choose_plan_warps, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
@@ -102,7 +97,7 @@ class CudaStages(Engine):
         maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
-        self._own_mains = maps[before : before + len(topology.local_experts(rank))]
+        self._local_experts = maps[before : before + len(topology.local_experts(rank))]
         self.marks = device.allocate(8 * MAX_CAPTURED_SAVES).view(torch.int64)
         self._overruns = Overruns(device, rank)
         self._reserve(MIN_RUNS, "")
@@ -187,7 +182,7 @@ class CudaStages(Engine):
             name: self.to_device(tensor) for name, tensor in plan.tensors().items() if name in read
         }
         put |= {"home": self.home, "domains": self.domains}
-        return replace(plan, load=None, moves=None, **put), True
+        return replace(plan, load=None, slots_to_fill=None, **put), True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device, in stream order, without waiting.
@@ -308,7 +303,7 @@ class CudaStages(Engine):
             home_quota=home_quota,
             load=None if load.dim() == 1 else kept[0] if kept else given,
             domains=self.to_device(self.domains) if apart else self.domains,
-            moves=moves,
+            slots_to_fill=moves,
         )
 
     def bank_table(self, bank: int) -> int:
@@ -320,13 +315,11 @@ class CudaStages(Engine):
             return
         shape = self._shape
         needed = shape.bank_plan_shared_bytes(1) if in_bank else shape.plan_shared_bytes(1)
-        most = most_ranks_planned(self.topology, self._device, in_bank=in_bank)
         options = ", bank=bank, reuse=True" if in_bank else ""
         raise UnsupportedError(
             f"rank {self.rank}: a plan for {self.topology.num_experts} experts and"
             f" {self.topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
-            f" device has {self._device.max_shared_bytes}, enough for {most} ranks with as many"
-            f" experts and slots each; plan on the CPU:"
+            f" device has {self._device.max_shared_bytes}; plan on the CPU:"
             f" plan_replicas(load.cpu(), group=group{options})"
         )
 
@@ -458,7 +451,7 @@ class CudaStages(Engine):
         if not self.is_on_device(slot_quota):
             return super().instance_offsets(home_quota, slot_quota, pad_to)
         self._device.keep([home_quota, slot_quota])
-        ends = find_ends(home_quota, self._own_mains, slot_quota[self.rank])
+        ends = find_ends(home_quota, self._local_experts, slot_quota[self.rank])
         if not len(ends):
             return ends.int()
         self._overruns.count(ends[-1:], pad_to)

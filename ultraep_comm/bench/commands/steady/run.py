@@ -129,7 +129,7 @@ class Way:
         ended = time.perf_counter()
         moves = self._stored() - before
         seen.wrong += self._count_wrong(plan, layer, bank)
-        if moves != plan.num_moves:
+        if moves != plan.num_slots_to_fill:
             seen.wrong += 1
         if not counts:
             return
@@ -193,8 +193,8 @@ class Way:
 
 def _bound(plan: Plan) -> float:
     moved = plan.slot_expert
-    if plan.moves is not None:
-        moved = torch.where(plan.moves, moved, -1)
+    if plan.slots_to_fill is not None:
+        moved = torch.where(plan.slots_to_fill, moved, -1)
     return float(find_transfer_bound(moved.numpy(), plan.home.numpy())[0])
 
 
