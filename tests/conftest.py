@@ -162,8 +162,9 @@ def new_groups() -> Iterator[Callable[..., list[uec.Group]]]:
 
 
 @pytest.fixture
-def nothing_compiled() -> Iterator[None]:
-    """Dynamo without compiled code."""
+def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Dynamo and inductor without compiled code, which might be that of other operators."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -9,22 +9,22 @@ needs a new name.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ultraep_comm.calls.gather import gather_load
-from ultraep_comm.calls.plan import plan_apart
+from ultraep_comm.calls.plan import plan_for_group
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
-from ultraep_comm.calls.traced import bank_of, work_of
-from ultraep_comm.group.group import Group
+from ultraep_comm.calls.traced import bank_of, plan_of_fields
+from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
-from ultraep_comm.plan.plan import Plan, PlanCost
+from ultraep_comm.plan.plan import PlanCost
 from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ def _plan_replicas(
     load: Tensor, _g: int, _e: int, _s: int, target: float, cost: list[float], group: str
 ) -> tuple[Tensor | None, ...]:
     # An operator's results must not share memory: a graph reuses each after its last use.
-    plan = plan_apart(load, find_group(group), target, _cost_of(cost))
+    plan = plan_for_group(load, find_group(group), target, _cost_of(cost), apart=True)
     return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
 
 
@@ -93,37 +93,13 @@ def _cost_of(cost: list[float]) -> PlanCost | None:
 _PLAN = "Tensor slot_expert, Tensor home, Tensor? slot_quota, Tensor? home_quota"
 
 
-def _plan_of(
-    slot_expert: Tensor,
-    home: Tensor,
-    slot_quota: Tensor | None,
-    home_quota: Tensor | None,
-    load: Tensor | None = None,
-    bank: int = 0,
-    reuse: bool = False,
-) -> Plan:
-    return Plan(
-        slot_expert=slot_expert,
-        home=home,
-        slot_quota=slot_quota,
-        home_quota=home_quota,
-        load=load,
-        bank=bank,
-        reuse=reuse,
-    )
-
-
-def _fake_reroute(topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-    return topk_ids.new_empty(topk_ids.shape)
-
-
 @_operator(
     f"reroute(Tensor topk_ids, {_PLAN}, Tensor? load, str group, *, int? source=None) -> Tensor",
-    _fake_reroute,
+    lambda topk_ids, *_, **__: topk_ids.new_empty(topk_ids.shape),
 )
 def _reroute(topk_ids: Tensor, *plan_and_group: Any, source: int | None = None) -> Tensor:
     *fields, group = plan_and_group
-    return reroute(topk_ids, _plan_of(*fields), group=find_group(group), source=source)
+    return reroute(topk_ids, plan_of_fields(*fields), group=find_group(group), source=source)
 
 
 def _fake_reroute_map(
@@ -148,7 +124,7 @@ def _reroute_map(
 ) -> tuple[Tensor, Tensor]:
     *fields, _columns, group = plan_and_columns
     physical_map, physical = reroute_map(
-        routing_map, probs, _plan_of(*fields), group=find_group(group), source=source
+        routing_map, probs, plan_of_fields(*fields), group=find_group(group), source=source
     )
     return routing_map.new_empty(0) if physical is None else physical, physical_map
 
@@ -162,7 +138,7 @@ def _reroute_map_backward(
     grad: Tensor, routing_map: Tensor, *plan_and_group: Any, source: int | None = None
 ) -> Tensor:
     *fields, group = plan_and_group
-    plan = _plan_of(*fields)
+    plan = plan_of_fields(*fields)
     return reroute_gradient(grad, routing_map, plan, group=find_group(group), source=source)
 
 
@@ -222,7 +198,9 @@ def _plan_replicas_in_bank(
     bank: int,
     group: str,
 ) -> tuple[Tensor | None, ...]:
-    plan = plan_apart(load, find_group(group), target, _cost_of(cost), bank, reuse=True)
+    plan = plan_for_group(
+        load, find_group(group), target, _cost_of(cost), bank, reuse=True, apart=True
+    )
     return (
         *(plan.slot_expert, plan.slot_quota, plan.home_quota),
         *(plan.home, plan.domains, plan.slots_to_fill),
@@ -295,10 +273,10 @@ def _wait_replicate(
     if epoch == _FINISHED:
         return
     group = find_group(group_name)
-    work = work_of(epoch, group)
+    work = Work(session_of(group), epoch, "replicate_experts", "")
     work.synchronize() if synchronize else work.wait(timeout)
-    copies = _copies_among(slots, names, group, bank)
-    _take(copies, _filled(slot_expert, group) if copies else [])
+    copies = _find_copies(slots, bank_of(bank, group).slots, names)
+    _copy_rows(copies, _filled(slot_expert, group) if copies else [])
 
 
 def _transfer_of(
@@ -324,14 +302,14 @@ def _transfer_of(
     call = partial(
         replicate_experts,
         _by_name(tensors, counts, given),
-        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
+        plan_of_fields(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
         segments=names,
         version=version,
         layer=layer,
     )
-    copies = _copies_among(slots, names, group, bank)
+    copies = _find_copies(slots, bank_of(bank, group).slots, names)
     return copies, _filled(slot_expert, group) if copies else [], call
 
 
@@ -366,34 +344,27 @@ def _reduce(
     group_name: str,
 ) -> None:
     group = find_group(group_name)
-    # Like slots, slot gradients may be copies; the call reads the group's memory.
-    pairs = zip(slot_grads, bank_of(bank, group).slot_grads.values(), strict=True)
-    copies = [(copy, own) for copy, own in pairs if copy.data_ptr() != own.data_ptr()]
-    kept = [own.clone() for _, own in copies]
-    for copy, own in copies:
-        own.copy_(copy)
-    reduce_expert_grads(
+    held = bank_of(bank, group).slot_grads
+    call = partial(
+        reduce_expert_grads,
         _by_name(grads, counts, given),
-        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
+        plan_of_fields(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
         zero=zero,
     )
-    for (copy, own), before in zip(copies, kept, strict=True):
-        copy.copy_(own)
-        own.copy_(before)
+    _run(_find_copies(slot_grads, held, list(held)), range(group.topology.slots_per_rank), call)
 
 
-# A functionalized graph passes copies of the slots, and may still read the originals. Transfers
-# always use the group's memory: so the copies' contents, which a bank keeps and sends on, are
-# copied there, the results are copied back, and the group's memory is restored.
+# A functionalized graph passes copies of slots and slot gradients, and may still read the
+# originals. Calls always use the group's memory: so the copies' contents, which a bank keeps and
+# sends on, are copied there, the results are copied back, and the group's memory is restored.
 
 
-def _copies_among(slots: list[Tensor], names: list[str], group: Group, bank: int) -> Copies:
-    """Return the slots that are copies, each paired with the group's own."""
-    held = bank_of(bank, group).slots
+def _find_copies(passed: list[Tensor], held: Mapping[str, Tensor], names: list[str]) -> Copies:
+    """Return the passed tensors that are copies, each paired with the group's own."""
     own = [held[name] for name in names if name in held]
-    return [(a, b) for a, b in zip(slots, own, strict=True) if a.data_ptr() != b.data_ptr()]
+    return [(a, b) for a, b in zip(passed, own, strict=True) if a.data_ptr() != b.data_ptr()]
 
 
 def _filled(slot_expert: Tensor, group: Group) -> list[int]:
@@ -404,19 +375,18 @@ def _filled(slot_expert: Tensor, group: Group) -> list[int]:
     return [slot for slot, expert in enumerate(mine) if expert >= 0]
 
 
-def _run(copies: Copies, filled: list[int], call: Callable[..., Work | None]) -> None:
-    """Make the call, move its effect to the slots that were passed, and restore the group's."""
-    kept = [(own[slot], own[slot].clone()) for _, own in copies for slot in filled]
-    for copy, own in copies:
-        for slot in filled:
-            own[slot].copy_(copy[slot])
+def _run(copies: Copies, rows: Sequence[int], call: Callable[..., Work | None]) -> None:
+    """Make the call, move its effect to the rows that were passed, and restore the group's."""
+    kept = [(own[row], own[row].clone()) for _, own in copies for row in rows]
+    _copy_rows([(own, copy) for copy, own in copies], rows)
     call(async_op=False)
-    _take(copies, filled)
+    _copy_rows(copies, rows)
     for memory, before in kept:
         memory.copy_(before)
 
 
-def _take(copies: Copies, filled: list[int]) -> None:
-    for copy, own in copies:
-        for slot in filled:
-            copy[slot].copy_(own[slot])
+def _copy_rows(pairs: Copies, rows: Sequence[int]) -> None:
+    """Copy rows of the second tensor of each pair to the first."""
+    for to, source in pairs:
+        for row in rows:
+            to[row].copy_(source[row])

@@ -83,7 +83,7 @@ def _settle_behind_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    names = ("gather_load", "plan_apart", "reroute", "reroute_map", "reroute_gradient")
+    names = ("gather_load", "plan_for_group", "reroute", "reroute_map", "reroute_gradient")
     for name in (*names, "replicate_experts", "reduce_expert_grads"):
         monkeypatch.setattr(ops, name, settled(getattr(ops, name)))
     monkeypatch.setattr(uec.Work, "wait", settled(uec.Work.wait))

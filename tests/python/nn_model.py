@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compilers import COMPILE_TIMEOUT
 from ranks import loopback
 
 import ultraep_comm as uec
@@ -15,15 +16,15 @@ H, S, T = 6, 2, 12  # hidden size, slots, tokens of a rank
 Order = list[tuple[str, int]]  # "F" or "B", and the microbatch
 
 
-def experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
+def experts(x: torch.Tensor, local: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
     """Two matrices and a fixed scale per instance; main instances first, then slots.
 
     The backward pass reads the weights in place.
     """
-    num_local_experts = len(mains["w1"])
+    num_local_experts = len(local["w1"])
     rows, outputs = [x.new_zeros(0, dtype=torch.int64)], [x[:0]]
     for i in range(num_local_experts + len(slots["w1"])):
-        held, at = (mains, i) if i < num_local_experts else (slots, i - num_local_experts)
+        held, at = (local, i) if i < num_local_experts else (slots, i - num_local_experts)
         rows.append((instance == i).nonzero()[:, 0])
         hidden = torch.tanh(x[rows[-1]] @ held["w1"][at].T)
         outputs.append(hidden @ held["w2"][at].T * held["scale"][at])
@@ -59,7 +60,7 @@ class Model:
             grads={"w1": torch.float32, "w2": torch.float32},
             engine=engine,
             banks=banks,
-            timeout=120.0,  # the first rank to call waits while others compile
+            timeout=COMPILE_TIMEOUT,
         )
         self.home = torch.from_numpy(self.groups[0].topology.home)
         shapes = {"w1": (H, H), "w2": (H, H), "scale": (1,)}
@@ -112,8 +113,8 @@ class Model:
 
     def held(self, rank: int, plan: uec.Plan) -> list[int]:
         """Return the experts of a rank's instances; -1: an empty slot."""
-        mains = torch.nonzero(self.home == rank)[:, 0]
-        return [*mains.tolist(), *plan.slot_expert[rank].tolist()]
+        local = torch.nonzero(self.home == rank)[:, 0]
+        return [*local.tolist(), *plan.slot_expert[rank].tolist()]
 
     def choose(self, rank: int, plan: uec.Plan, num_tokens: int) -> torch.Tensor:
         legal = torch.tensor([i for i, e in enumerate(self.held(rank, plan)) if e >= 0])

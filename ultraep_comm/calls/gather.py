@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -62,7 +62,12 @@ def gather_load(
         TransferError: the exchange failed; this too may surface in the next call.
     """
     session = session_of(group)
-    given = _Given(topk_ids, routing_map, counts, num_tokens)
+    given: _Given = {
+        "topk_ids": topk_ids,
+        "routing_map": routing_map,
+        "counts": counts,
+        "num_tokens": num_tokens,
+    }
     if torch.compiler.is_dynamo_compiling():
         routing, form = _find_routing(given, session)
         if source is not None:
@@ -88,12 +93,9 @@ def gather_and_plan(
     group is too large for that or has ranks without load/store access to each other.
 
     Args:
-        topk_ids: these are as for :func:`gather_load`, up to ``source``.
+        topk_ids: as for :func:`gather_load`.
         group: the group.
-        routing_map: likewise.
-        counts: likewise.
-        num_tokens: likewise.
-        source: likewise.
+        routing_map, counts, num_tokens, source: likewise.
         target: as for :func:`plan_replicas`; the same on every rank, as is ``cost``.
         cost: as for :func:`plan_replicas`.
 
@@ -104,16 +106,14 @@ def gather_and_plan(
         InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
     """
     session = session_of(group)
-    given = _Given(topk_ids, routing_map, counts, num_tokens)
+    given: _Given = {
+        "topk_ids": topk_ids,
+        "routing_map": routing_map,
+        "counts": counts,
+        "num_tokens": num_tokens,
+    }
     if torch.compiler.is_dynamo_compiling():
-        load = gather_load(
-            topk_ids,
-            group=group,
-            routing_map=routing_map,
-            counts=counts,
-            num_tokens=num_tokens,
-            source=source,
-        )
+        load = gather_load(group=group, source=source, **given)
         return plan_replicas(load, group=group, target=target, cost=cost)
     try:
         objective = plan_objective(target, cost, group)
@@ -126,36 +126,27 @@ def gather_and_plan(
     return plan or plan_replicas(load, group=group, target=target, cost=cost)
 
 
-class _Given(NamedTuple):
-    """The arguments by which a call is given a routing."""
-
-    topk_ids: torch.Tensor | None
-    routing_map: torch.Tensor | None
-    counts: torch.Tensor | None
-    num_tokens: int | torch.Tensor | None
-
-
 _FORMS: tuple[Form, ...] = ("topk_ids", "routing_map", "counts")
+_Given: TypeAlias = "dict[str, Any]"  # by name: one of the forms, and num_tokens
 
 
 def _find_routing(given: _Given, session: Session) -> tuple[torch.Tensor, Form]:
     """Return the routing that was given, checked and without its padding, and its form."""
-    found = [(r, form) for r, form in zip(given, _FORMS, strict=False) if r is not None]
+    found = [form for form in _FORMS if given[form] is not None]
     if len(found) != 1:
         raise InvalidArgumentError(
-            f"rank {session.rank}: the routing was given as {[form for _, form in found]}; expected"
-            f" one of {list(_FORMS)}"
+            f"rank {session.rank}: the routing was given as {found}; expected one of {list(_FORMS)}"
         )
-    routing: Any
-    routing, form = found[0]
+    form, num_tokens = found[0], given["num_tokens"]
+    routing = given[form]
     if not torch.compiler.is_dynamo_compiling():
         check_routing(routing, form, session)
-    if form == "counts" and given.num_tokens is not None:
+    if form == "counts" and num_tokens is not None:
         raise InvalidArgumentError(
             f"rank {session.rank}: num_tokens was given with counts, which have no padding; leave"
             " it out"
         )
-    return without_padding(routing, given.num_tokens, session), form
+    return without_padding(routing, num_tokens, session), form
 
 
 def _gather(
@@ -218,14 +209,10 @@ def _exchange(
 ) -> torch.Tensor:
     """Exchange loads outside the engine; a rank that rejects its input sends REJECTED_ROW."""
     engine, t = session.engine, session.topology
-    on_device = any(map(engine.is_on_device, given))
-    if on_device:  # before anything is exchanged: a capture cannot hold it
-        what = "the routing, in a group whose domains cannot reach each other,"
-        routing = (
-            engine.to_host(v, what) if isinstance(v, torch.Tensor) and engine.is_on_device(v) else v
-            for v in given
-        )
-        given = _Given(*routing)  # type: ignore[arg-type]
+    what = "the routing, in a group whose domains cannot reach each other,"
+    on_device = [name for name, value in given.items() if engine.is_on_device(value)]
+    # Before anything is exchanged: a capture cannot hold the copies.
+    given = given | {name: engine.to_host(given[name], what) for name in on_device}
     counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
     try:
         if rejected is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -87,7 +86,7 @@ def plan_replicas(
     if torch.compiler.is_dynamo_compiling():
         index = group.banks.find(bank).index if isinstance(bank, Bank) else bank
         return traced.plan_replicas(load, group, target, cost, index, reuse)
-    return _plan(load, group, target, cost, bank, reuse)
+    return plan_for_group(load, group, target, cost, bank, reuse)
 
 
 def _plan_alone(
@@ -99,10 +98,9 @@ def _plan_alone(
 ) -> Plan:
     if not isinstance(topology, Topology):
         raise InvalidArgumentError(f"topology is {topology!r}; expected what Topology.make returns")
-    _check_load(load, ["cpu"])
-    _check_shape(load, topology)
+    _check_load(load, topology)
     held = None if residents is None else _check_residents(residents, topology)
-    objective = _objective_on(held is not None, target, cost, None)
+    objective = plan_objective(target, cost, None, has_residents=held is not None)
     return plan_on_cpu(topology, load, *objective, residents=held)
 
 
@@ -131,62 +129,44 @@ def _check_residents(residents: torch.Tensor | IntsLike, topology: Topology) -> 
     return held
 
 
-def plan_apart(
+def plan_for_group(
     load: torch.Tensor,
     group: Group,
     target: float,
     cost: PlanCost | None,
-    bank: int = 0,
+    bank: Bank | int = 0,
     reuse: bool = False,
-) -> Plan:
-    """Do :func:`plan_replicas`, but share no memory among the plan's tensors or with the group.
-
-    The plan's ``load`` may be the caller's.
-    """
-    return _plan(load, group, target, cost, bank, reuse, apart=True)
-
-
-def _plan(
-    load: torch.Tensor,
-    group: Group,
-    target: float,
-    cost: PlanCost | None,
-    bank: Bank | int,
-    reuse: bool,
     *,
     apart: bool = False,
 ) -> Plan:
+    """Do :func:`plan_replicas` for a group.
+
+    With ``apart`` the plan's tensors share no memory with each other or with the group; its
+    ``load`` may be the caller's.
+    """
     session = session_of(group)
     session.raise_fault()
     engine = session.engine
-    devices = list(dict.fromkeys(["cpu", str(group.device)]))
-    _check_load(load, devices, on_device=engine.is_on_device(load))
-    _check_shape(load, group.topology)
+    _check_load(load, group.topology, group.device, on_device=engine.is_on_device(load))
     index = group.banks.find(bank).index
-    objective = _objective_on(reuse, target, cost, group)
+    objective = plan_objective(target, cost, group, has_residents=reuse)
     plan = engine.plan(load, *objective, apart=apart, bank=index if reuse else None)
     return replace(plan, bank=index, reuse=reuse) if index or reuse else plan
 
 
-def _objective_on(
-    has_residents: bool, target: float, cost: PlanCost | None, group: Group | None
+def plan_objective(
+    target: float, cost: PlanCost | None, group: Group | None, *, has_residents: bool = False
 ) -> tuple[int, Costs | None]:
+    """Return the target in parts per million, and the costs, as the core's integers.
+
+    Raises:
+        InvalidArgumentError: the target or a cost is out of range, or a cost comes with residents.
+    """
     if has_residents and cost is not None:
         raise InvalidArgumentError(
             "plan_replicas was given a cost and residents, or reuse=True; expected a target with"
             " these"
         )
-    return plan_objective(target, cost, group)
-
-
-def plan_objective(
-    target: float, cost: PlanCost | None, group: Group | None
-) -> tuple[int, Costs | None]:
-    """Return the target in parts per million, and the costs, as the core's integers.
-
-    Raises:
-        InvalidArgumentError: the target or a cost is out of range.
-    """
     try:
         nbytes = None if group is None else sum(s.nbytes for s in group.segments.values())
         if not isinstance(cost, PlanCost | None):
@@ -197,19 +177,22 @@ def plan_objective(
         raise InvalidArgumentError(str(error)) from None
 
 
-def _check_load(load: torch.Tensor, devices: Sequence[str], *, on_device: bool = False) -> None:
-    """Raise InvalidLoadError for a bad rank, dtype or device and, on the CPU, bad values."""
+def _check_load(
+    load: torch.Tensor,
+    topology: Topology,
+    device: torch.device | str = "cpu",
+    *,
+    on_device: bool = False,
+) -> None:
+    """Raise InvalidLoadError for a bad shape, dtype or device and, on the CPU, bad values."""
     check_load_form(load)
     if not (on_device or load.device.type == "cpu"):
-        raise InvalidLoadError(f"load is on {load.device}; expected {' or '.join(devices)}")
+        expected = " or ".join(dict.fromkeys(["cpu", str(device)]))
+        raise InvalidLoadError(f"load is on {load.device}; expected {expected}")
     if not on_device:
         check_load_values(load)
-
-
-def _check_shape(load: torch.Tensor, topology: Topology) -> None:
-    expected = (topology.num_ranks, topology.num_experts)
-    if tuple(load.shape) not in (expected, expected[1:]):
+    shape = (topology.num_ranks, topology.num_experts)
+    if tuple(load.shape) not in (shape, shape[1:]):
         raise InvalidLoadError(
-            f"load has shape {tuple(load.shape)}; expected {expected}, or {expected[1:]} for global"
-            " sums"
+            f"load has shape {tuple(load.shape)}; expected {shape}, or {shape[1:]} for global sums"
         )

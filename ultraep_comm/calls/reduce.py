@@ -56,16 +56,9 @@ def reduce_expert_grads(
             pass has to overwrite them.
 
     Raises:
-        InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
-            peers fail at once, and the group takes no more calls.
-        PlanHandleError: the handle has ended (backward twice?), or is another group's; peers fail
-            likewise.
-        GroupClosedError: the group is closed or failed earlier.
-        DeviceError: the CUDA driver refused the call.
-        UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
-            the addresses of the gradients are on the CPU, or the handle's save was not captured.
-        TransferError: the call failed. Slot gradients and the main gradients of replicated experts
-            are undefined then.
+        UltraEPError: as :func:`replicate_experts`, with gradients in place of weights. A
+            PlanHandleError: was backward called twice? After a TransferError slot gradients and
+            the main gradients of replicated experts are undefined.
     """
     session = session_of(group)
     if torch.compiler.is_dynamo_compiling():

@@ -6,6 +6,7 @@ import torch
 
 from ultraep_comm.calls import traced
 from ultraep_comm.calls.transfer import plan_of
+from ultraep_comm.engines.base import Form
 from ultraep_comm.errors import InvalidLoadError
 from ultraep_comm.group.checks import (
     check_rerouted,
@@ -67,14 +68,11 @@ def reroute(
     """
     session = session_of(group)
     plan = plan_of(plan, "reroute", session)
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling:
-        check_routing(topk_ids, "topk_ids", session)
-    ids = without_padding(topk_ids, num_tokens, session)
-    if compiling:
+    ids = _without_padding(topk_ids, "topk_ids", num_tokens, session)
+    if torch.compiler.is_dynamo_compiling():
         return traced.reroute(ids, plan, group, source)
     rank = check_source(source, session)
-    return session.engine.reroute(ids, _beside(ids, plan, session), rank)
+    return session.engine.reroute(ids, _to_device_of(ids, plan, session), rank)
 
 
 def reroute_map(
@@ -115,15 +113,12 @@ def reroute_map(
     """
     session = session_of(group)
     plan = plan_of(plan, "reroute_map", session)
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling:
-        check_routing(routing_map, "routing_map", session)
-    routing_map = without_padding(routing_map, num_tokens, session)
-    if compiling:
+    routing_map = _without_padding(routing_map, "routing_map", num_tokens, session)
+    if torch.compiler.is_dynamo_compiling():
         return traced.reroute_map(routing_map, probs, plan, group, source)
     if probs is not None:
         _check_probs(probs, routing_map, session.rank)
-    plan = _beside(routing_map, plan, session)
+    plan = _to_device_of(routing_map, plan, session)
     return session.engine.reroute_map(routing_map, probs, plan, check_source(source, session))
 
 
@@ -137,11 +132,19 @@ def reroute_gradient(
 ) -> torch.Tensor:
     """Return the gradient ``[T, E]`` of ``probs``, given that of the result, ``[T, G * P]``."""
     session = session_of(group)
-    plan = _beside(routing_map, plan, session)
+    plan = _to_device_of(routing_map, plan, session)
     return session.engine.reroute_gradient(grad, routing_map, plan, check_source(source, session))
 
 
-def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
+def _without_padding(
+    routing: torch.Tensor, form: Form, num_tokens: int | torch.Tensor | None, session: Session
+) -> torch.Tensor:
+    if not torch.compiler.is_dynamo_compiling():
+        check_routing(routing, form, session)
+    return without_padding(routing, num_tokens, session)
+
+
+def _to_device_of(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
     """Check the plan and return it on the device if ``routing`` is there too, else on the CPU.
 
     Raises the faults of earlier launches first.

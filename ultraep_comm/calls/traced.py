@@ -14,9 +14,9 @@ import torch
 
 from ultraep_comm.engines.base import Form, count_in_torch
 from ultraep_comm.engines.options import as_seconds
-from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.group import session_of
 from ultraep_comm.group.names import find_group
+from ultraep_comm.group.session import Session
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.weights.binding import Binding
@@ -57,16 +57,12 @@ def replicate_experts(
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
     given = weights.tensors if isinstance(weights, Binding) else weights
-    counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
-    tensors: list[torch.Tensor] = []
-    for value in given.values():
-        listed = [value] if isinstance(value, torch.Tensor) else list(value)
-        counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
-        tensors += [tensor.detach() for tensor in listed]  # a transfer has no gradient
+    tensors, counts = _flatten(given)
+    tensors = [tensor.detach() for tensor in tensors]  # a transfer has no gradient
     names = list(group.slots) if segments is None else list(segments)
     held_slots = bank_of(plan.bank, group).slots
     slots = [held_slots[name] for name in names if name in held_slots]
-    plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
+    plan_fields = fields_of(plan)[:-1]
     arguments: tuple[Any, ...] = (
         *(tensors, counts, list(given), *plan_fields),
         *(slots, names, order, mode, plan.bank, plan.reuse, version, layer, group.name),
@@ -75,8 +71,10 @@ def replicate_experts(
         torch.ops.ultraep_comm.replicate_experts(*arguments)
         return None
     token = torch.ops.ultraep_comm.start_replicate_experts(*arguments)
+    # The wait takes the transfer's inputs too, or a compiler might reuse their memory earlier.
     held = [*tensors, *(field for field in plan_fields if field is not None)]
-    return TracedWork(token, held, plan.slot_expert, slots, names, plan.bank, mode, group.name)
+    waited = (token, held, plan.slot_expert, slots, names, ORDER, plan.bank, group.name)
+    return TracedWork("replicate_experts", mode, group.name, waited)
 
 
 def reduce_expert_grads(
@@ -89,26 +87,24 @@ def reduce_expert_grads(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.reduce_expert_grads`, which always completes in place."""
-    counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
+    tensors, counts = _flatten(grads)
+    slot_grads = list(bank_of(plan.bank, group).slot_grads.values())
+    torch.ops.ultraep_comm.reduce_expert_grads(
+        *(tensors, counts, list(grads), *fields_of(plan)[:-1], slot_grads),
+        *(order, mode, zero, plan.bank, plan.reuse, group.name),
+    )
+    return TracedWork("reduce_expert_grads", "", group.name) if async_op else None
+
+
+def _flatten(weights: Weights) -> tuple[list[torch.Tensor], list[int]]:
+    """Return all tensors, and the number of each segment's; -1: one stacked tensor."""
     tensors: list[torch.Tensor] = []
-    for value in grads.values():
+    counts: list[int] = []
+    for value in weights.values():
         listed = [value] if isinstance(value, torch.Tensor) else list(value)
         counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
         tensors += listed
-    torch.ops.ultraep_comm.reduce_expert_grads(
-        tensors,
-        counts,
-        list(grads),
-        *(plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota),
-        list(bank_of(plan.bank, group).slot_grads.values()),
-        order,
-        mode,
-        zero,
-        plan.bank,
-        plan.reuse,
-        group.name,
-    )
-    return FinishedWork() if async_op else None
+    return tensors, counts
 
 
 def bank_of(index: int, group: Group) -> Bank:
@@ -116,92 +112,47 @@ def bank_of(index: int, group: Group) -> Bank:
     return group.banks[index if index < len(group.banks) else 0]
 
 
-class FinishedWork(Work):
-    """The result of ``async_op`` for a call that completes in place in a compiled function."""
-
-    def __init__(self) -> None:
-        self.mode = ""
-        self.epoch = 0
-
-    def wait(
-        self, timeout: timedelta | float | None = None, *, slots: Sequence[int] | None = None
-    ) -> None:
-        """Return at once."""
-
-    def slot_ready(self, slot: int) -> bool:
-        """Raise InvalidArgumentError: a reduction fills no slot."""
-        raise InvalidArgumentError(
-            f"slot {slot} of a reduce_expert_grads; expected a replicate_experts: other calls are"
-            " waited for as a whole"
-        )
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def exception(self) -> UltraEPError | None:
-        """Return None."""
-        return None
-
-
 class TracedWork(Work):
-    """A call in flight in a compiled function. ``mode`` is the requested one."""
+    """A call of a compiled function; outside of the function it has every member of a Work.
+
+    Args:
+        operation: the call's name.
+        mode: the requested mode.
+        group_name: of its group.
+        waited: the arguments of ``wait_replicate_experts``; None: the call completed in place.
+    """
 
     def __init__(
-        self,
-        token: torch.Tensor,
-        held: list[torch.Tensor],
-        slot_expert: torch.Tensor,
-        slots: list[torch.Tensor],
-        names: list[str],
-        bank: int,
-        mode: str,
-        group_name: str,
+        self, operation: str, mode: str, group_name: str, waited: tuple[Any, ...] | None = None
     ) -> None:
         self.mode = mode
-        # The wait takes the transfer's inputs too, or a compiler might reuse their memory earlier.
-        self._arguments = (token, held, slot_expert, slots, names, ORDER, bank, group_name)
+        self._operation = operation
+        self._group_name = group_name
+        self._waited = waited
+        slot_expert = None if waited is None else waited[2]
+        self._filled = slot_expert if slot_expert is not None and slot_expert.is_cpu else None
 
     def wait(
         self, timeout: timedelta | float | None = None, *, slots: Sequence[int] | None = None
     ) -> None:
         """See :meth:`Work.wait`: for the whole call."""
         limit = 0.0 if timeout is None else as_seconds(timeout)
-        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False, limit)
+        if self._waited is not None:
+            torch.ops.ultraep_comm.wait_replicate_experts(*self._waited, False, limit)
 
     def synchronize(self) -> None:
         """See :meth:`Work.synchronize`."""
-        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, True)
-
-    def is_completed(self) -> bool:
-        """See :meth:`Work.is_completed`; only outside the compiled function."""
-        return self._started().is_completed()
-
-    def slot_ready(self, slot: int) -> bool:
-        """See :meth:`Work.slot_ready`; only outside the compiled function."""
-        return self._started().slot_ready(slot)
-
-    def exception(self) -> UltraEPError | None:
-        """See :meth:`Work.exception`; only outside the compiled function."""
-        return self._started().exception()
+        if self._waited is not None:
+            torch.ops.ultraep_comm.wait_replicate_experts(*self._waited, True)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         """See :class:`Work`; only outside the compiled function."""
-        return int(self._arguments[0])
+        return 0 if self._waited is None else int(self._waited[0])
 
-    def _started(self) -> Work:
-        token, _, slot_expert, *_, group_name = self._arguments
-        filled = slot_expert if slot_expert.is_cpu else None
-        return work_of(int(token), find_group(group_name), self.mode, filled)
-
-
-def work_of(epoch: int, group: Group, mode: str = "", filled: torch.Tensor | None = None) -> Work:
-    """Return the handle of a transfer that was started in a compiled function."""
-    return Work(session_of(group), epoch, "replicate_experts", mode, filled)
+    @property
+    def _session(self) -> Session:  # type: ignore[override]
+        return session_of(find_group(self._group_name))
 
 
 def plan_replicas(
@@ -245,7 +196,7 @@ def reroute(
 ) -> torch.Tensor:
     """Trace :func:`ultraep_comm.reroute`."""
     result: torch.Tensor = torch.ops.ultraep_comm.reroute(
-        topk_ids, *_fields(plan), group.name, source=source
+        topk_ids, *fields_of(plan), group.name, source=source
     )
     return result
 
@@ -262,7 +213,7 @@ def reroute_map(
     physical, physical_map = torch.ops.ultraep_comm.reroute_map(
         routing_map,
         probs,
-        *_fields(plan),
+        *fields_of(plan),
         t.num_ranks * t.instances_per_rank,
         group.name,
         source=source,
@@ -270,6 +221,15 @@ def reroute_map(
     return physical_map, None if probs is None else physical
 
 
-def _fields(plan: Plan) -> tuple[torch.Tensor | None, ...]:
-    """Return the fields of a plan that a reroute reads, in the order of its operators."""
+_FIELDS = ("slot_expert", "home", "slot_quota", "home_quota", "load")
+
+
+def fields_of(plan: Plan) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of a plan in the order of the operators; only reroutes take the load."""
     return plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load
+
+
+def plan_of_fields(*fields: torch.Tensor | None, bank: int = 0, reuse: bool = False) -> Plan:
+    """Return the plan of such tensors, with or without a load."""
+    tensors: dict[str, Any] = dict(zip(_FIELDS, fields, strict=False))
+    return Plan(**tensors, bank=bank, reuse=reuse)

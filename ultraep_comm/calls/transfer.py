@@ -37,19 +37,6 @@ class Call:
         filled: the plan's slot_expert on the CPU, if it is known there.
     """
 
-    __slots__ = (
-        "_given",
-        "_on_host",
-        "_operation",
-        "_session",
-        "bank",
-        "filled",
-        "on_device",
-        "plan",
-        "tag",
-        "view",
-    )
-
     def __init__(
         self,
         session: Session,
@@ -72,7 +59,10 @@ class Call:
             self.filled = None if self._on_host is None else self._on_host.slot_expert
             self.bank = core_bank(self.plan, session)
             if self.bank >= 0:
-                self._enter_bank(session)
+                plan, self.on_device = session.engine.plan_for_call(
+                    self.plan, operation, in_bank=True
+                )
+                self.plan, self.view = plan, view_of(plan) if self.on_device else self.view
         except Exception as error:
             self.reject(error)
             raise
@@ -95,12 +85,6 @@ class Call:
         plan, self.tag = plans.plan_of(given, operation), given.tag
         return plan, f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
 
-    def _enter_bank(self, session: Session) -> None:
-        found = session.engine.plan_for_call(self.plan, self._operation, in_bank=True)
-        self.plan, self.on_device = found
-        if self.on_device:
-            self.view = view_of(self.plan)
-
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's input is bad; name the handle's call in the error."""
         if self.tag:
@@ -116,14 +100,10 @@ class Call:
         *,
         consumes: bool = False,
     ) -> Work | None:
-        """Submit the call to the engine.
+        """Submit the call to the engine, which keeps the tensors of ``bound`` alive.
 
-        Args:
-            call: the engine's arguments.
-            bound: the tensors that it moves, kept alive until it has finished.
-            expert_bytes: the bytes that it moves for each replica.
-            async_op: return the Work at once; else wait.
-            consumes: the call is a handle's last use.
+        ``expert_bytes`` are those that it moves for each replica. ``consumes``: it is a handle's
+        last use.
         """
         session, given, plan = self._session, self._given, self.plan
         try:

@@ -86,16 +86,10 @@ def make_plan(
     advice: str,
     device: torch.device | None = None,
 ) -> Plan:
-    """Return a plan.
+    """Return the plan by which each rank has these experts in slots; -1: unused.
 
-    Args:
-        slots: the experts that each rank needs slots for; -1: unused.
-        homes: ``[E]``.
-        tokens: of all instances; None: no quotas.
-        load: ``[G, E]``, or None.
-        slots_per_rank: S; None: as many as the rank with most needs.
-        advice: how the system needs fewer slots.
-        device: of the plan; None: the CPU.
+    ``tokens`` are those of all instances; None: no quotas. ``advice`` says how the system needs
+    fewer slots than ``slots_per_rank``; None: as many as the rank with most needs.
     """
     rows = fit_slots(slots, slots_per_rank, advice)
     slot_quota = home_quota = None

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.calls.traced import bank_of, fields_of
+from ultraep_comm.errors import InvalidWeightsError
 from ultraep_comm.group.group import session_of
 from ultraep_comm.nn import traced
+from ultraep_comm.nn.hooks import find_trained
 from ultraep_comm.nn.replication import Replication
-from ultraep_comm.nn.weights import check_trained
-from ultraep_comm.weights.segments import Weights, plain_mapping
+from ultraep_comm.nn.weights import check_trained, local_weights
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 Experts = Callable[..., Tensor]  # (x, weights, slots, *args) -> y
@@ -64,7 +66,7 @@ class ReplicatedExperts(torch.nn.Module):
             backward_segments: segments that the backward pass needs; None: all.
 
         Raises:
-            InvalidArgumentError: the weights are not the group's segments.
+            InvalidWeightsError: the weights are not the group's segments.
             UnsupportedError: weights with slot gradients are neither float32 nor bfloat16.
         """
         super().__init__()
@@ -102,37 +104,47 @@ class ReplicatedExperts(torch.nn.Module):
         Returns:
             What ``experts`` returns.
         """
-        group = self.group
-        weights = {name: self.weights[name] for name in group.segments}  # in the order of slots
+        # In the order of the group's segments, and so of its slots.
+        weights = {name: self.weights[name] for name in self.group.segments}
         if torch.compiler.is_dynamo_compiling():
-            return traced.run_experts(
-                x,
-                plan,
-                args,
-                experts=self.experts,
-                weights=weights,
-                group=group,
-                mode=self._mode,
-                segments=self._segments,
-                layer=self.layer,
-            )
+            return self._trace(x, plan, weights, args)
         run = self._calls.begin(weights, plan=plan, microbatch=microbatch)
         x, weights, slots = run.before_experts(run.before_dispatch(x))
         return run.after_experts(self.experts(x, weights, slots, *args))
 
+    def _trace(
+        self, x: Tensor, plan: uec.Plan, weights: dict[str, Tensor], args: Sequence[Any]
+    ) -> Tensor:
+        """Do the same in a compiled function."""
+        group, mode = self.group, self._mode
+        where = {"bank": plan.bank, "reuse": plan.reuse}
+        local, slots = dict(weights), dict(bank_of(plan.bank, group).slots)
+        trained = find_trained(weights, group) if torch.is_grad_enabled() else []
+        uec.replicate_experts(weights, plan, group=group, mode=mode, layer=self.layer)
+        if not torch.is_grad_enabled():
+            return self.experts(x, weights, slots, *args)
+        if names := [name for name in group.slot_grads if name in trained]:
+            passed = (x, *(local[name] for name in names), *(slots[name] for name in names))
+            fields = fields_of(plan)[:-1]
+            x, *rest = traced.hook(traced.reduce_grads, (group, where, names), passed, fields)
+            local.update(zip(names, rest[: len(names)], strict=True))
+            slots.update(zip(names, rest[len(names) :], strict=True))
+        segments = self._segments
+        restored = list(weights) if segments is None else list(segments)
+        saved = (plan.slot_expert, plan.home, *(weights[name].detach() for name in restored))
+        how = (group, where, mode, segments, self.layer, restored)
+        y = self.experts(x, local, slots, *args)
+        # With the input, on which the output does not depend where a rank has no tokens.
+        found: Tensor = traced.hook(traced.restore_replicas, how, (y, x), saved)[0]
+        return found
+
 
 def _check(weights: Weights, group: uec.Group) -> None:
     session_of(group)
-    weights = plain_mapping(weights)
-    is_mapping = isinstance(weights, Mapping)
-    found = {n: type(w).__name__ for n, w in weights.items()} if is_mapping else weights
-    if (
-        not is_mapping
-        or set(weights) != set(group.segments)
-        or not all(isinstance(weight, Tensor) for weight in weights.values())
-    ):
-        raise InvalidArgumentError(
-            f"rank {group.rank}: ReplicatedExperts was given weights {found}; expected a Parameter"
-            f" for each of the group's segments, {sorted(group.segments)}"
-        )
+    for name, weight in local_weights(weights, group).items():
+        if not isinstance(weight, Tensor):
+            raise InvalidWeightsError(
+                f"rank {group.rank}: ReplicatedExperts was given {len(weight)} tensors for"
+                f" {name!r}; expected one Parameter [M, *shape]"
+            )
     check_trained({name: weights[name] for name in group.slot_grads}, group.rank)

@@ -52,39 +52,27 @@ class ExpertPass:
     The pass ends its handle by the reduction or, if nothing is reduced or the graph is dropped, by
     releasing it. A handle saved in a capture into a CUDA graph belongs to that graph and is not
     released when the pass is dropped.
-
-    Attributes:
-        handle: of the forward pass's plan; this pass is its last use.
-        weights: the main weights; their addresses are read in the backward pass.
-        main_grads: where the experts accumulate the gradients of main weights, and the reduction
-            adds those of replicas; None: autograd has them.
-        mode: of the transfers.
-        reduce_mode: of the reduction.
-        segments: segments that the backward pass needs; None: all.
-        owner: for :func:`start_transfer`.
-        slot_expert: the expert in each slot, by rank; None: the plan is on a device.
-        is_empty: the plan is known to have no replicas: the backward pass makes no calls.
-        restored_by: the node of the graph that restores the replicas, weakly: it references this.
-        restoring: the transfer that was prefetched.
-        reducing: the reduction in flight.
-        has_restored: this pass has filled the slots in the backward pass.
     """
 
     # Not the group: graphs reference passes, and errors of groups reference graphs.
-    handle: uec.PlanHandle
-    weights: Weights | Binding
+    handle: uec.PlanHandle  # of the forward pass's plan; this pass is its last use
+    weights: Weights | Binding  # the main weights; the backward pass reads their addresses
     _: KW_ONLY
+    # Where the experts accumulate the gradients of main weights, and the reduction adds those of
+    # replicas; None: autograd has them.
     main_grads: Weights | Binding | None = None
-    mode: str = "auto"
+    mode: str = "auto"  # of the transfers
     reduce_mode: str = "auto"
-    segments: Sequence[str] | None = None
-    owner: object = None
+    segments: Sequence[str] | None = None  # that the backward pass needs; None: all
+    owner: object = None  # for :func:`start_transfer`
+    # The expert in each slot, by rank; None: the plan is on a device.
     slot_expert: list[list[int]] | None = field(init=False)
-    is_empty: bool = field(init=False)
+    is_empty: bool = field(init=False)  # known to have no replicas: backward makes no calls
+    # The node of the graph that restores the replicas, weakly: it references this.
     restored_by: weakref.ref[object] | None = field(init=False, default=None)
-    restoring: uec.Work | None = field(init=False, default=None)
-    reducing: uec.Work | None = field(init=False, default=None)
-    has_restored: bool = field(init=False, default=False)
+    restoring: uec.Work | None = field(init=False, default=None)  # the prefetched transfer
+    reducing: uec.Work | None = field(init=False, default=None)  # the reduction in flight
+    has_restored: bool = field(init=False, default=False)  # filled the slots, in backward
 
     def __post_init__(self) -> None:
         handle = self.handle
@@ -95,8 +83,7 @@ class ExpertPass:
         )
         if handle.mark is None:  # else the graph still saves the plan of a dropped pass
             weakref.finalize(self, handle.release).atexit = False
-        task = _graph_task()
-        if task >= 0:  # a forward pass in a backward pass: recomputed
+        if (task := _graph_task()) >= 0:  # a forward pass in a backward pass: recomputed
             known = _recomputed.get(handle.group, [])
             # A copy: the handle ends with the recomputed graph, long before it is compared.
             _recomputed[handle.group] = [
@@ -179,20 +166,23 @@ def start_transfer(
     return work
 
 
+_C = undocumented(torch, "_C")
+
+
 def _graph_task() -> int:
     """Return the number of the backward pass that this thread is in; -1: none."""
-    return int(undocumented(undocumented(torch, "_C"), "_current_graph_task_id")())
+    return int(undocumented(_C, "_current_graph_task_id")())
 
 
 def _will_run(node: object) -> bool:
     """Return whether the backward pass that this thread is in runs a node of the graph."""
-    return bool(undocumented(undocumented(torch, "_C"), "_will_engine_execute_node")(node))
+    return bool(undocumented(_C, "_will_engine_execute_node")(node))
 
 
 def _keeps_graph() -> bool:
     """Return whether the backward pass that this thread is in has ``retain_graph=True``."""
     try:
-        autograd = undocumented(undocumented(torch, "_C"), "_autograd")
+        autograd = undocumented(_C, "_autograd")
         return bool(undocumented(autograd, "_get_current_graph_task_keep_graph")())
     except AttributeError:  # an older torch: the handle is released with the graph
         return True
@@ -274,10 +264,10 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
             plans.plan_of(run.handle, "reduce_expert_grads")
             plans.consume(run.handle, on_device=False)
         run.handle.release()
-        own = [_or_zeros(main, grad) for main, grad in zip(tensors, rest, strict=False)]
+        own = [_or_zeros(weight, grad) for weight, grad in zip(tensors, rest, strict=False)]
         return grad_x, *own, *(None for _ in slots)
     for name, grad in zip(slots, rest[len(tensors) :], strict=True):
-        _keep_slot_gradients(run, run.bank.slot_grads[name], grad)
+        _copy_slot_gradients(run, run.bank.slot_grads[name], grad)
     own = _own_gradients(run, weights, rest[: len(tensors)])
     run.reducing = uec.reduce_expert_grads(
         # Detached: autograd reuses a gradient's memory only if nothing else holds the tensor.
@@ -327,22 +317,22 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     return _find_same(handle, [last.slot_expert]) is not None
 
 
-def _or_zeros(main: Tensor, grad: Tensor | None) -> Tensor:
-    return torch.zeros_like(main) if grad is None else grad
+def _or_zeros(weight: Tensor, grad: Tensor | None) -> Tensor:
+    return torch.zeros_like(weight) if grad is None else grad
 
 
-def _keep_slot_gradients(run: ExpertPass, kept: Tensor, grad: Tensor | None) -> None:
-    """Put gradients ``[S, *shape]`` where the reduction reads those of filled slots."""
-    filled: Sequence[int] = range(len(kept))
+def _copy_slot_gradients(run: ExpertPass, to: Tensor, grad: Tensor | None) -> None:
+    """Copy gradients ``[S, *shape]`` of filled slots to where the reduction reads them."""
+    filled: Sequence[int] = range(len(to))
     if run.slot_expert is not None:
         own = run.slot_expert[run.handle.group.rank]
         filled = [slot for slot, expert in enumerate(own) if expert >= 0]
     # Copied, not added: no reduction clears the gradients of empty slots.
-    if len(filled) == len(kept):
-        kept.zero_() if grad is None else kept.copy_(grad)
+    if len(filled) == len(to):
+        to.zero_() if grad is None else to.copy_(grad)
         return
     for slot in filled:
-        kept[slot].zero_() if grad is None else kept[slot].copy_(grad[slot])
+        to[slot].zero_() if grad is None else to[slot].copy_(grad[slot])
 
 
 def _own_gradients(
@@ -403,12 +393,8 @@ def restore_replicas(y: Tensor, run: ExpertPass, *, anchor: Tensor | None = None
     """Return the experts' output; in the backward pass, fill the slots again before the experts.
 
     Without a gradient for the experts there is no such backward pass, and the handle is released.
-
-    Args:
-        y: the experts' output.
-        run: of this layer and microbatch.
-        anchor: the experts' input from :func:`start_reduction`: keeps the backward pass in the
-            collective calls when ``y`` does not depend on it, because the rank got no tokens.
+    ``anchor``, the experts' input from :func:`start_reduction`, keeps the backward pass in the
+    collective calls when ``y`` does not depend on it, because the rank got no tokens.
 
     Raises:
         InvalidArgumentError: ``y`` is not a tensor; or another transfer has filled the slots since
@@ -450,12 +436,6 @@ def start_reduction(
     with replicas are copied, and the reduction adds the replicas' to them. All go on to
     :func:`join_reduction`. With ``main_grads`` whatever computes the gradient of ``x`` has by then
     accumulated into those and into ``slot_grads``.
-
-    Args:
-        x: the experts' input.
-        run: of this layer and microbatch.
-        weights: main weights, from :func:`join_reduction`.
-        slots: of the plan's bank.
 
     Raises:
         InvalidArgumentError: main weights whose gradients the group does not reduce, or that do not
@@ -534,11 +514,8 @@ def _check_graph(x: Tensor, run: ExpertPass, weights: Weights) -> None:
 def join_reduction(x: Tensor, run: ExpertPass, weights: Weights) -> tuple[Tensor, dict[str, Any]]:
     """Return the layer's input and main weights; their gradients wait for the reduction.
 
-    Args:
-        x: the layer's input: the tensor whose gradient leaves the layer last.
-        run: of this layer and microbatch.
-        weights: the parameters; the experts have to use the returned ones, which have the same
-            form. With ``main_grads`` hooks on parameters run after the reduction then.
+    The experts have to use the returned weights. With ``main_grads`` hooks on parameters then run
+    after the reduction.
     """
     trained = {name: weights[name] for name in _names_with_gradient(weights)}
     tensors = (x, *_spread(trained))

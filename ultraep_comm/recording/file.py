@@ -51,19 +51,20 @@ class Known(IntFlag):
     LOAD = 4
 
 
-CALL = np.dtype(
-    [
-        ("operation", np.int32),  # index into OPERATIONS
-        ("mode", np.int32),  # a Mode; -1: none, or chosen on the device
-        ("epoch", np.int64),
-        ("layer", np.int64),  # of the handle; -1: the call took a plan, or none
-        ("microbatch", np.int64),  # likewise
-        ("begin_ns", np.int64),  # when the caller entered the call; the rank's monotonic clock
-        ("end_ns", np.int64),  # when the rank's part finished; -1: not known, or it failed
-        ("expert_bytes", np.int64),  # bytes that the call moves for each replica
-        ("known", np.int32),  # Known flags of the plan
-    ]
-)
+_EVER = 1 << 62  # nanoseconds: 146 years
+# The dtype of each field of a call, and the range of its values.
+_CALL = {
+    "operation": (np.int32, 0, len(OPERATIONS)),  # index into OPERATIONS
+    "mode": (np.int32, -1, len(MODES)),  # a Mode; -1: none, or chosen on the device
+    "epoch": (np.int64, 1, _EVER),
+    "layer": (np.int64, -1, 1 << 31),  # of the handle; -1: the call took a plan, or none
+    "microbatch": (np.int64, -1, 1 << 32),  # likewise
+    "begin_ns": (np.int64, 0, _EVER),  # the caller entered the call; the rank's monotonic clock
+    "end_ns": (np.int64, -1, _EVER),  # the rank's part finished; -1: not known, or it failed
+    "expert_bytes": (np.int64, 0, 1 << 48),  # bytes that the call moves for each replica
+    "known": (np.int32, 0, 1 << len(Known)),  # Known flags of the plan
+}
+CALL = np.dtype([(name, dtype) for name, (dtype, _, _) in _CALL.items()])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,11 +110,8 @@ class Recording:
         moves = self.moves[:, self.rank].sum(axis=1)
         known = self.calls["known"] & Known.PLACEMENT > 0
         moved: NDArray[np.int64] = np.where(known, moves * self.calls["expert_bytes"], -1)
-        return np.where(_has_plan(self.calls), moved, 0)
-
-
-def _has_plan(calls: NDArray[np.void]) -> NDArray[np.bool_]:
-    return np.isin(calls["operation"], [OPERATIONS.index(o) for o in OPERATIONS[2:]])
+        has_plan = self.calls["operation"] >= OPERATIONS.index("replicate_experts")
+        return np.where(has_plan, moved, 0)
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -137,20 +135,20 @@ def save_recording(recording: Recording, path: Path) -> None:
 # ---- reading ------------------------------------------------------------------------------------
 
 _I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
-# The dtype and axes of each array; L is N, or 0 where loads were not recorded.
-_FORMS = {
-    "rank": (_I64, ""),
-    "epoch_ns": (_I64, ""),
-    "num_calls": (_I64, ""),
-    "failed_epoch": (_I64, ""),
-    "home": (_I32, "E"),
-    "domain": (_I32, "G"),
-    "calls": (CALL, "N"),
-    "slot_expert": (_I32, "NGS"),
-    "moves": (np.dtype(np.bool_), "NGS"),
-    "slot_quota": (_I32, "NGS"),
-    "home_quota": (_I32, "NE"),
-    "load": (_I32, "LGE"),
+# The dtype, the axes and the range of each array. L is N, or 0 where loads were not recorded.
+_FORMS: dict[str, tuple[np.dtype[Any], str, tuple[int, int | str] | None]] = {
+    "home": (_I32, "E", (0, "G")),
+    "domain": (_I32, "G", (0, "G")),
+    "rank": (_I64, "", (0, "G")),
+    "epoch_ns": (_I64, "", (-_EVER, _EVER)),
+    "num_calls": (_I64, "", (0, _EVER)),
+    "failed_epoch": (_I64, "", (0, _EVER)),
+    "calls": (CALL, "N", None),
+    "slot_expert": (_I32, "NGS", (-1, "E")),
+    "moves": (np.dtype(np.bool_), "NGS", None),
+    "slot_quota": (_I32, "NGS", (0, 1 << 31)),
+    "home_quota": (_I32, "NE", (0, 1 << 31)),
+    "load": (_I32, "LGE", (0, 1 << 31)),
 }
 _TEXTS = ("run", "machine")
 
@@ -182,9 +180,8 @@ def load_recording(path: Path, *, loads: bool = True) -> Recording:
         if not loads and {"domain", "home"} <= arrays.keys():
             arrays["load"] = np.empty((0, arrays["domain"].size, arrays["home"].size), np.int32)
         _check_forms(arrays)
-        values: dict[str, Any] = {name: arrays[name] for name in _FORMS}
-        values |= {name: int(arrays[name]) for name, form in _FORMS.items() if form == (_I64, "")}
-        values |= {name: str(arrays[name]) for name in _TEXTS}
+        values: dict[str, Any] = {name: arrays[name] for name in (*_TEXTS, *_FORMS)}
+        values |= {name: value.item() for name, value in values.items() if value.ndim == 0}
         recording = Recording(source=str(path), **values)
         _check_values(recording)
     except ValueError as error:
@@ -193,7 +190,7 @@ def load_recording(path: Path, *, loads: bool = True) -> Recording:
 
 
 def _check_forms(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise ValueError for a missing array, or one of another dtype or shape."""
+    """Raise ValueError for a missing array, or one of another dtype, shape or range."""
     lengths: dict[str, int] = {}
     for name in (*_TEXTS, *_FORMS):
         if name not in arrays:
@@ -206,7 +203,7 @@ def _check_forms(arrays: Mapping[str, NDArray[Any]]) -> None:
                     f" at most {MAX_TEXT} characters"
                 )
             continue
-        dtype, axes = _FORMS[name]
+        dtype, axes, _ = _FORMS[name]
         shape = [lengths.get(axis, length) for axis, length in zip(axes, found.shape, strict=False)]
         if found.dtype != dtype or found.ndim != len(axes) or list(found.shape) != shape:
             raise ValueError(
@@ -216,38 +213,17 @@ def _check_forms(arrays: Mapping[str, NDArray[Any]]) -> None:
         lengths.update(zip(axes, found.shape, strict=True))
     if lengths["L"] not in (0, lengths["N"]):
         raise ValueError(f"load has {lengths['L']} rows; expected {lengths['N']}, or none")
+    for name, (_, _, limits) in _FORMS.items():
+        if limits is not None:
+            low, high = limits
+            _check_range(name, arrays[name], low, lengths[high] if isinstance(high, str) else high)
+    for name, (_, low, high) in _CALL.items():
+        _check_range(f"calls[{name!r}]", arrays["calls"][name], low, high)
 
 
 def _check_values(r: Recording) -> None:
-    """Raise ValueError for a value that no recorder writes."""
+    """Raise ValueError for values that contradict each other."""
     calls = r.calls
-    top, ever = 2**31, 1 << 62  # nanoseconds: 146 years
-    ranges = {
-        "rank": (0, r.num_ranks),
-        "epoch_ns": (-ever, ever),
-        "failed_epoch": (0, ever),
-        "home": (0, r.num_ranks),
-        "domain": (0, r.num_ranks),
-        "slot_expert": (-1, r.num_experts),
-        "slot_quota": (0, top),
-        "home_quota": (0, top),
-        "load": (0, top),
-    }
-    ranges_of_calls = {
-        "operation": (0, len(OPERATIONS)),
-        "mode": (-1, len(MODES)),
-        "known": (0, 1 << len(Known)),
-        "epoch": (1, ever),
-        "layer": (-1, top),
-        "microbatch": (-1, 1 << 32),
-        "begin_ns": (0, ever),
-        "end_ns": (-1, ever),
-        "expert_bytes": (0, 1 << 48),
-    }
-    for name, (low, high) in ranges.items():
-        _check_range(name, np.asarray(getattr(r, name)), low, high)
-    for name, (low, high) in ranges_of_calls.items():
-        _check_range(f"calls[{name!r}]", calls[name], low, high)
     if r.num_calls < len(calls):
         raise ValueError(f"num_calls is {r.num_calls}; expected at least {len(calls)}")
     if (np.diff(calls["epoch"]) <= 0).any():
@@ -279,15 +255,10 @@ def read_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Return those of the named arrays that an ``.npz`` file has.
 
-    Args:
-        path: the file.
-        names: of arrays; it has to have one of them.
-        error: the type to raise.
-        expected: what the file should be, for its text.
-
     Raises:
-        UltraEPError: of the given type: the file has none of the arrays, or Python objects; is
-            damaged; or takes more than half of the memory when unpacked. The text names the file.
+        UltraEPError: of type ``error``: the file has none of the arrays, or Python objects; is
+            damaged; or takes more than half of the memory when unpacked. The text names the file
+            and what was ``expected``.
         OSError: the file cannot be opened.
     """
     with path.open("rb") as file:

@@ -112,24 +112,17 @@ class Recorder:
     def add(
         self, epoch: int, operation: str, mode: str, plan: Plan | None, tag: int, expert_bytes: int
     ) -> None:
-        """Record a submitted call.
+        """Record a submitted call, and its plan if that is on the CPU.
 
-        Args:
-            epoch: the call's number.
-            operation: starts with the operation's name.
-            mode: the chosen mode; "" or "auto": not known.
-            plan: the call's plan, if it is on the CPU; else None.
-            tag: the handle's tag; 0: no handle.
-            expert_bytes: bytes that the call moves for each replica.
+        ``operation`` starts with the operation's name. Mode "" or "auto": not known; tag 0: no
+        handle.
         """
         self._collect()
         i = self._count % self._capacity
         self._count += 1
-        known = 0
-        if plan is not None:
-            known = self._copy_plan(i, plan)
-        elif self._count > self._capacity:
-            self._forget_plan(i)
+        # In the first round of the ring there is nothing to clear.
+        has_row = plan is not None or self._count > self._capacity
+        known = self._copy_plan(i, plan) if has_row else 0
         self._calls[i] = (
             _OPERATION[operation.partition(" ")[0]],
             MODES.get(mode, -1),
@@ -143,32 +136,31 @@ class Recorder:
         )
         self._unfinished.append((i, epoch))
 
-    def _copy_plan(self, i: int, plan: Plan) -> int:
-        known = _PLACEMENT
-        self._slot_expert[i] = plan.slot_expert.numpy()
-        moves = self._moves() if self._moves and plan.reuse else None
-        if moves is None and plan.reuse and plan.slots_to_fill is not None:
-            moves = plan.slots_to_fill.numpy()  # as planned: the host does not know the call's own
-        self._kept[i] = False if moves is None else ~moves
-        if plan.slot_quota is not None and plan.home_quota is not None:
+    def _copy_plan(self, i: int, plan: Plan | None) -> int:
+        """Copy a plan into the ring, clear what it lacks, and return what is known of it."""
+        known = 0
+        if plan is None:
+            self._slot_expert[i] = -1
+        else:
+            known |= _PLACEMENT
+            self._slot_expert[i] = plan.slot_expert.numpy()
+            moves = self._moves() if self._moves and plan.reuse else None
+            if moves is None and plan.reuse and plan.slots_to_fill is not None:
+                # As planned: the host does not know the call's own.
+                moves = plan.slots_to_fill.numpy()
+            self._kept[i] = False if moves is None else ~moves
+        if plan is not None and plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS
             self._slot_quota[i] = plan.slot_quota.numpy()
             self._home_quota[i] = plan.home_quota.numpy()
         else:
             self._slot_quota[i] = self._home_quota[i] = 0
-        if self._loads:
-            if plan.load is not None:
-                known |= _LOAD
-                self._load[i] = plan.load.numpy()
-            else:
-                self._load[i] = 0
-        return known
-
-    def _forget_plan(self, i: int) -> None:
-        self._slot_expert[i] = -1
-        self._slot_quota[i] = self._home_quota[i] = 0
-        if self._loads:
+        if self._loads and plan is not None and plan.load is not None:
+            known |= _LOAD
+            self._load[i] = plan.load.numpy()
+        elif self._loads:
             self._load[i] = 0
+        return known
 
     def _collect(self) -> None:
         """Record the ends of finished calls, before the engine forgets them."""

@@ -82,7 +82,11 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
         lambda g: g.bind({"w": torch.zeros(2, 2, device="meta")}),
         "is on meta; expected cpu, where the group's slots are",
     ),
-    "experts": (lambda g: nn.ReplicatedExperts(g, torch.add, {"w": None}), "'w': 'NoneType'}; exp"),
+    "experts": (lambda g: nn.ReplicatedExperts(g, torch.add, {"w": None}), "is a NoneType; expect"),
+    "a list": (
+        lambda g: nn.ReplicatedExperts(g, torch.add, {"w": [W["w"][0]] * 2}),  # type: ignore[dict-item]
+        r"given 2 tensors for 'w'; expected one Parameter \[M, \*shape\]",
+    ),
     "check": (lambda _: make(check="x"), "check is 'x'; expected True, False or None"),
     "rank": (lambda g: g.topology.local_experts(9), "rank is 9; expected 0 to 0"),
     "slots": (lambda g: g.slots["x"], r"no segment 'x'; expected \['w'\]"),

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compilers import BACKENDS, COMPILE_TIMEOUT, COMPILES, assert_same
 from ranks import bytes_stored, close_all, loopback
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.calls.traced import ORDER, FinishedWork, TracedWork
+from ultraep_comm.calls.traced import ORDER, TracedWork
 
 RANKS, EXPERTS, SLOTS, BANKS = 3, 9, 2, 2
 SHAPE = (16, 16)
 OPERATORS = torch.ops.ultraep_comm
 Tensors = list[torch.Tensor]
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
-)
-BACKENDS = [
-    "aot_eager",
-    pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler]),
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_graphs_of_earlier_runs(
-    nothing_compiled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+pytestmark = COMPILES
 
 
 def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
@@ -48,17 +33,17 @@ def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
         expert={"w": (SHAPE, torch.float32), "b": ((16,), torch.bfloat16)},
         grads=torch.float32,
         banks=BANKS,
-        timeout=120,  # the first rank to call waits while others compile
+        timeout=COMPILE_TIMEOUT,
         **options,
     )
 
 
 def make_weights(rank: int, num_ranks: int = RANKS, seed: int = 0) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(100 * seed + rank)
-    mains = EXPERTS // num_ranks
+    count = EXPERTS // num_ranks
     return {
-        "w": torch.randn(mains, *SHAPE, generator=draw),
-        "b": torch.randn(mains, 16, generator=draw).bfloat16(),
+        "w": torch.randn(count, *SHAPE, generator=draw),
+        "b": torch.randn(count, 16, generator=draw).bfloat16(),
     }
 
 
@@ -120,12 +105,13 @@ def test_compiled_steps_move_what_eager_ones_do(
 
         before = stored(others)
         got, expected = run(compiled, groups), run(steps, others)
-        for rank in range(RANKS):
-            for one, other in zip(got[rank], expected[rank], strict=True):
-                assert torch.equal(one, other)
-            for one, other in zip(groups[rank].banks, others[rank].banks, strict=True):
-                assert torch.equal(one.residents, other.residents)
-                assert all(torch.equal(one.slots[n], other.slots[n]) for n in one.slots)
+        assert_same(got, expected)
+        assert_same(
+            *(
+                [[bank.residents, dict(bank.slots)] for group in among for bank in group.banks]
+                for among in (groups, others)
+            )
+        )
         assert stored(groups) == stored(others) > before
         slots, _, stays, *_ = expected[0][5:]
         kept += int((stays & (slots >= 0)).sum())
@@ -212,6 +198,7 @@ def test_compiled_reductions_leave_out_what_slots_keep(
         work = uec.reduce_expert_grads(grads, plan, group=group, async_op=async_op)
         if work is not None:
             work.wait()
+            work.synchronize()
         return before + group.banks[1].slot_grads["w"].sum()
 
     def run(fn: Callable[..., torch.Tensor]) -> tuple[Tensors, Tensors]:
@@ -219,7 +206,7 @@ def test_compiled_reductions_leave_out_what_slots_keep(
             RANKS,
             num_experts=EXPERTS,
             slots_per_rank=SLOTS,
-            expert={"w": ((4,), torch.float32)},
+            expert={"w": ((4,), torch.float32), "v": ((2,), torch.float32)},
             grads=torch.float32,
             banks=2,
             grad_banks=2,
@@ -227,18 +214,23 @@ def test_compiled_reductions_leave_out_what_slots_keep(
         for group in made:
             group.slot_grads["w"].fill_(1000.0)
             group.banks[1].slot_grads["w"].fill_(group.rank + 1.0)
-        mains = [{"w": torch.full((EXPERTS // RANKS, 4), 100.0)} for _ in made]
-        totals = loopback(RANKS, lambda r: fn(mains[r], made[r]))
+            group.banks[1].slot_grads["v"].fill_(group.rank + 1.0)
+        count = EXPERTS // RANKS
+        grads = [
+            {"w": torch.full((count, 4), 100.0), "v": [torch.zeros(2) for _ in range(count)]}
+            for _ in made
+        ]
+        totals = loopback(RANKS, lambda r: fn(grads[r], made[r]))
+        assert [own["v"][0].tolist() for own in grads] == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
         assert all((group.slot_grads["w"] == 1000.0).all() for group in made)
         slots = [group.banks[1].slot_grads["w"] for group in made]
-        return [*totals, *(main["w"] for main in mains)], slots
+        return [*totals, *(own["w"] for own in grads)], slots
 
     got, left = run(torch.compile(reduce, fullgraph=True, backend="aot_eager"))
     expected, other = run(reduce)
     assert got[RANKS][0].tolist() == [102.0] * 4
     assert [grads[:, 0].tolist() for grads in left] == [[1.0, 1.0], [0.0, 2.0], [3.0, 3.0]]
-    for one, another in zip([*got, *left], [*expected, *other], strict=True):
-        assert torch.equal(one, another)
+    assert_same([got, left], [expected, other])
 
 
 # ---- operators and errors -------------------------------------------------------------------
@@ -264,6 +256,11 @@ def test_operators_with_a_bank() -> None:
     close_all([group])
 
 
+def traced_work(token: torch.Tensor, plan: uec.Plan, group: uec.Group) -> TracedWork:
+    waited = (token, [], plan.slot_expert, [], [], ORDER, 1, group.name)
+    return TracedWork("replicate_experts", "auto", group.name, waited)
+
+
 def test_slots_of_a_call_that_a_compiled_function_has_started() -> None:
     groups = make_groups()
     weights = [make_weights(group.rank) for group in groups]
@@ -277,7 +274,7 @@ def test_slots_of_a_call_that_a_compiled_function_has_started() -> None:
     for group, work in zip(groups, works, strict=True):
         work.synchronize()
         token = torch.tensor(work.epoch)
-        traced = TracedWork(token, [], plan.slot_expert, [], [], 1, "auto", group.name)
+        traced = traced_work(token, plan, group)
         assert traced.is_completed()
         assert traced.epoch == work.epoch
         if group.rank == 1:
@@ -293,9 +290,10 @@ def test_every_kind_of_work_keeps_what_a_work_promises() -> None:
     work = uec.replicate_experts(make_weights(0, 1), plan, group=group, async_op=True)
     assert work is not None
     token = torch.tensor(work.epoch)
-    traced = TracedWork(token, [], plan.slot_expert, [], [], 1, "auto", group.name)
+    traced = traced_work(token, plan, group)
+    in_place = TracedWork("reduce_expert_grads", "", group.name)
     names = ["mode", *(name for name in vars(uec.Work) if not name.startswith("_"))]
-    for kind in (work, traced, FinishedWork()):
+    for kind in (work, traced, in_place):
         for name in names:
             member = getattr(kind, name)
             if name == "slot_ready":
@@ -303,7 +301,7 @@ def test_every_kind_of_work_keeps_what_a_work_promises() -> None:
                     member(0)
             elif callable(member) and not (kind is traced and name in ("wait", "synchronize")):
                 member()  # those two are operators of a compiled function
-    for done in (work, FinishedWork()):
+    for done in (work, in_place):
         done.wait(timedelta(seconds=5), slots=())
     group.close()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from compilers import BACKENDS, COMPILE_TIMEOUT, COMPILES, assert_same
 from ranks import RankPool, loopback, raised
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -24,21 +23,9 @@ RANKS, EXPERTS, SLOTS, TOP_K, HIDDEN = 2, 8, 2, 2, 16
 EXPERT = {"w": ((HIDDEN, HIDDEN), torch.float32), "b": ((HIDDEN,), torch.bfloat16)}
 OPERATORS = torch.ops.ultraep_comm
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
-)
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])
+pytestmark = COMPILES
 
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give inductor a new cache: it would reuse graphs although operators have changed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
 
 
 def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:
@@ -48,7 +35,7 @@ def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:
         slots_per_rank=SLOTS,
         expert=EXPERT,
         num_sms=1,
-        timeout=120,  # the first rank to call waits while others compile
+        timeout=COMPILE_TIMEOUT,
     )
 
 
@@ -72,12 +59,12 @@ def make_tokens(rank: int, seed: int, tokens: int) -> torch.Tensor:
     return torch.randint(-4, 5, (tokens, HIDDEN), generator=generator).float()
 
 
-def make_mains(rank: int, seed: int, num_ranks: int = RANKS) -> Weights:
+def make_weights(rank: int, seed: int, num_ranks: int = RANKS) -> Weights:
     """Weights of small integers: sums are exact in whatever order they are made."""
     generator = torch.Generator().manual_seed(3000 * seed + rank)
-    mains = EXPERTS // num_ranks
+    count = EXPERTS // num_ranks
     return {
-        name: torch.randint(-4, 5, (mains, *shape), generator=generator).to(dtype)
+        name: torch.randint(-4, 5, (count, *shape), generator=generator).to(dtype)
         for name, (shape, dtype) in EXPERT.items()
     }
 
@@ -128,7 +115,7 @@ def run_two_layers(
     tokens = 24 + 3 * seed
 
     def run(rank: int) -> list[torch.Tensor]:
-        weights = [make_mains(rank, seed), make_mains(rank, seed + 50)]
+        weights = [make_weights(rank, seed), make_weights(rank, seed + 50)]
         ids = [make_ids(rank, seed, tokens), make_ids(rank, seed + 1, tokens)]
         with torch.no_grad():
             results = fn(make_tokens(rank, seed, tokens), ids, weights, groups[rank], async_op)
@@ -137,38 +124,28 @@ def run_two_layers(
     return loopback(len(groups), run)
 
 
-@pytest.mark.parametrize(
-    "backend, async_op",
-    [
-        ("aot_eager", False),
-        ("aot_eager", True),
-        pytest.param("inductor", False, marks=[pytest.mark.exhaustive, needs_compiler]),
-        pytest.param("inductor", True, marks=[pytest.mark.exhaustive, needs_compiler]),
-    ],
-)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("async_op", [False, True])
 def test_compiled_layers_give_what_eager_ones_do(
     backend: str, async_op: bool, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[int] = []
 
     def spy(*arguments: Any) -> ops.Copies:
-        found = copies_among(*arguments)
+        found = find_copies(*arguments)
         copies.append(len(found))
         return found
 
-    copies_among = ops._copies_among
-    monkeypatch.setattr(ops, "_copies_among", spy)
+    find_copies = ops._find_copies
+    monkeypatch.setattr(ops, "_find_copies", spy)
     inductor = backend == "inductor"
     compiled = torch.compile(two_layers, fullgraph=True, backend=backend, dynamic=inductor or None)
     others = make_groups()
     for seed in range(4):
         got = run_two_layers(compiled, groups, seed, async_op)
         expected = run_two_layers(two_layers, others, seed, async_op)
-        for rank in range(RANKS):
-            for one, other in zip(got[rank], expected[rank], strict=True):
-                assert torch.equal(one, other)
-            for name in EXPERT:
-                assert torch.equal(groups[rank].slots[name], others[rank].slots[name])
+        assert_same(got, expected)
+        assert_same([dict(g.slots) for g in groups], [dict(g.slots) for g in others])
     assert any((group.slots["w"] != 0).any() for group in others)
     # inductor transfers into the slots themselves, the other backend into copies.
     assert copies
@@ -219,7 +196,7 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         opcheck(OPERATORS.gather_load.default, (ids, RANKS, EXPERTS, ORDER, group.name))
         plan = uec.plan_replicas(uec.gather_load(ids, group=group), group=group)
         assert (plan.slot_expert >= 0).any(dim=1).any()
-        tensors, names = list(make_mains(rank, 0).values()), list(EXPERT)
+        tensors, names = list(make_weights(rank, 0).values()), list(EXPERT)
         slots = list(group.slots.values())
         arguments = (
             *(tensors, [-1, -1], names, *plan_fields(plan)),
@@ -260,15 +237,15 @@ def test_copies_of_slots_receive_what_the_slots_would(
             slots.fill_(7)
         copies = {name: torch.zeros_like(slots) for name, slots in group.slots.items()}
         rest = (list(copies.values()), names, ORDER)
-        mains = list(make_mains(rank, 0).values())
+        tensors = list(make_weights(rank, 0).values())
         arguments = (
-            *(mains, [-1, -1], names, *plan_fields(plan), *rest),
+            *(tensors, [-1, -1], names, *plan_fields(plan), *rest),
             *("auto", 0, False, None, None, group.name),
         )
         if async_op:
             token = OPERATORS.start_replicate_experts(*arguments)
             OPERATORS.wait_replicate_experts(
-                token, mains, plan.slot_expert, *rest, 0, group.name, False
+                token, tensors, plan.slot_expert, *rest, 0, group.name, False
             )
         else:
             OPERATORS.replicate_experts(*arguments)
@@ -276,7 +253,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
 
     copies = loopback(RANKS, replicate)
     for name in names:
-        first, last = make_mains(0, 0)[name], make_mains(1, 0)[name]
+        first, last = make_weights(0, 0)[name], make_weights(1, 0)[name]
         assert torch.equal(copies[0][name][0], last[-1])
         assert not copies[0][name][1].any()  # an empty slot
         assert torch.equal(copies[1][name], first[:2])
@@ -287,7 +264,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
 # ---- what a compiler may not do ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
     def calls(ids: torch.Tensor, weights: Weights, plan: uec.Plan) -> torch.Tensor:
         uec.gather_load(ids, group=alone)  # the result is unused
@@ -296,7 +273,7 @@ def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
         uec.replicate_experts(weights, plan, group=alone)
         return first + uec.gather_load(ids, group=alone)  # equal to the others
 
-    ids, weights = make_ids(0, 0, 24), make_mains(0, 0, 1)
+    ids, weights = make_ids(0, 0, 24), make_weights(0, 0, 1)
     plan = uec.plan_replicas(uec.gather_load(ids, group=alone), group=alone)
     before = alone.health().epoch
     result = torch.compile(calls, fullgraph=True, backend=backend)(ids, weights, plan)
@@ -305,7 +282,7 @@ def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
 
 
 def test_backward_makes_no_call_again(alone: uec.Group) -> None:
-    ids, weights = make_ids(0, 0, 24), make_mains(0, 0, 1)
+    ids, weights = make_ids(0, 0, 24), make_weights(0, 0, 1)
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
     tokens = make_tokens(0, 0, 24).requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -326,15 +303,14 @@ def test_backward_makes_no_call_again(alone: uec.Group) -> None:
 def test_other_numbers_of_tokens_compile_once_more_at_most(alone: uec.Group, marked: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    weights = make_mains(0, 0, 1)
+    weights = make_weights(0, 0, 1)
     for tokens in (24, 31, 40, 57, 8):
         ids, values = make_ids(0, 0, tokens), make_tokens(0, 0, tokens)
         if marked:
             torch._dynamo.mark_dynamic(ids, 0)
             torch._dynamo.mark_dynamic(values, 0)
         got = compiled(values, ids, weights, alone, False)
-        for one, other in zip(got, layer(values, ids, weights, alone, False), strict=True):
-            assert torch.equal(one, other)
+        assert_same(got, layer(values, ids, weights, alone, False))
     assert counter.frame_count == (1 if marked else 2)
 
 
@@ -363,8 +339,7 @@ def test_maps_and_their_gradient(alone: uec.Group) -> None:
         results.append(fn(routing, probs))
         results[-1][1].sum().backward()
         gradients.append(probs.grad)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    assert_same(*results)
     assert torch.equal(*gradients)
 
 
@@ -383,19 +358,15 @@ def test_weights_and_plans_of_every_form(groups: list[uec.Group]) -> None:
     def run(fn: Callable[..., uec.Plan], group: uec.Group) -> uec.Plan:
         load = torch.zeros(RANKS, EXPERTS, dtype=torch.int32)
         load[:, 0], load[:, 5] = 40, 10
-        weights = make_mains(group.rank, 0)
-        return fn(load, weights, group.bind(make_mains(group.rank, 1)), group)
+        weights = make_weights(group.rank, 0)
+        return fn(load, weights, group.bind(make_weights(group.rank, 1)), group)
 
     compiled = torch.compile(calls, fullgraph=True, backend="aot_eager")
     others = make_groups()
     got = loopback(RANKS, lambda r: run(compiled, groups[r]))
     expected = loopback(RANKS, lambda r: run(calls, others[r]))
-    for rank in range(RANKS):
-        assert isinstance(got[rank], uec.Plan)
-        for name, tensor in expected[rank].tensors().items():
-            assert torch.equal(getattr(got[rank], name), tensor)
-        for name in EXPERT:
-            assert torch.equal(groups[rank].slots[name], others[rank].slots[name])
+    assert_same([plan.tensors() for plan in got], [plan.tensors() for plan in expected])
+    assert_same([dict(g.slots) for g in groups], [dict(g.slots) for g in others])
 
 
 def test_a_call_may_outlive_the_compiled_function(alone: uec.Group) -> None:
@@ -405,7 +376,7 @@ def test_a_call_may_outlive_the_compiled_function(alone: uec.Group) -> None:
         return work
 
     plan = uec.plan_replicas(torch.ones(1, EXPERTS, dtype=torch.int32), group=alone)
-    work = torch.compile(start, fullgraph=True, backend="aot_eager")(make_mains(0, 0, 1), plan)
+    work = torch.compile(start, fullgraph=True, backend="aot_eager")(make_weights(0, 0, 1), plan)
     assert isinstance(work, uec.Work)
     work.wait()
     work.synchronize()
@@ -445,7 +416,7 @@ def test_errors_keep_their_types(groups: list[uec.Group]) -> None:
     assert isinstance(found[1], errors.InvalidLoadError)
     assert isinstance(found[0], errors.PeerRejectedError)
     with pytest.raises(errors.GroupClosedError, match="failed in call 1"):
-        compiled(replicate)(make_mains(0, 0), by_hand, group)
+        compiled(replicate)(make_weights(0, 0), by_hand, group)
 
 
 def test_bad_weights_and_segments_keep_their_errors(alone: uec.Group) -> None:
@@ -461,7 +432,7 @@ def test_bad_weights_and_segments_keep_their_errors(alone: uec.Group) -> None:
     alone = other
     torch._dynamo.reset()
     with pytest.raises(errors.InvalidArgumentError, match="not a selection"):
-        compiled(make_mains(0, 0, 1), ("w", "y"))
+        compiled(make_weights(0, 0, 1), ("w", "y"))
     other.close()
 
 

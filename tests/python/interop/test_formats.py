@@ -39,10 +39,10 @@ def test_chunks_become_instances() -> None:
 
 @given(st.data())
 def test_any_assignment_keeps_its_tokens(data: st.DataObject) -> None:
-    num_ranks, mains = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    num_ranks, local = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     chunk = st.tuples(st.integers(0, num_ranks - 1), st.integers(1, 50))
     drawn = data.draw(
-        st.dictionaries(st.integers(0, num_ranks * mains - 1), st.lists(chunk, max_size=4))
+        st.dictionaries(st.integers(0, num_ranks * local - 1), st.lists(chunk, max_size=4))
     )
     chunks: dict[int, list[tuple[int, int, int]]] = {}
     loads, needed = [0] * num_ranks, [set[int]() for _ in range(num_ranks)]
@@ -51,9 +51,9 @@ def test_any_assignment_keeps_its_tokens(data: st.DataObject) -> None:
         chunks[expert] = [(r, end - n, end) for (r, n), end in zip(parts, ends, strict=True)]
         for rank, count in parts:
             loads[rank] += count
-            if rank != expert // mains:
+            if rank != expert // local:
                 needed[rank].add(expert)
-    sizes = {"num_ranks": num_ranks, "num_experts": num_ranks * mains}
+    sizes = {"num_ranks": num_ranks, "num_experts": num_ranks * local}
     plan = interop.from_llep(chunks, **sizes)
     assert rank_tokens(plan) == loads
     most = max(map(len, needed))
@@ -70,15 +70,15 @@ def test_any_assignment_keeps_its_tokens(data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 20), st.integers(0, 2**32 - 1))
-def test_a_level_plan_stays_level(num_ranks: int, mains: int, tokens: int, seed: int) -> None:
-    generator, num_experts = np.random.default_rng(seed), num_ranks * mains
+def test_a_level_plan_stays_level(num_ranks: int, local: int, tokens: int, seed: int) -> None:
+    generator, num_experts = np.random.default_rng(seed), num_ranks * local
     skew = generator.dirichlet(np.full(num_experts, 0.3))
     load = generator.multinomial(tokens, skew, size=num_ranks)
     home = contiguous_home(num_experts, num_ranks)
-    alloc = tokens_moonep(load.sum(axis=0), home, num_ranks, mains).tokens
-    copies = np.full((num_ranks, mains), -1)  # B = E / R always suffices
+    alloc = tokens_moonep(load.sum(axis=0), home, num_ranks, local).tokens
+    copies = np.full((num_ranks, local), -1)  # B = E / R always suffices
     for rank, row in enumerate(alloc):
-        remote = [e for e in np.flatnonzero(row) if e // mains != rank]
+        remote = [e for e in np.flatnonzero(row) if e // local != rank]
         copies[rank, : len(remote)] = sorted(remote, key=lambda e: -row[e])
     plan = interop.from_moonep(
         torch.tensor(copies), num_experts=num_experts, alloc=alloc, load=torch.tensor(load)
@@ -114,8 +114,8 @@ def test_the_published_example_of_ultraep() -> None:
 @given(st.data())
 def test_plans_come_back_from_ultraeps_tensors(data: st.DataObject) -> None:
     """A plan of ours, written as UltraEP does, and read again."""
-    num_ranks, mains, slots = (data.draw(st.integers(*ends)) for ends in ((2, 4), (1, 3), (0, 2)))
-    num_experts = num_ranks * mains
+    num_ranks, local, slots = (data.draw(st.integers(*ends)) for ends in ((2, 4), (1, 3), (0, 2)))
+    num_experts = num_ranks * local
     loads = st.lists(st.integers(0, 99), min_size=num_experts, max_size=num_experts)
     load = torch.tensor([data.draw(loads) for _ in range(num_ranks)])
     plan = plan_alone(load, slots_per_rank=min(slots, num_experts))
@@ -125,14 +125,14 @@ def test_plans_come_back_from_ultraeps_tensors(data: st.DataObject) -> None:
     places = [[0] * 1 for _ in range(num_experts)]
     quota = [[int(count)] for count in plan.home_quota]
     for rank, held in enumerate(plan.slot_expert.tolist()):
-        for expert in range(rank * mains, rank * mains + mains):
+        for expert in range(rank * local, rank * local + local):
             places[expert] = [len(rows)]
             rows.append(expert)
         rows += held
     for rank, held in enumerate(plan.slot_expert.tolist()):
         for slot, expert in enumerate(held):
             if expert >= 0:
-                places[expert].append(rank * (mains + len(held)) + mains + slot)
+                places[expert].append(rank * (local + len(held)) + local + slot)
                 quota[expert].append(int(plan.slot_quota[rank, slot]))
     widest = max(map(len, places))
     again = interop.from_ultraep(

@@ -54,7 +54,7 @@ def test_a_copy_trains_beside_the_original(models: Callable[..., Model], form: F
 
 def test_a_loaded_module_takes_a_group_that_fits(models: Callable[..., Model]) -> None:
     module = saved(models(3).modules[0][0])
-    with pytest.raises(errors.InvalidArgumentError, match="of the group's segments"):
+    with pytest.raises(errors.InvalidArgumentError, match="expected the group's segments"):
         module.group = _groups("host")[0]
     group = _groups("host", banks=3)[0]
     replication = saved(Replication(group, layer=4, bank=1, reuse=True, live=2))

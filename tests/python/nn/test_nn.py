@@ -23,6 +23,13 @@ ONE_AFTER_THE_OTHER: Order = [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("F", 2), 
 ONE_F_ONE_B: Order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
 
 
+def replicate_on_rank_1(model: Model) -> None:
+    """Give half of rank 1's tokens to a replica of rank 0's only expert."""
+    model.plans[0, 0] = uec.Plan.from_slots([[-1, -1], [0, -1]], num_experts=2)
+    model.instances[0, 0, 0] = torch.zeros(T, dtype=torch.int64)
+    model.instances[1, 0, 0] = torch.arange(T) % 2
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("order", [ONE_AFTER_THE_OTHER, ONE_F_ONE_B], ids=["in turn", "1F1B"])
 def test_gradients_are_those_without_replicas(
@@ -102,8 +109,8 @@ def test_what_empty_slots_hold_does_no_harm(models: Callable[..., Model]) -> Non
         model.instances[0, 0, mb] = torch.zeros(T, dtype=torch.int64)
         model.instances[1, 0, mb] = torch.arange(T) % 2 * (mb + 1)
 
-    def careless(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
-        y = experts(x, mains, slots, instance)
+    def careless(x: torch.Tensor, local: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
+        y = experts(x, local, slots, instance)
         return y + 0 * (slots["w1"][1] * float("nan")).nansum()  # its gradient is NaN
 
     model.modules[1][0].experts = careless
@@ -176,8 +183,8 @@ def test_a_plan_without_replicas_makes_no_calls_in_the_backward_pass(
     model = models(3, num_layers=1, num_microbatches=1)
     model.plans[0, 0] = uec.Plan.from_slots([[-1, -1]] * 3, num_experts=7)
     for rank, group in enumerate(model.groups):
-        mains = group.num_local_experts
-        model.instances[rank, 0, 0] = torch.arange(T) % mains
+        local = group.num_local_experts
+        model.instances[rank, 0, 0] = torch.arange(T) % local
     calls = [group.health().epoch for group in model.groups]
     assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
     after = [group.health().epoch for group in model.groups]
@@ -201,8 +208,8 @@ def test_gradients_are_copied_only_where_the_reduction_adds(
     kept: list[list[list[int]]] = []  # addresses: who holds a gradient makes autograd copy it
     own_gradients = hooks._own_gradients
 
-    def remember(run: Any, mains: Any, grads: Any) -> list[torch.Tensor]:
-        own = own_gradients(run, mains, grads)
+    def remember(run: Any, local: Any, grads: Any) -> list[torch.Tensor]:
+        own = own_gradients(run, local, grads)
         if run.handle.group.rank == 1:
             kept.append([[grad.data_ptr() for grad in found] for found in (grads, own)])
         return own
@@ -221,8 +228,8 @@ def test_a_gradient_that_autograd_shares_is_copied(models: Callable[..., Model])
     slots[0, 0] = int((model.home == 1).nonzero()[0])
     model.plans[0, 0] = uec.Plan.from_slots(slots, num_experts=7)
 
-    def added(x: torch.Tensor, mains: Any, slots: Any, instance: Any) -> torch.Tensor:
-        both = (mains["w1"] + mains["w2"]).sum() + 0 * (slots["w1"] + slots["w2"]).sum()
+    def added(x: torch.Tensor, local: Any, slots: Any, instance: Any) -> torch.Tensor:
+        both = (local["w1"] + local["w2"]).sum() + 0 * (slots["w1"] + slots["w2"]).sum()
         return x * both  # expanded gradients, of two weights in one memory
 
     for modules in model.modules:
@@ -234,14 +241,14 @@ def test_a_gradient_that_autograd_shares_is_copied(models: Callable[..., Model])
         assert first.data_ptr() != second.data_ptr()
 
 
-def test_mains_and_slots_are_in_one_order(models: Callable[..., Model]) -> None:
+def test_weights_and_slots_are_in_one_order(models: Callable[..., Model]) -> None:
     """So that the experts can zip them: a ParameterDict sorts the dict it is made from."""
     model = models(16, num_ranks=1, num_experts=2, num_layers=1)
     orders = []
 
-    def seen(x: torch.Tensor, mains: Any, slots: Any, instance: Any) -> torch.Tensor:
-        orders.append((list(mains), list(slots)))
-        return experts(x, mains, slots, instance)
+    def seen(x: torch.Tensor, local: Any, slots: Any, instance: Any) -> torch.Tensor:
+        orders.append((list(local), list(slots)))
+        return experts(x, local, slots, instance)
 
     model.modules[0][0].experts = seen
     model.train([("F", 0), ("B", 0)])
@@ -294,60 +301,26 @@ def test_second_derivatives_are_refused(models: Callable[..., Model]) -> None:
         assert "once_differentiable" in str(error)
 
 
-def test_without_the_restore_gradients_are_wrong(
-    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "_restore", lambda run, grads: (grads[0], None))
-    model = models(6)
-    assert model.error(model.train(ONE_F_ONE_B), [0, 1, 2]) > 1e-2
-
-
-def test_without_slot_gradients_main_gradients_are_wrong(
-    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = hooks._start
-
-    def drop(run: Any, grads: Any, mains: Any, slots: Any) -> Any:
-        kept = (*grads[: 1 + len(mains)], *(None for _ in slots))
-        return start(run, kept, mains, slots)
-
-    monkeypatch.setattr(hooks, "_start", drop)
-    model = models(6)
-    assert model.error(model.train(ONE_F_ONE_B), [0, 1, 2]) > 1e-2
-
-
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "not joined"])
 def test_gradients_leave_behind_the_reduction(
-    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch, joined: bool
+    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is late: without the join rank 0's gradients leave before they are complete."""
-    if not joined:
-        monkeypatch.setattr(hooks, "_join", lambda run, grads: grads)
+    """Rank 1 is late: rank 0's gradients stay until they are complete."""
     model = models(7, num_ranks=2, num_experts=2, num_layers=1, num_microbatches=1)
-    # Rank 0's expert is in rank 1's slot.
-    model.plans[0, 0] = uec.Plan.from_slots([[-1, -1], [0, -1]], num_experts=2)
-    model.instances[0, 0, 0] = torch.zeros(T, dtype=torch.int64)
-    model.instances[1, 0, 0] = torch.arange(T) % 2
+    replicate_on_rank_1(model)
     left, started = threading.Event(), threading.Event()
     reduce = uec.reduce_expert_grads
 
     def reduce_late(*args: Any, **kwargs: Any) -> Any:
         if kwargs["group"].rank == 1:
             assert started.wait(10)
-            # Whether rank 0's gradients have left. A join that holds them is seen for a while.
-            assert left.wait(0.2 if joined else 10) is not joined
+            assert not left.wait(0.2)  # rank 0's gradients are held back
         else:
             started.set()
         return reduce(*args, **kwargs)
 
     monkeypatch.setattr(uec, "reduce_expert_grads", reduce_late)
-    leaf = model.modules[0][0].weights["w1"]
-    leaf.register_hook(lambda grad: left.set())
-    if joined:
-        assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
-    else:
-        monkeypatch.setattr(uec.Group, "assert_idle", lambda self: None)
-        model.train([("F", 0), ("B", 0)])
+    model.modules[0][0].weights["w1"].register_hook(lambda grad: left.set())
+    assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5
 
 
 def test_a_reduction_that_was_not_started_is_missed(models: Callable[..., Model]) -> None:
@@ -401,9 +374,9 @@ def passed(
     if transfer:
         uec.replicate_experts(weights, run.handle, group=group)
     x = model.inputs[rank, mb].clone().requires_grad_()
-    joined, mains = hooks.join_reduction(x, run, weights)
-    started, mains, slots = hooks.start_reduction(joined, run, mains, group.slots)
-    y = experts(started, mains, slots, model.instances[rank, 0, mb])
+    joined, local = hooks.join_reduction(x, run, weights)
+    started, local, slots = hooks.start_reduction(joined, run, local, group.slots)
+    y = experts(started, local, slots, model.instances[rank, 0, mb])
     return run, x, hooks.restore_replicas(y, run, anchor=started)
 
 
@@ -461,7 +434,7 @@ def test_what_hooks_refuse(models: Callable[..., Model]) -> None:
     weights["w2"].requires_grad_(False)
     with pytest.raises(errors.InvalidArgumentError, match=r"\['w1'\] need gradients; expected all"):
         hooks.start_reduction(x, hooks.ExpertPass(handle, weights), weights, group.slots)
-    with pytest.raises(errors.InvalidArgumentError, match="'w1': 'Parameter'}; expected a"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"has the weights \['w1'\]; expected"):
         unn.ReplicatedExperts(group, experts, {"w1": weights["w1"]})
     handle.release()
 
@@ -473,19 +446,19 @@ class FusedExperts(torch.autograd.Function):
     """Experts as one function that adds weight gradients to ``main_grad`` and to slot gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mains: Any, slots: Any, sums: Any, instance: Any) -> Any:
-        ctx.held = mains, slots, sums, instance
+    def forward(ctx: Any, x: torch.Tensor, local: Any, slots: Any, sums: Any, instance: Any) -> Any:
+        ctx.held = local, slots, sums, instance
         ctx.save_for_backward(x)
-        return experts(x, mains, slots, instance)
+        return experts(x, local, slots, instance)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        mains, slots, (main_sums, slot_sums), instance = ctx.held
+        local, slots, (main_sums, slot_sums), instance = ctx.held
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             parts = [
                 {n: w.detach().requires_grad_(n in main_sums) for n, w in given.items()}
-                for given in (mains, slots)
+                for given in (local, slots)
             ]
             y = experts(x, *parts, instance)
         leaves = [parts[i][n] for i in range(2) for n in main_sums]
@@ -505,13 +478,12 @@ def test_hooks_on_activations_alone(models: Callable[..., Model], prefetch: bool
         sums = totals.setdefault(
             id(module), {n: torch.zeros_like(weights[n]) for n in group.slot_grads}
         )
-        one = hooks.ExpertPass(group.save(plan, layer=module.layer), weights, main_grads=sums)
-        uec.replicate_experts(weights, one.handle, group=group)
-        x, _ = hooks.join_reduction(x, one, weights)
-        x, _, slots = hooks.start_reduction(x, one, weights, group.slots)
+        calls = unn.Replication(group, layer=module.layer)
+        one = calls.begin(weights, plan=plan, main_grads=sums)
+        x, _, slots = one.before_experts(one.before_dispatch(x))
         y = FusedExperts.apply(x, weights, slots, (sums, group.slot_grads), instance)  # type: ignore[no-untyped-call]
-        y = hooks.restore_replicas(y, one, anchor=x)
-        return hooks.prefetch_replicas(y * 1.0, one) if prefetch else y
+        y = one.after_experts(y)
+        return one.after_combine(y * 1.0) if prefetch else y
 
     found = model.train(ONE_F_ONE_B, run)
     for modules in model.modules:
@@ -541,17 +513,15 @@ def test_hooks_of_parameters_may_wait_for_the_reduction(models: Callable[..., Mo
     def run(module: Any, x: torch.Tensor, plan: uec.Plan, instance: torch.Tensor) -> torch.Tensor:
         group, weights = module.group, dict(module.weights.items())
         sums = {n: torch.zeros_like(weights[n]) for n in group.slot_grads}
-        one = hooks.ExpertPass(group.save(plan), weights, main_grads=sums)
-        waiting = weakref.ref(one)  # the parameter keeps its hook, and `one` the parameter
+        one = unn.Replication(group).begin(weights, plan=plan, main_grads=sums)
+        waiting = weakref.ref(one._run)  # the parameter keeps its hook, and this the parameter
         weights["w1"].register_post_accumulate_grad_hook(
             lambda _: joined.append(not waiting().handle.is_live and waiting().reducing is None)
         )
-        uec.replicate_experts(weights, one.handle, group=group)
-        x, mains = hooks.join_reduction(x, one, weights)
-        x, mains, slots = hooks.start_reduction(x, one, mains, group.slots)
+        x, local, slots = one.before_experts(one.before_dispatch(x))
         held = (weights, slots, (sums, group.slot_grads), instance)
-        y = Signalling.apply(x, *held, mains["w1"])  # type: ignore[no-untyped-call]
-        return hooks.restore_replicas(y, one, anchor=x)
+        y = Signalling.apply(x, *held, local["w1"])  # type: ignore[no-untyped-call]
+        return one.after_experts(y)
 
     model.train([("F", 0), ("B", 0)], run)
     assert joined == [True, True]
@@ -560,13 +530,11 @@ def test_hooks_of_parameters_may_wait_for_the_reduction(models: Callable[..., Mo
 def test_gradients_that_others_hold_too_are_left_alone(models: Callable[..., Model]) -> None:
     """A sum's gradient is one tensor for all of its parts, such as low-rank updates of weights."""
     model = models(10, num_ranks=2, num_experts=2, num_layers=1, num_microbatches=1)
-    model.plans[0, 0] = uec.Plan.from_slots([[-1, -1], [0, -1]], num_experts=2)
-    model.instances[0, 0, 0] = torch.zeros(T, dtype=torch.int64)
-    model.instances[1, 0, 0] = torch.arange(T) % 2
+    replicate_on_rank_1(model)
     update = torch.zeros(1, H, H, requires_grad=True)
 
-    def updated(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
-        return experts(x, {**mains, "w1": mains["w1"] + update}, slots, instance)
+    def updated(x: torch.Tensor, local: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
+        return experts(x, {**local, "w1": local["w1"] + update}, slots, instance)
 
     model.modules[0][0].experts = updated
     assert model.error(model.train([("F", 0), ("B", 0)]), [0]) < 1e-5

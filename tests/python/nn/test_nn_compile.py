@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nn_model import H, Model, S
+from compilers import BACKENDS, COMPILES
+from nn_model import Model
 from ranks import bytes_stored, loopback
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ultraep_comm as uec
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
-)
+pytestmark = COMPILES
 
 
-def dense_experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
+def dense_experts(x: torch.Tensor, local: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
     """The same experts, each for all tokens: shapes do not depend on values."""
-    y, num_local_experts = x, len(mains["w1"])
+    y, num_local_experts = x, len(local["w1"])
     for i in range(num_local_experts + len(slots["w1"])):
-        held, at = (mains, i) if i < num_local_experts else (slots, i - num_local_experts)
+        held, at = (local, i) if i < num_local_experts else (slots, i - num_local_experts)
         mine = (instance == i)[:, None]
         hidden = torch.tanh((x * mine) @ held["w1"][at].T)
         y = y + hidden @ torch.where(mine.any(), held["w2"][at].T, 0.0) * held["scale"][at]
@@ -39,17 +35,8 @@ def layers(modules: Any, x: torch.Tensor, plans: Any, instances: Any) -> torch.T
     return x
 
 
-@pytest.fixture
-def _one_thread(nothing_compiled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no graphs of earlier runs
-
-
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("banks", [1, 2])
-@pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])],
-)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_layers_have_the_gradients_of_eager_ones(
     models: Callable[..., Model], backend: str, banks: int
 ) -> None:
@@ -99,7 +86,6 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(
             assert torch.allclose(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_weights_that_the_group_does_not_reduce_are_refused(models: Callable[..., Model]) -> None:
     """Also by a trace: gradients without the replicas' would be incomplete."""
     model = models(12, num_ranks=1, num_experts=2, num_layers=1)
@@ -113,7 +99,6 @@ def test_weights_that_the_group_does_not_reduce_are_refused(models: Callable[...
             call()
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_compiled_microbatches_in_flight_are_refused(models: Callable[..., Model]) -> None:
     """The slots that the first graph saved for its backward pass belong to the second by then."""
     model = models(12, num_ranks=1, num_experts=2, num_layers=1)
@@ -130,41 +115,6 @@ def test_compiled_microbatches_in_flight_are_refused(models: Callable[..., Model
     losses[1].backward()
 
 
-@pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("async_op", [False, True])
-def test_compiled_reductions(models: Callable[..., Model], async_op: bool) -> None:
-    model = models(13, num_ranks=2, num_layers=1)
-    plan = model.plans[0, 0]
-
-    def reduce(grads: Any, group: uec.Group) -> torch.Tensor:
-        before = group.slot_grads["w1"].sum()
-        work = uec.reduce_expert_grads(grads, plan, group=group, async_op=async_op)
-        if work is not None:
-            work.wait()
-            work.synchronize()
-        return before + group.slot_grads["w1"].sum()
-
-    def check(rank: int, run: Callable[..., Any]) -> list[torch.Tensor]:
-        group, draw = model.groups[rank], torch.Generator().manual_seed(rank)
-        grads: dict[str, Any] = {
-            "w1": torch.randn(group.num_local_experts, H, H, generator=draw),
-            "w2": list(torch.randn(group.num_local_experts, H, H, generator=draw)),
-        }
-        for name in ("w1", "w2"):
-            slots = torch.randn(S, H, H, generator=draw)
-            group.slot_grads[name].copy_(slots * (plan.slot_expert[rank] >= 0)[:, None, None])
-        total = run(grads, group)
-        assert not group.slot_grads["w1"].any()
-        return [total, grads["w1"], *grads["w2"]]
-
-    eager = loopback(2, lambda rank: check(rank, reduce))
-    compiled = torch.compile(reduce, fullgraph=True, backend="aot_eager")
-    got = loopback(2, lambda rank: check(rank, compiled))
-    for a, b in zip(got, eager, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.usefixtures("_one_thread")
 def test_handles_are_not_for_compiled_functions(models: Callable[..., Model]) -> None:
     model = models(14, num_ranks=1, num_experts=2, num_layers=1)
     group, weights = model.groups[0], dict(model.modules[0][0].weights.items())

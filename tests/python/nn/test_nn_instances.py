@@ -1,4 +1,4 @@
-"""Grouped GEMMs over mains and slots, as one tensor or in two calls."""
+"""Grouped GEMMs over local experts and slots, as one tensor or in two calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("mains", "slots", "rows"),
+    ("local", "slots", "rows"),
     [
         (2, 2, [3, 0, 4, 1]),
         (3, 1, [0, 0, 0, 5]),
@@ -32,9 +32,9 @@ def weights(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     ],
 )
 def test_two_calls_are_one_over_all_instances(
-    mains: int, slots: int, rows: list[int], dtype: torch.dtype
+    local: int, slots: int, rows: list[int], dtype: torch.dtype
 ) -> None:
-    parts = [weights(mains, dtype, 1), weights(slots, dtype, 2)]
+    parts = [weights(local, dtype, 1), weights(slots, dtype, 2)]
     x = torch.randn((sum(rows), K), generator=torch.Generator().manual_seed(3)).to(dtype)
     x.requires_grad_()
     offs = torch.tensor(rows).cumsum(0).int()
@@ -45,7 +45,7 @@ def test_two_calls_are_one_over_all_instances(
     own = [a @ b for a, b in zip(x.split(rows), whole, strict=True)]
     torch.cat(own).float().square().sum().backward()
     assert whole.grad is not None
-    split = [grad for grad in whole.grad.split([mains, slots]) if len(grad)]
+    split = [grad for grad in whole.grad.split([local, slots]) if len(grad)]
     for one, other in zip(found, [x.grad, *split], strict=True):
         torch.testing.assert_close(one, other)
 
@@ -61,7 +61,7 @@ def test_experts_run_over_one_tensor(new_groups: Callable[..., list[uec.Group]])
         instances=True,
     )
     every = weights(4, torch.float32, 5)
-    rows = [[1, 4, 0], [2, 2, 3]]  # of mains and of the slot, which has expert 1 on rank 1
+    rows = [[1, 4, 0], [2, 2, 3]]  # of local experts and of the slot, which has expert 1 on rank 1
     held = [[0, 1, 2], [2, 3, 1]]
     plan = uec.Plan.from_slots([[-1], [1]], num_experts=4)
     inputs = [torch.randn((sum(own), K)) for own in rows]
@@ -69,12 +69,12 @@ def test_experts_run_over_one_tensor(new_groups: Callable[..., list[uec.Group]])
     def train(rank: int, layer: int) -> torch.Tensor:
         group = groups[rank]
         instances = group.banks[0].empty_instances()
-        mains = instances["w"][:2].copy_(every.detach()[2 * rank : 2 * rank + 2])
-        parameter = torch.nn.Parameter(mains)
+        local = instances["w"][:2].copy_(every.detach()[2 * rank : 2 * rank + 2])
+        parameter = torch.nn.Parameter(local)
         assert parameter.data_ptr() == instances["w"].data_ptr()
         run = Replication(group, layer=layer).begin({"w": parameter}, plan=plan)
-        x, mains, slots = run.before_experts(run.before_dispatch(inputs[rank].clone()))
-        whole = join_instances(mains, slots, group=group)["w"]
+        x, local, slots = run.before_experts(run.before_dispatch(inputs[rank].clone()))
+        whole = join_instances(local, slots, group=group)["w"]
         assert whole.data_ptr() == parameter.data_ptr()
         assert whole.shape == (3, K, N)
         offs = torch.tensor(rows[rank]).cumsum(0).int()
@@ -98,11 +98,11 @@ def test_weights_elsewhere_are_named(new_groups: Callable[..., list[uec.Group]])
     (group,) = new_groups(
         1, num_experts=2, slots_per_rank=1, expert={"w": ((4, 4), torch.float32)}, instances=True
     )
-    mains = {"w": group.banks[0].empty_instances()["w"][:2]}
-    assert join_instances(mains, group.slots, group=group)["w"].shape == (3, 4, 4)
+    local = {"w": group.banks[0].empty_instances()["w"][:2]}
+    assert join_instances(local, group.slots, group=group)["w"].shape == (3, 4, 4)
     with pytest.raises(
         errors.InvalidWeightsError, match=r"'w' are not in memory of empty_instances"
     ):
-        join_instances({"w": mains["w"].clone()}, group.slots, group=group)
+        join_instances({"w": local["w"].clone()}, group.slots, group=group)
     with pytest.raises(errors.InvalidWeightsError, match="not in memory"):
-        join_instances({"w": mains["w"][:1]}, group.slots, group=group)
+        join_instances({"w": local["w"][:1]}, group.slots, group=group)

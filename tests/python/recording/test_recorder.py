@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from emulated_device import EmulatedDevice
 from ranks import (
     RankPool,
     close_all,
-    fill_weights,
+    loopback,
     make_weights,
     run_python,
     start_all,
@@ -39,13 +38,8 @@ from ultraep_comm.recording.file import (
 
 
 def reduce(groups: list[uec.Group], plans: list[uec.PlanHandle]) -> None:
-    works = []
-    for group, plan in zip(groups, plans, strict=True):
-        grads = {"w": torch.zeros(group.num_local_experts, 8, 4)}
-        works.append(uec.reduce_expert_grads(grads, plan, group=group, async_op=True))
-    for work in works:
-        assert work is not None
-        work.wait()
+    grads = [{"w": torch.zeros(group.num_local_experts, 8, 4)} for group in groups]
+    synchronize_all(start_all(groups, grads, plans, call=uec.reduce_expert_grads))
 
 
 def contents(plan: uec.Plan, recording: Recording, i: int) -> bool:
@@ -127,27 +121,29 @@ def test_the_end_of_a_call_is_known_before_anybody_waits(groups: list[uec.Group]
         pass
     ends = [recorder.recording().calls["end_ns"][0] for recorder in recorders]
     assert min(ends) > 0
-    for work in works:
-        assert work is not None
-        work.wait()
+    synchronize_all(works)
     assert ends == [recorder.recording().calls["end_ns"][0] for recorder in recorders]
 
 
 def test_loads_are_gathered_without_a_plan(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks.run(2, _gather)):
-        calls, num_bytes = found
+    runs = set()
+    for rank, (calls, num_bytes, run) in enumerate(ranks.run(2, _gather)):
+        runs.add(run)
         assert [OPERATIONS[i] for i in calls["operation"]] == ["gather_load"], rank
         assert calls["known"].tolist() == [0]
         assert calls["mode"].tolist() == [-1]
         assert calls["end_ns"][0] > calls["begin_ns"][0]
         assert num_bytes.tolist() == [0]
+    assert len(runs) == 1  # all ranks have the group's name
+    assert runs != {""}
 
 
 def _gather(rank: int, process_group: Any) -> Any:
     with uec.new_group(process_group, num_experts=E, slots_per_rank=S, expert=EXPERT) as group:
         recorder = group.start_recording()
         uec.gather_load(torch.tensor([[rank, 3]]), group=group)
-        return recorder.recording().calls, recorder.recording().bytes_of_rank()
+        found = recorder.recording()
+        return found.calls, found.bytes_of_rank(), found.run
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 7, 100])
@@ -309,16 +305,6 @@ def _record_alone(rank: int, process_group: Any, folder: str) -> None:
         del os.environ["ULTRAEP_RECORD"]
 
 
-def test_ranks_of_a_group_share_its_name(ranks: RankPool) -> None:
-    one, two = ranks.run(2, _run_name)
-    assert one == two != ""
-
-
-def _run_name(rank: int, process_group: Any) -> str:
-    with uec.new_group(process_group, num_experts=E, slots_per_rank=S, expert=EXPERT) as group:
-        return group.start_recording().recording().run
-
-
 @pytest.mark.parametrize("action", ["error", "default"])
 def test_a_recording_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Any
@@ -328,18 +314,14 @@ def test_a_recording_that_cannot_be_written_is_a_warning(
     made = make_groups()
     folder.rmdir()
     folder.write_text("")
+    seen = pytest.raises if action == "error" else pytest.warns
     for group in made:
         with warnings.catch_warnings():
             warnings.simplefilter(action)
-            if action == "error":
-                with pytest.raises(UserWarning, match="the recording of a group is lost"):
-                    group.close()
-            else:
-                with pytest.warns(UserWarning, match="the recording of a group is lost"):
-                    group.close()
-        assert not session_of(
-            group
-        )._finalizer.alive  # the peers got their goodbye, and threads have ended
+            with seen(UserWarning, match="the recording of a group is lost"):
+                group.close()
+        # The peers got their goodbye, and threads have ended.
+        assert not session_of(group)._finalizer.alive
 
 
 def test_a_bad_folder_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,21 +400,9 @@ def test_failed_calls_are_known(groups: list[uec.Group]) -> None:
 
 def test_more_calls_than_an_engine_holds_are_recorded_whole(groups: list[uec.Group]) -> None:
     recorders = [group.start_recording() for group in groups]
-    works = []
-    for _ in range(20):  # no waits, and the engine takes four at a time
-        plan = plan_of(50)
-        works += [
-            threading.Thread(
-                target=uec.replicate_experts,
-                args=(make_weights(group), plan),
-                kwargs={"group": group},
-            )
-            for group in groups
-        ]
-        for thread in works[-2:]:
-            thread.start()
-        for thread in works[-2:]:
-            thread.join()
+    weights = [make_weights(group) for group in groups]
+    for _ in range(20):
+        loopback(G, lambda r: uec.replicate_experts(weights[r], plan_of(50), group=groups[r]))
     for recorder in recorders:
         calls = recorder.recording().calls
         assert (calls["end_ns"] >= calls["begin_ns"]).all()
@@ -444,16 +414,3 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("ULTRAEP_RECORD_CALLS", value)
     with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_RECORD_CALLS"):
         make_groups()
-
-
-def test_a_transfer_is_the_same_while_it_is_recorded(groups: list[uec.Group]) -> None:
-    for group in groups:
-        group.start_recording(2)
-    plan = uec.Plan.from_slots([[2], [0]], num_experts=E)
-    weights = [make_weights(group) for group in groups]
-    for group, own in zip(groups, weights, strict=True):
-        fill_weights(group, own, 1)
-    for work in start_all(groups, weights, plan):
-        work.wait()
-    assert torch.equal(groups[0].slots["w"][0], weights[1]["w"][0])
-    assert torch.equal(groups[1].slots["w"][0], weights[0]["w"][0])

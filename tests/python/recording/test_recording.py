@@ -63,22 +63,7 @@ def test_a_recording_without_calls(groups: list[uec.Group], tmp_path: Path) -> N
     assert found.load.shape == (0, G, E)
 
 
-def test_no_file_is_left_half_written(
-    recorded: list[Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "r.npz"
-    path.write_bytes(b"before")
-
-    def full(file: Any, **arrays: Any) -> None:
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space") as raised:
-        save_recording(recorded[0], path)
-    assert raised.value.filename == str(path)
-    assert path.read_bytes() == b"before"
-    assert list(tmp_path.iterdir()) == [path]
+def test_places_that_no_file_can_have(recorded: list[Recording], tmp_path: Path) -> None:
     with pytest.raises(OSError, match="missing"):
         save_recording(recorded[0], tmp_path / "missing" / "r.npz")
     with pytest.raises(OSError, match="folder"):
@@ -145,12 +130,8 @@ def test_sizes_that_are_not_true_are_errors(
     path = tmp_path / "r.npz"
     save_recording(recorded[0], path)
     descr, shape = HUGE[name]
-    rewritten(
-        path,
-        name,
-        {"descr": descr, "fortran_order": False, "shape": shape},
-        b"\xff\xff\xff\x7f" * 16,
-    )
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    rewritten(path, name, header, b"\xff\xff\xff\x7f" * 16)
     with pytest.raises(errors.RecordingError) as raised:
         load_recording(path)
     assert str(path) in str(raised.value)
