@@ -85,7 +85,7 @@ def differences_at(points: Mapping[str, str]) -> list[str]:
     found = []
     for path, parameters in points.items():
         try:
-            checks.check_signature(checks.find(path), parameters.split())
+            checks.check_signature(path, parameters)
         except (AttributeError, ImportError, UnsupportedError) as error:
             found.append(f"{path}: {error}")
     return found

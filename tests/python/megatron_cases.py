@@ -204,7 +204,7 @@ def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
     if options.get("overlap_param_gather"):
         wrapped.disable_forward_pre_hook()  # gathers what is under way
     for layer in layers:
-        layer.replicas.calls.group.assert_idle()
+        layer.replicas.group.assert_idle()
     found["weights"] = {n: v.clone() for n, v in tensors(model).items()}
     found["optimizer"] = leaves([o.optimizer.state_dict() for o in optimizer.chained_optimizers])
     return found
@@ -322,7 +322,7 @@ def allocations() -> dict[str, int]:
             torch.stack(mains)
         found["control"] = seen.largest
         output.sum().backward()
-        layers[0].replicas.calls.group.assert_idle()
+        layers[0].replicas.group.assert_idle()
     return found
 
 
@@ -385,7 +385,7 @@ def evaluation() -> list[Any]:
         losses.append(float(forward(model, {}, rank, 0, 0)))
         (layer, *_) = replicate(model, S, engine="host", timeout=60.0)
         losses.append(float(forward(model, {}, rank, 0, 0)))
-        layer.replicas.calls.group.assert_idle()
+        layer.replicas.group.assert_idle()
         return [*losses, layer.replica_plan.num_replicas]
 
 

@@ -346,7 +346,7 @@ class RankPool:
             raise AssertionError(f"rank {rank} failed:\n{value}")
         return value
 
-    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> Any:
         """Run on ranks 0 to ``num_ranks - 1`` and return their results by rank."""
         for pipe in self._pipes[:num_ranks]:
             pipe.send((fn, num_ranks, args))

@@ -193,4 +193,4 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
 
 
-check_signatures("torchtitan", "0.3", "0.3", PATCH_POINTS)
+check_signatures("torchtitan", "0.3", PATCH_POINTS)
