@@ -21,6 +21,7 @@ from ultraep_comm.adapters.checks import (
     agree,
     check_experts,
     check_signature,
+    check_signatures,
     check_unchanged,
     check_version,
     is_alone,
@@ -79,7 +80,8 @@ def test_another_distribution_may_have_a_framework(
 
 def test_another_signature_is_an_error() -> None:
     path = "ultraep_comm.adapters.checks:is_alone"
-    assert check_signature(path, "process_group framework") is is_alone
+    with pytest.warns(UserWarning, match="tried with version 0.0"):
+        assert check_signatures("pytest", "0.0", {path: "process_group"}) == {path: is_alone}
     says = r"is_alone takes \['process_group', 'framework', 'setting'\]; the adapter .*\['group'\]"
     with pytest.raises(UnsupportedError, match=says):
         check_signature(path, "group")

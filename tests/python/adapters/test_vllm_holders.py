@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeVllm
+from fake_vllm import faked
 from fake_vllm_batch import (
     FakeKernel,
     G,
@@ -210,7 +210,7 @@ def differ(rank: int, group: Any, where: str) -> str:
     """Let ranks hold other constants, at set-up or after another load of weights."""
     settings = make_config(engine="host")
     ids = torch.zeros(4, K, dtype=torch.int64)
-    with FakeVllm("batch", make_fake(settings)):
+    with faked("batch", make_fake(settings)):
         adapter.register()
         layers = [make_layer(settings, rank, number=n) for n in range(2)]
         layer, value = layers[1], 0.5 - 0.25 * (rank == 2)
@@ -285,7 +285,7 @@ def load_alone(rank: int, group: Any, path: str) -> str:
     own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
     own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
-    with FakeVllm("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
+    with faked("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
         adapter.register()
         layer = make_layer(config, rank)
         add_model([layer], own)
