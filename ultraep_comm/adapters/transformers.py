@@ -28,7 +28,6 @@ from ultraep_comm.adapters.checks import check_experts, check_signatures, find, 
 from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
-from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
@@ -127,7 +126,7 @@ class UltraEP(AllToAllEP):
         if self._is_alone:
             output: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return output
-        weights = _parameters(self._experts)
+        weights = dict(self._experts.named_parameters(recurse=False))
         own = self._own_rows(len(top_k_index))
         run = self._layer(weights).begin(weights, top_k_index[own])
         self.plan, physical_ids = run.plan, run.topk_ids
@@ -203,11 +202,6 @@ class UltraEP(AllToAllEP):
         finally:
             experts.num_experts = number
         return output
-
-
-def _parameters(experts: nn.Module) -> Weights:
-    own: dict[str, nn.Parameter | None] = undocumented(experts, "_parameters")
-    return {name: weight for name, weight in own.items() if weight is not None}
 
 
 def _watch_config() -> None:
