@@ -9,7 +9,6 @@ before and after. DeepSpeed itself is unchanged, but for an operation that it wo
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from new_tensors import NewTensors
-from trained_alike import apart, choosing, full, rerouted, table
+from trained_alike import apart, choosing, full, rerouted, run_cases
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed asks for it
 
@@ -35,7 +34,6 @@ from deepspeed.utils import (
 )
 
 from ultraep_comm.adapters.deepspeed import replicate
-from ultraep_comm.errors import UnsupportedError
 
 STEPS, BATCH, LENGTH, LAYERS, EXPERTS, HOT = 3, 4, 16, 2, 8, 1
 
@@ -337,35 +335,6 @@ def largest_new_tensor() -> dict[str, Any]:
     return {"largest": found.largest, "by": found.by, "mains": mains, "replicas": replicas}
 
 
-def refusals() -> dict[str, str]:
-    """Return what every rank is told of an engine, or of layers, that cannot have replicas."""
-    found = {}
-
-    def note(name: str, engine: Any) -> None:
-        try:
-            replicate(engine)
-        except UnsupportedError as error:
-            found[name] = str(error)
-        raised = torch.tensor(name in found, dtype=torch.int64)
-        dist.all_reduce(raised)
-        assert int(raised) == dist.get_world_size()
-
-    engine, _ = make(Case(stage=3), False)
-    note("ZeRO-3", engine)
-    engine.destroy()
-    engine, _ = make(Case(), False)
-    layer = next(m for m in engine.module.modules() if hasattr(m, "_finalize_output"))
-    if dist.get_rank() == 2:
-        layer.experts.register_buffer("scale", torch.ones(()))
-    note("buffer", engine)
-    if dist.get_rank() == 2:
-        del layer.experts.scale
-    layers = replicate(engine, engine="host")
-    note("twice", engine)
-    end(engine, layers)
-    return found
-
-
 def versions() -> dict[str, str]:
     names = ("deepspeed", "transformers", "torch", "ultraep_comm")
     return {name: importlib.metadata.version(name) for name in names}
@@ -374,7 +343,6 @@ def versions() -> dict[str, str]:
 OTHERS = {
     "checkpoints": checkpoints,
     "new tensors": largest_new_tensor,
-    "refusals": refusals,
     "versions": versions,
 }
 
@@ -385,16 +353,7 @@ def main(path: str, names: list[str]) -> None:
     backend = sys.modules["deepspeed.comm.torch"]  # deepspeed.comm has torch itself by that name
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]  # minutes of a compiler
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    results: dict[str, Any] = {}
-    for name in names or [*CASES, *OTHERS]:
-        results[name] = compare(CASES[name]) if name in CASES else OTHERS[name]()
-        if dist.get_rank() == 0:
-            print(name, json.dumps(results[name]), flush=True)
-            Path(path).write_text(json.dumps(results))
-    if dist.get_rank() == 0:
-        print(table(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases(path, names, {n: partial(compare, case) for n, case in CASES.items()} | OTHERS)
 
 
 if __name__ == "__main__":

@@ -148,30 +148,11 @@ def installed(**others: Any) -> Any:
 
 
 def differences() -> list[str]:
-    """Return where the installed release differs: parameters and attributes.
-
-    Raises:
-        ImportError: DeepSpeed is not installed.
-    """
-    found = []
-    for path, members in MODULES.items():
-        module = importlib.import_module(path)
-        for fake in members:
-            real = getattr(module, fake.__name__, None)
-            pairs = [(fake.__name__, fake, real)]
-            if isinstance(fake, type):
-                made = {n: f for n, f in vars(fake).items() if inspect.isfunction(f)}
-                made.pop("__init__", None)
-                pairs = [
-                    (f"{fake.__name__}.{n}", f, getattr(real, n, None)) for n, f in made.items()
-                ]
-                source = inspect.getsource(real) if real else ""
-                names = [n for n in READ.get(fake, []) if f"self.{n} =" not in source]
-                missing = [n for n in names if f'"{n}"' not in source]
-                found += [f"{path}:{fake.__name__} sets no {name}" for name in missing]
-            for name, own, theirs in pairs:
-                here = list(inspect.signature(own).parameters)
-                there = theirs and list(inspect.signature(theirs).parameters)
-                if here != there:
-                    found.append(f"{path}:{name} takes {there}, here {here}")
+    """Return where the installed release differs: parameters and attributes."""
+    found = fakes.differences(MODULES, ["__init__"])
+    for fake, names in READ.items():
+        path = next(path for path, members in MODULES.items() if fake in members)
+        source = inspect.getsource(getattr(importlib.import_module(path), fake.__name__))
+        missing = [n for n in names if f"self.{n} =" not in source and f'"{n}"' not in source]
+        found += [f"{path}:{fake.__name__} sets no {name}" for name in missing]
     return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,27 +228,9 @@ def groups(ep: Any) -> Any:
 
 def differences() -> list[str]:
     """Return where the installed release differs: names, fields, and first parameters."""
-    found = []
-    for path, classes in MODULES.items():
-        module = importlib.import_module(path)
-        for each in classes:
-            real = getattr(module, each.__name__, None)
-            if dataclasses.is_dataclass(each) and real is not None:
-                known = {field.name for field in dataclasses.fields(real)}
-                missing = [f.name for f in dataclasses.fields(each) if f.name not in known]
-                found += [f"{path}:{each.__name__} has no field {name}" for name in missing]
-                continue
-            for name, function in vars(each).items():
-                if not inspect.isfunction(function) or name == "_gather":
-                    continue
-                other = getattr(real, name, None)
-                own = list(inspect.signature(function).parameters)
-                theirs = list(inspect.signature(other).parameters) if other else None
-                if theirs is None or not _begins(theirs, own):
-                    found.append(f"{path}:{each.__name__}.{name} takes {theirs}, here {own}")
-    return found
-
-
-def _begins(theirs: list[str], own: list[str]) -> bool:
-    """Return whether all own parameters are there, those without a keyword in their places."""
-    return theirs[: len(own)] == own or (theirs[:3] == own[:3] and set(own) <= set(theirs))
+    config = importlib.import_module(f"{_CORE}.transformer.transformer_config").TransformerConfig
+    known = {field.name for field in dataclasses.fields(config)}
+    missing = [f.name for f in dataclasses.fields(TransformerConfig) if f.name not in known]
+    found = [f"TransformerConfig has no field {name}" for name in missing]
+    layers = {p: m for p, m in MODULES.items() if TransformerConfig not in m}
+    return found + fakes.differences(layers, ["_gather"], exact=False)

@@ -5,18 +5,19 @@ Ranks run a layer over the same tokens and sum what their rows give, as without 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
-import pytest
+import fakes
 import torch
 import torch.distributed as dist
 
@@ -235,72 +236,45 @@ MODULES: dict[str, tuple[Any, ...]] = {
 OWN = ("__init__", "forward", "load", "apply_hooks")  # methods of the fakes that no adapter meets
 
 
-class FakeSglang:
-    """Puts the modules in place of SGLang's, and takes them away again."""
-
-    def __init__(
-        self, mode: str, group: Any = None, redundant: int = 0, **changed: Callable[..., Any]
-    ) -> None:
-        self._mode, self._changed = mode, changed
-        size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        graph = {p: SimpleNamespace(backend="disabled") for p in ("decode", "prefill")}
-        STATE.prepared = STATE.computed = STATE.graphs = 0
-        STATE.ranks = SimpleNamespace(
-            world_size=size, rank_in_group=rank, cpu_group=group, device_group=group
-        )
-        STATE.config = SimpleNamespace(
-            moe=SimpleNamespace(
-                moe_a2a_backend="none",
-                enable_eplb=False,
-                ep_dispatch_algorithm="dynamic",
-                init_expert_location="trivial",
-                ep_num_redundant_experts=redundant,
-            ),
-            overlap=SimpleNamespace(enable_two_batch_overlap=False),
-            graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(**graph)),
-        )
-
-    def __enter__(self) -> Callable[[str], Any]:
-        self._context = pytest.MonkeyPatch()
-        self._context.setenv("ULTRAEP_SGLANG", self._mode)
-        self._context.setattr(importlib.metadata, "version", lambda _: "0.5.23")
-        self._context.setattr(HookRegistry, "hooks", [])
-        self._context.setattr(FusedMoE, "run_moe_core", FusedMoE.run_moe_core)  # hooks change it
-        for name, contents in MODULES.items():
-            module = ModuleType(name)
-            vars(module).update({each.__name__: each for each in contents})
-            vars(module).update({n: f for n, f in self._changed.items() if n in vars(module)})
-            self._context.setitem(sys.modules, name, module)
-        return lambda name: sys.modules[f"{SRT}.{name}"]
-
-    def __exit__(self, *_: object) -> None:
-        self._context.undo()
+@contextlib.contextmanager
+def faked(
+    mode: str, group: Any = None, redundant: int = 0, **changed: Callable[..., Any]
+) -> Iterator[Callable[[str], Any]]:
+    """Put the modules in place of SGLang's; return a module by its path below ``sglang.srt``."""
+    size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+    graph = {p: SimpleNamespace(backend="disabled") for p in ("decode", "prefill")}
+    STATE.prepared = STATE.computed = STATE.graphs = 0
+    STATE.ranks = SimpleNamespace(
+        world_size=size, rank_in_group=rank, cpu_group=group, device_group=group
+    )
+    STATE.config = SimpleNamespace(
+        moe=SimpleNamespace(
+            moe_a2a_backend="none",
+            enable_eplb=False,
+            ep_dispatch_algorithm="dynamic",
+            init_expert_location="trivial",
+            ep_num_redundant_experts=redundant,
+        ),
+        overlap=SimpleNamespace(enable_two_batch_overlap=False),
+        graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(**graph)),
+    )
+    modules = {
+        path: {m.__name__: changed.get(m.__name__, m) for m in members}
+        for path, members in MODULES.items()
+    }
+    with (
+        fakes.plugged("ULTRAEP_SGLANG", mode, "0.5.23", modules),
+        mock.patch.object(HookRegistry, "hooks", []),
+        mock.patch.object(FusedMoE, "run_moe_core", FusedMoE.run_moe_core),  # hooks change it
+    ):
+        yield lambda name: sys.modules[f"{SRT}.{name}"]
 
 
 def differences() -> list[str]:
     """Return where the installed release differs: names, parameters, settings."""
-    found = []
-    for path, contents in MODULES.items():
-        module = importlib.import_module(path)
-        for each in contents:
-            real = getattr(module, each.__name__, None)
-            pairs = [(each.__name__, each, real)]
-            if inspect.isclass(each):
-                pairs = [
-                    (f"{each.__name__}.{name}", getattr(each, name), getattr(real, name, None))
-                    for name, value in vars(each).items()
-                    if name not in OWN and isinstance(value, FUNCTIONS)
-                ]
-            for name, fake, other in pairs:
-                own, theirs = (
-                    list(inspect.signature(f).parameters) if f else None for f in (fake, other)
-                )
-                if theirs is None or theirs[: len(own or ())] != own:
-                    found.append(f"{path}:{name} takes {theirs}, here {own}")
-    return found + _missing_settings()
+    return fakes.differences(MODULES, OWN, exact=False) + _missing_settings()
 
 
-FUNCTIONS = (type(lambda: 0), classmethod, staticmethod)
 SETTINGS = {
     "ExecMoe": "moe_a2a_backend enable_eplb ep_dispatch_algorithm init_expert_location"
     " ep_num_redundant_experts",

@@ -174,9 +174,9 @@ HERE = {
 }
 
 
-def adapter(version: str = VERSION, **others: Any) -> AbstractContextManager[Any]:
+def adapter(**others: Any) -> AbstractContextManager[Any]:
     """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
-    return imported(ADAPTER, version, HERE, others)
+    return imported(ADAPTER, VERSION, HERE, others)
 
 
 def differences() -> list[str]:

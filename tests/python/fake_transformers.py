@@ -6,15 +6,12 @@ the rows for its experts with local ids, and the combination takes the outputs b
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import inspect
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
+import fakes
 import torch
 import torch.distributed as dist
-from fakes import imported
 from token_exchange import Exchange
 
 VERSION = "5.23.0"
@@ -139,26 +136,11 @@ class DistributedConfig:
 FAKES = (EPImplementation, AllToAllEP, EPImplementationInterface)
 
 
-def adapter(version: str = VERSION, **others: Any) -> AbstractContextManager[Any]:
+def adapter(**others: Any) -> AbstractContextManager[Any]:
     """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
-    return imported(ADAPTER, version, {PATH: FAKES, CONFIG: [DistributedConfig]}, others)
+    return fakes.imported(ADAPTER, VERSION, {PATH: FAKES, CONFIG: [DistributedConfig]}, others)
 
 
 def differences() -> list[str]:
-    """Return how the fake's signatures differ from those of the installed transformers.
-
-    Raises:
-        ImportError: transformers is not installed.
-    """
-    real = importlib.import_module(PATH)
-    found = []
-    for fake in FAKES:
-        for name, function in vars(fake).items():
-            if not callable(getattr(fake, name)) or isinstance(function, type):
-                continue
-            theirs = getattr(getattr(real, fake.__name__, None), name, None)
-            ours = list(inspect.signature(getattr(fake, name)).parameters)
-            have = None if theirs is None else list(inspect.signature(theirs).parameters)
-            if ours != have:
-                found.append(f"{fake.__name__}.{name} takes {have}; the fake has {ours}")
-    return found
+    """Return how the fake's signatures differ from those of the installed transformers."""
+    return fakes.differences({PATH: FAKES})

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
-import pytest
-from fakes import differences_at
+from fakes import differences_at, plugged
 
 from ultraep_comm.adapters.vllm import FACTORY, batch, eplb
 
@@ -52,44 +49,31 @@ def device_stream(stream: Any) -> Iterator[None]:
     yield
 
 
-class FakeVllm:
-    """Puts the modules in place of vLLM's, and takes them away again.
+@contextlib.contextmanager
+def faked(mode: str = "eplb", more: Any = None, **changed: Any) -> Iterator[Any]:
+    """Put the modules in place of vLLM's; return that of the state of its EPLB.
 
     Args:
         mode: of the plugin.
         more: contents of further modules, by name.
         changed: methods of its communicator.
     """
-
-    def __init__(self, mode: str = "eplb", more: Any = None, **changed: Any) -> None:
-        self._mode = mode
-        base = type("EplbCommunicator", (FakeBase,), changed)
-        eplb = "vllm.distributed.eplb"
-        factory = {"create_eplb_communicator": original}
-        self._modules = {
-            "vllm": {},
-            "vllm.distributed": {},
-            eplb: {},
-            f"{eplb}.eplb_communicator": {"EplbCommunicator": base, **factory},
-            f"{eplb}.eplb_state": factory,
-            f"{eplb}.eplb_utils": {"device_stream": device_stream},
-            "vllm.distributed.stateless_coordinator": {"StatelessGroupCoordinator": FakeElastic},
-        }
-        for name, contents in (more or {}).items():
-            self._modules[name] = self._modules.get(name, {}) | contents
-
-    def __enter__(self) -> Any:
-        self._context = pytest.MonkeyPatch()
-        self._context.setenv("ULTRAEP_VLLM", self._mode)
-        self._context.setattr(importlib.metadata, "version", lambda _: "0.33.0")
-        for name, contents in self._modules.items():
-            module = ModuleType(name)
-            vars(module).update(contents)
-            self._context.setitem(sys.modules, name, module)
-        return sys.modules["vllm.distributed.eplb.eplb_state"]
-
-    def __exit__(self, *_: object) -> None:
-        self._context.undo()
+    eplb = "vllm.distributed.eplb"
+    base = type("EplbCommunicator", (FakeBase,), changed)
+    factory = {"create_eplb_communicator": original}
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        eplb: {},
+        f"{eplb}.eplb_communicator": {"EplbCommunicator": base, **factory},
+        f"{eplb}.eplb_state": factory,
+        f"{eplb}.eplb_utils": {"device_stream": device_stream},
+        "vllm.distributed.stateless_coordinator": {"StatelessGroupCoordinator": FakeElastic},
+    }
+    for name, contents in (more or {}).items():
+        modules[name] = modules.get(name, {}) | contents
+    with plugged("ULTRAEP_VLLM", mode, "0.33.0", modules):
+        yield sys.modules[f"{eplb}.eplb_state"]
 
 
 def differences() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeVllm
+from fake_vllm import faked
 
 from ultraep_comm.adapters import vllm as adapter
 
@@ -246,6 +246,6 @@ def load(layer: Any, rank: int, number: int, version: int) -> dict[str, torch.Te
 def registered() -> Iterator[Any]:
     """Return settings of a vLLM in which the plugin is, for two rows and more on a rank."""
     made = make_config()
-    with FakeVllm("batch", make_fake(made)):
+    with faked("batch", make_fake(made)):
         adapter.register()
         yield made

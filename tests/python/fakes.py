@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest import mock
+
+import pytest
 
 from ultraep_comm.adapters import checks
 from ultraep_comm.errors import UnsupportedError
@@ -80,12 +83,76 @@ def imported(
                 sys.modules[name] = module
 
 
+@contextmanager
+def plugged(
+    variable: str, mode: str, version: str, modules: Mapping[str, Mapping[str, Any]]
+) -> Iterator[None]:
+    """Let a plugin find stand-ins for the modules of a server, and its mode in the environment.
+
+    Args:
+        variable: of the environment.
+        mode: its value.
+        version: of the server.
+        modules: what each has, by path.
+    """
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv(variable, mode)
+        context.setattr(importlib.metadata, "version", lambda _: version)
+        for path, contents in modules.items():
+            module = ModuleType(path)
+            vars(module).update(contents)
+            context.setitem(sys.modules, path, module)
+        yield
+
+
+def differences(
+    members: Mapping[str, Sequence[Any]], own: Sequence[str] = (), *, exact: bool = True
+) -> list[str]:
+    """Return where an installed release has other parameters than its stand-ins.
+
+    Args:
+        members: as for :func:`installed`.
+        own: methods of stand-ins that no adapter meets.
+        exact: the release's parameters do not only begin like the stand-in's.
+
+    Raises:
+        ImportError: the framework is not installed.
+    """
+    found = []
+    for path, each in members.items():
+        module = importlib.import_module(path)
+        for fake in each:
+            real = getattr(module, fake.__name__, None)
+            pairs = [(fake.__name__, fake, real)]
+            if isinstance(fake, type):
+                functions = [n for n, f in vars(fake).items() if isinstance(f, FUNCTIONS)]
+                pairs = [
+                    (f"{fake.__name__}.{name}", getattr(fake, name), getattr(real, name, None))
+                    for name in functions
+                    if name not in own
+                ]
+            for name, here, there in pairs:
+                ours = list(inspect.signature(here).parameters)
+                theirs = list(inspect.signature(there).parameters) if there else None
+                if theirs is None or not (theirs == ours or (not exact and _begins(theirs, ours))):
+                    found.append(f"{path}:{name} takes {theirs}, here {ours}")
+    return found
+
+
+FUNCTIONS = (FunctionType, classmethod, staticmethod)
+
+
+def _begins(theirs: list[str], ours: list[str]) -> bool:
+    """Return whether all own parameters are there, those without a keyword in their places."""
+    return theirs[: len(ours)] == ours or (theirs[:3] == ours[:3] and set(ours) <= set(theirs))
+
+
 def differences_at(points: Mapping[str, str]) -> list[str]:
     """Return where an installed release differs from what an adapter, and so its fake, expect."""
     found = []
     for path, parameters in points.items():
         try:
-            checks.check_signature(checks.find(path), parameters.split())
+            checks.check_signature(path, parameters)
         except (AttributeError, ImportError, UnsupportedError) as error:
             found.append(f"{path}: {error}")
     return found

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import raised, settle
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from new_tensors import NewTensors
+from ranks import settle
 
 STEPS, MICROBATCHES, LAYERS, E, S, VOCABULARY, LENGTH = 3, 2, 2, 8, 2, 64, 16
 ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 0.0, "adam_eps": 1e-3}
@@ -204,7 +203,7 @@ def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
     if options.get("overlap_param_gather"):
         wrapped.disable_forward_pre_hook()  # gathers what is under way
     for layer in layers:
-        layer.replicas.calls.group.assert_idle()
+        layer.replicas.group.assert_idle()
     found["weights"] = {n: v.clone() for n, v in tensors(model).items()}
     found["optimizer"] = leaves([o.optimizer.state_dict() for o in optimizer.chained_optimizers])
     return found
@@ -285,26 +284,8 @@ def parallel(ep: int) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-class Allocations(TorchDispatchMode):
-    """Notes the bytes of the largest new storage that an operation returns."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
-        for t in tree_leaves(result):
-            if _is(t) and t.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, t.untyped_storage().nbytes())
-        return result
-
-
-def _is(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def allocations() -> dict[str, int]:
-    """Return the largest allocation of a forward pass, and the bytes of a stack of mains."""
+    """Return the largest tensor that a forward pass creates, and the size of a stack of weights."""
     from ultraep_comm.adapters.megatron import replicate
 
     case = {"config": {"ffn_hidden_size": 512, "moe_ffn_hidden_size": 512}}
@@ -313,80 +294,17 @@ def allocations() -> dict[str, int]:
         layers = replicate(model, S, engine="host", timeout=60.0)
         mains = [e.linear_fc2.weight for e in layers[0].experts.local_experts]
         hidden = torch.randn((4, 2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
-        found = {"stack": sum(p.nbytes for p in mains)}
-        with Allocations() as seen:
+        found = {"stack": sum(p.numel() for p in mains)}
+        with NewTensors() as seen:
             output, _ = layers[0](hidden.requires_grad_())
         found["pass"] = seen.largest
         assert layers[0].replica_plan.num_replicas
-        with Allocations() as seen:  # the measurement itself
+        with NewTensors() as seen:  # the measurement itself
             torch.stack(mains)
         found["control"] = seen.largest
         output.sum().backward()
-        layers[0].replicas.calls.group.assert_idle()
+        layers[0].replicas.group.assert_idle()
     return found
-
-
-def refusals() -> dict[str, str]:
-    """Return, for models of which one rank alone cannot have replicas, each rank's error."""
-    from ultraep_comm.adapters.megatron import replicate
-
-    def odd_shape(model: Any) -> None:
-        expert = moe_layers(model)[1].experts.local_experts[0]
-        expert.linear_fc2.weight = torch.nn.Parameter(torch.zeros(32, 41))
-
-    def another_shape(model: Any) -> None:
-        for expert in moe_layers(model)[1].experts.local_experts:
-            expert.linear_fc2.weight = torch.nn.Parameter(torch.zeros(32, 41))
-
-    def partly_frozen(model: Any) -> None:
-        for expert in moe_layers(model)[0].experts.local_experts:
-            expert.linear_fc1.weight.requires_grad_(False)
-
-    def setting(model: Any) -> None:
-        moe_layers(model)[0].config.gradient_accumulation_fusion = True
-
-    def half(model: Any) -> None:
-        moe_layers(model)[0].experts.half()
-
-    found = {}
-    with parallel(dist.get_world_size()):
-        for change in (odd_shape, another_shape, partly_frozen, setting, half):
-            model = build({}, dist.get_world_size())
-            if dist.get_rank() == 2:
-                change(model)
-            kinds = [type(layer) for layer in moe_layers(model)]
-            error = raised(lambda model=model: replicate(model, S, engine="host", timeout=60.0))
-            assert [type(layer) for layer in moe_layers(model)] == kinds
-            found[change.__name__] = f"{type(error).__name__}: {error}"
-        model = build({}, dist.get_world_size())
-        replicate(model, S, engine="host", timeout=60.0)
-        error = raised(lambda: replicate(model, S, engine="host", timeout=60.0))
-        found["again"] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def alone() -> list[bool]:
-    """Return what is left as it was by one expert-parallel rank."""
-    from ultraep_comm.adapters.megatron import replicate
-
-    with parallel(1):
-        model = build({}, 1)
-        before = [type(m) for m in model.modules()]
-        return [replicate(model, S) == [], [type(m) for m in model.modules()] == before]
-
-
-def evaluation() -> list[Any]:
-    """Return the losses with and without replicas where no gradient is computed."""
-    from ultraep_comm.adapters.megatron import replicate
-
-    losses, rank = [], dist.get_rank()
-    with parallel(dist.get_world_size()), torch.no_grad():
-        model = build({}, dist.get_world_size()).eval()
-        losses.append(float(forward(model, {}, rank, 0, 0)))
-        (layer, *_) = replicate(model, S, engine="host", timeout=60.0)
-        losses.append(float(forward(model, {}, rank, 0, 0)))
-        layer.replicas.calls.group.assert_idle()
-        return [*losses, layer.replica_plan.num_replicas]
 
 
 def serve(rank: int, world: int, store: str, pipe: Any) -> None:

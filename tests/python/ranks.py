@@ -349,7 +349,7 @@ class RankPool:
             raise AssertionError(f"rank {rank} failed:\n{value}")
         return value
 
-    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 200) -> Any:
+    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> Any:
         """Run on ranks 0 to ``num_ranks - 1`` and return their results by rank."""
         self._number += 1
         for pipe in self._pipes[:num_ranks]:

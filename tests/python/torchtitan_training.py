@@ -10,11 +10,10 @@ and the imbalance before and after. torchtitan itself is changed in three places
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from new_tensors import NewTensors
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
-from trained_alike import apart, choosing, full, rerouted, table
+from trained_alike import apart, choosing, full, rerouted, run_cases
 
 torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan asks for it
 
@@ -249,16 +248,8 @@ def main(path: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     on_cpus()
-    results: dict[str, Any] = {}
-    for name in names or [*CASES, "new tensors"]:
-        results[name] = compare(CASES[name]) if name in CASES else largest_new_tensor()
-        if dist.get_rank() == 0:
-            print(name, json.dumps(results[name]), flush=True)
-            Path(path).write_text(json.dumps(results))
-    if dist.get_rank() == 0:
-        print(table(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    cases = {name: partial(compare, case) for name, case in CASES.items()}
+    run_cases(path, names, cases | {"new tensors": largest_new_tensor})
 
 
 if __name__ == "__main__":

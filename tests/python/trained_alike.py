@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from doc_blocks import trained as table  # noqa: F401 - for the programs to print
+from doc_blocks import trained as table
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,3 +68,19 @@ def rerouted(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> int:
     count = torch.as_tensor(moved).clone()
     dist.all_reduce(count)
     return int(count)
+
+
+def run_cases(
+    path: str, names: Sequence[str], cases: Mapping[str, Callable[[], Any]], *, shows: bool = True
+) -> None:
+    """Run cases by name, by default all; rank 0 writes what they return, and prints a table."""
+    results: dict[str, Any] = {}
+    for name in names or cases:
+        results[name] = cases[name]()
+        if dist.get_rank() == 0:
+            print(name, json.dumps(results[name]), flush=True)
+            Path(path).write_text(json.dumps(results))
+    if shows and dist.get_rank() == 0:
+        print(table(results))
+    dist.barrier()
+    dist.destroy_process_group()

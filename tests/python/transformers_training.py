@@ -8,10 +8,8 @@ before and after.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 from new_tensors import NewTensors
-from trained_alike import apart, full
+from trained_alike import apart, full, run_cases
 from transformers.distributed import DistributedConfig
 
 from ultraep_comm.adapters import transformers as adapter
@@ -131,7 +129,6 @@ class Run:
     optimizer: dict[str, torch.Tensor]
     logits: torch.Tensor
     imbalance: list[tuple[int, float, float, int]]
-    seconds: float
 
 
 def load(folder: Path, case: Case, way: str) -> Any:
@@ -164,7 +161,6 @@ def train(folder: Path, case: Case, way: str) -> Run:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate)
     losses, grads, imbalance = [], [], []
-    started = time.perf_counter()
     for _ in range(3):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -180,7 +176,6 @@ def train(folder: Path, case: Case, way: str) -> Run:
             imbalance.append((layer, plan.imbalance_before, plan.imbalance, plan.num_replicas))
         optimizer.step()
         optimizer.zero_grad()
-    seconds = time.perf_counter() - started
     names = {p: n for n, p in model.named_parameters()}
     moments = {
         f"{names[p]}.{key}": full(value)
@@ -192,7 +187,7 @@ def train(folder: Path, case: Case, way: str) -> Run:
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    return Run(losses, grads, state, moments, full(logits), imbalance, seconds)
+    return Run(losses, grads, state, moments, full(logits), imbalance)
 
 
 def compare(folder: Path, case: Case) -> dict[str, Any]:
@@ -206,7 +201,6 @@ def compare(folder: Path, case: Case) -> dict[str, Any]:
         "optimizer": apart(ours.optimizer, plain.optimizer),
         "logits": apart({"": ours.logits}, {"": plain.logits}),
         "imbalance": ours.imbalance,
-        "seconds": [run.seconds for run in runs],
     }
     if case.dtype != torch.float32:  # how far both are from fp32
         exact = train(folder, replace(case, dtype=torch.float32), "all_to_all")
@@ -253,18 +247,9 @@ def main(path: str, names: list[str]) -> None:
     if dist.get_rank() == 0:
         save_models(Path(folder[0]))
     dist.barrier()
-    results = {}
-    for name in names or [*CASES, "new tensors"]:
-        if name in CASES:
-            results[name] = compare(Path(folder[0]), CASES[name])
-        else:
-            results[name] = largest_new_tensor(Path(folder[0]))
-        if dist.get_rank() == 0:
-            print(name, json.dumps(results[name]), flush=True)
-    if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    cases: dict[str, Any] = {n: partial(compare, Path(folder[0]), c) for n, c in CASES.items()}
+    cases["new tensors"] = partial(largest_new_tensor, Path(folder[0]))
+    run_cases(path, names, cases, shows=False)
 
 
 if __name__ == "__main__":

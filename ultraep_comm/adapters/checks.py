@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,19 +25,19 @@ from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication
+from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.weights.segments import local_part
 
 _LOGGER = logging.getLogger("ultraep_comm")
 _NEEDS_NO_SCALE = re.compile("scale|zero|mask")  # in the name of a one-byte tensor
 
 
-def check_version(package: str, lowest: str, highest: str) -> None:
-    """Warn unless the installed version of a framework is one that was tried.
+def check_version(package: str, tried: str) -> None:
+    """Warn unless the installed version of a framework is the one that was tried.
 
     Args:
         package: the distribution's name.
-        lowest: the oldest version tried, such as "5.23".
-        highest: the newest; later patch releases of it ("5.24.1" for "5.24") are included.
+        tried: such as "5.23", with all of its patch releases.
 
     Raises:
         UnsupportedError: the framework is not installed.
@@ -49,62 +49,41 @@ def check_version(package: str, lowest: str, highest: str) -> None:
         others = importlib.metadata.packages_distributions().get(package)
         if not others:
             raise UnsupportedError(
-                f"the adapter for {package} needs {package}, {lowest} to {highest}; install it"
+                f"the adapter for {package} needs {package} {tried}; install it"
             ) from None
         installed = importlib.metadata.version(others[0])
-    found, high = _numbers(installed), _numbers(highest)
-    if not _numbers(lowest) <= found or found[: len(high)] > high:
+    if not f"{installed}.".startswith((f"{tried}.", f"{tried}+")):
         warnings.warn(
-            f"ultraep_comm's adapter for {package} was tried with versions {lowest} to {highest};"
+            f"ultraep_comm's adapter for {package} was tried with version {tried};"
             f" {installed} is installed",
             stacklevel=4,
         )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (5, 23) of "5.23.dev0"."""
-    numbers = []
-    for part in version.split("+", maxsplit=1)[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
-
-
-def check_signature(function: Callable[..., Any], parameters: Sequence[str]) -> None:
-    """Raise UnsupportedError unless a framework's function still begins with these parameters."""
-    found = list(inspect.signature(function).parameters)
-    if found[: len(parameters)] != list(parameters):
-        name = getattr(function, "__qualname__", repr(function))
-        raise UnsupportedError(
-            f"{function.__module__}.{name} takes {found}; the adapter was written for"
-            f" {list(parameters)}. Use a version of the framework that was tried: see"
-            " docs/frameworks.md"
-        )
-
-
-def check_signatures(
-    package: str, lowest: str, highest: str, points: Mapping[str, str]
-) -> dict[str, Any]:
-    """Do :func:`check_version`, and :func:`check_signature` for all that an adapter counts on.
-
-    Args:
-        package: as for check_version.
-        lowest: likewise.
-        highest: likewise.
-        points: parameters, such as "self tokens", by a path for :func:`find`.
-
-    Returns:
-        What was found, by path.
+def check_signature(path: str, parameters: str) -> Any:
+    """Return what ``path`` names, for :func:`find`, if it still begins with these parameters.
 
     Raises:
-        UnsupportedError: the framework is not installed, or its functions take other parameters.
+        UnsupportedError: it takes others.
     """
-    check_version(package, lowest, highest)
-    found = {path: find(path) for path in points}
-    for path, function in found.items():
-        check_signature(function, points[path].split())
-    return found
+    function = find(path)
+    found, expected = list(inspect.signature(function).parameters), parameters.split()
+    if found[: len(expected)] != expected:
+        raise UnsupportedError(
+            f"{path} takes {found}; the adapter was written for {expected}. Use a version of the"
+            " framework that was tried: see docs/frameworks.md"
+        )
+    return function
+
+
+def check_signatures(package: str, tried: str, points: Mapping[str, str]) -> dict[str, Any]:
+    """Do :func:`check_version`, and :func:`check_signature` for all that an adapter counts on.
+
+    Returns:
+        What the paths of ``points`` name; their values are parameters, such as "self tokens".
+    """
+    check_version(package, tried)
+    return {path: check_signature(path, parameters) for path, parameters in points.items()}
 
 
 def even_ranks(num_experts: int) -> str:
@@ -181,123 +160,121 @@ def find(path: str) -> Any:
     return functools.reduce(getattr, names.split("."), found) if names else found
 
 
-def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, Any]:
-    """Return whether a layer's experts can have replicas.
+def refuse(*problems: tuple[Any, str]) -> None:
+    """Raise UnsupportedError with the first problem that there is, of ``(whether, which)``."""
+    for is_there, problem in problems:
+        if is_there:
+            raise UnsupportedError(problem)
+
+
+def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]], rank: int) -> list[Any]:
+    """Return what all ranks have to have in common, for :func:`agree`.
 
     Args:
-        experts: of each its parameters by name.
+        experts: of a layer, of each its parameters by name.
+        rank: this rank.
 
-    Returns:
-        ``(problem, shapes)`` for :func:`agree`: an empty text and what all ranks have to have, or
-        what prevents replicas.
+    Raises:
+        UnsupportedError: they have several shapes, or are trained in part, or in another dtype than
+            float32 and bfloat16.
     """
-    every = [
+    first, *others = (
         [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in expert.items()]
         for expert in experts
-    ]
-    for index, own in enumerate(every):
-        if own != every[0]:
-            return f"expert {index} has {own}, and expert 0 {every[0]}; expected one shape", None
-    if len({is_trained for *_, is_trained in every[0]}) > 1:
-        return f"some parameters of its experts are frozen: {every[0]}; expected all or none", None
-    if any(on and t not in ("torch.float32", "torch.bfloat16") for _, _, t, on in every[0]):
-        return f"its experts are trained in {every[0]}; expected float32 or bfloat16", None
-    return "", every[0]
+    )
+    for index, own in enumerate(others, 1):
+        differs = f"expert {index} has {own}, and expert 0 {first}; expected one shape"
+        refuse((own != first, differs))
+    frozen = f"some parameters of its experts are frozen: {first}; expected all or none"
+    refuse((len({is_trained for *_, is_trained in first}) > 1, frozen))
+    check_trained(experts[0], rank)
+    return first
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_NO_HOOKS = ("DistributedDataParallel.",)  # Megatron's, one a module, which gather weights
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_NO_HOOKS = re.compile(r"\bDistributedDataParallel\.")  # Megatron's, which gather weights
 
 
-def find_unlike(experts: Sequence[torch.nn.Module]) -> str:
-    """Return what one expert's module does otherwise than expert 0's, which computes slots."""
-    first = _describe_code(experts[0])
+def check_alike(experts: Sequence[torch.nn.Module]) -> None:
+    """Raise UnsupportedError if an expert's module does not do what expert 0's does."""
+    first = _describe_code(experts[0])  # which computes slots
     for index, expert in enumerate(experts[1:], 1):
-        own = _describe_code(expert)
-        for what in [*first, *(own.keys() - first.keys())]:
-            here, there = own.get(what), first.get(what)
-            if here != there:
-                return (
-                    f"expert {index} has {what}: {here}, and expert 0 {there}; slots run"
-                    " expert 0's code: expected the same modules, hooks and settings in all experts"
-                )
-    return ""
-
-
-def contents(modules: Iterable[torch.nn.Module]) -> list[object]:
-    """Return all that modules have. If each thing is still the same one, nothing has changed."""
-    found: list[object] = []
-    for module in modules:
-        own = vars(module)
-        found.append(type(module))
-        found += own.values()
-        for kind in ("_parameters", "_buffers", "_modules", *_HOOKS):
-            found += own[kind].values()
-    return found
+        if what := _find_change(own := _describe_code(expert), first):
+            raise UnsupportedError(
+                f"expert {index} has {what}: {own.get(what)}, and expert 0 {first.get(what)}; slots"
+                " run expert 0's code: expected the same modules, hooks and settings in all experts"
+            )
 
 
 def name_code(experts: torch.nn.Module, *, hooks: bool = True) -> list[str]:
     """Return, for :func:`agree`, whose code a module runs: classes and functions by name."""
-    found = _describe_code(experts, hooks).items()
-    every = [(name, each) for name, v in found for each in (v if isinstance(v, list) else [v])]
-    return [f"{name}: {_name(code)}" for name, code in every if callable(code)]
+    every = _describe_code(experts, hooks).items()
+    named = [(n, text) for n, v in every for text in (v if isinstance(v, list) else [v])]
+    return [f"{n}: {text.partition(_AT)[0]}" for n, text in named if _AT in str(text)]
+
+
+_AT = " at 0x"
 
 
 def _name(code: Any) -> str:
+    """Name a class, function or tensor without keeping it: it may hold the layer."""
+    code = getattr(code, "__func__", code)
     named = code if hasattr(code, "__qualname__") else type(code)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{named.__module__}.{named.__qualname__}{_AT}{id(code):x}"
 
 
-def _describe_code(expert: torch.nn.Module, hooks: bool = True) -> dict[str, Any]:
+def _describe_code(experts: torch.nn.Module, hooks: bool = True) -> dict[str, Any]:
     """Return what decides what a module computes, apart from its weights.
 
     Args:
-        expert: the module.
+        experts: the module.
         hooks: whether hooks of the module itself, and another ``forward`` in it, count.
     """
     found: dict[str, Any] = {}
-    for path, module in expert.named_modules():
+    for path, module in experts.named_modules():
         at = f"{path}." if path else ""
         own = vars(module)
-        found[f"{at}class"] = type(module)
-        for name in _HOOKS:
-            held = [
-                hook
-                for hook in own[name].values()
-                if not getattr(hook, "__qualname__", "").startswith(_NO_HOOKS)
-            ]
-            if held:
-                found[f"{at}{name.strip('_')}"] = held
+        found[f"{at}class"] = _name(type(module))
+        for kind in HOOKS:
+            held = map(_name, own[kind].values())
+            found[f"{at}{kind.strip('_')}"] = [name for name in held if not _NO_HOOKS.search(name)]
         for kind in ("_parameters", "_buffers"):
             found[f"{at}{kind.strip('_')}"] = [n for n, t in own[kind].items() if t is not None]
         for name, value in own.items():
-            if isinstance(value, bool | int | float | str | FunctionType):
+            if isinstance(value, bool | int | float | str):
                 found[at + name] = value
-            elif isinstance(value, MethodType):
-                found[at + name] = value.__func__
-            elif isinstance(value, torch.Tensor):
-                found[at + name] = f"a tensor at {id(value):#x}"
-    around = () if hooks else ("forward", *(name.strip("_") for name in _HOOKS))
+            elif isinstance(value, FunctionType | MethodType | torch.Tensor):
+                found[at + name] = _name(value)
+    around = () if hooks else ("forward", *(name.strip("_") for name in HOOKS))
     return {name: value for name, value in found.items() if name not in around}
+
+
+def _find_change(code: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return the first name under which two descriptions differ, if any."""
+    names = dict.fromkeys([*code, *known])
+    return next((n for n in names if code.get(n) != known.get(n)), "")
 
 
 _codes: WeakKeyDictionary[Replication, dict[str, Any]] = WeakKeyDictionary()
 
 
 def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool = True) -> None:
-    """Raise UnsupportedError, on peers too, if a grouped experts' module is not as it was.
+    """Raise UnsupportedError, on peers too, if the experts' module is not as it was.
 
     Args:
         calls: of the layer, which computes slots by this module.
-        experts: the module. What it is in the first call counts from then on.
+        experts: the module. What it is in the first call counts from then on, except for its mode,
+            training or evaluation, which may change as a whole.
         hooks: what is around the module's forward pass belongs to its experts.
     """
-    found = _describe_code(experts, hooks).items()
-    code = {n: _named(v) for n, v in found if not n.endswith("training")}
+    code = _describe_code(experts, hooks)
+    for name in code:
+        if name.endswith("training"):
+            code[name] = code[name] == experts.training
     known = _codes.setdefault(calls, code)
-    if known == code:
+    what = _find_change(code, known)
+    if not what:
         return
-    what = next(n for n in [*code, *known] if code.get(n) != known.get(n))
     error = UnsupportedError(
         f"rank {calls.group.rank}: the experts of layer {calls.layer} were changed after they had"
         f" replicas: they have {what}: {code.get(what)}, and had {known.get(what)}; other ranks"
@@ -307,15 +284,6 @@ def check_unchanged(calls: Replication, experts: torch.nn.Module, *, hooks: bool
         raise error
 
 
-def _named(value: Any) -> Any:
-    """Return functions' names and addresses: they may hold the layer, which is to be freed."""
-    if isinstance(value, list):
-        return [*map(_named, value)]
-    if callable(value) and not isinstance(value, type):
-        return f"{_name(value)} at {id(value):#x}"
-    return value
-
-
 def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
     """All-gather what JSON can say; raise BootstrapError once it is known that a rank is absent."""
     return Rendezvous(process_group, limit=env.timeout()).exchange(value)
@@ -323,49 +291,51 @@ def gather_json(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 def agree(
     process_group: dist.ProcessGroup,
-    layers: Sequence[tuple[str, Any]],
+    describe: Callable[[Any], Any],
+    layers: Sequence[Any],
     who: str = "expert-parallel rank",
     *,
     first: int = 0,
-) -> None:
-    """Raise on every rank what prevents replicas on one. Collective.
+) -> list[Any]:
+    """Describe layers, and raise on every rank what prevents replicas on one. Collective.
 
     Args:
         process_group: the expert-parallel group, or a larger one, whose ranks have equal layers.
-        layers: this rank's, in the order of the model, as of :func:`describe_experts`.
-        who: what a rank of the process group is.
-        first: the number of the first layer, for the error.
+        describe: returns what a layer has to have in common with other ranks', in types of JSON;
+            raises UnsupportedError if it cannot have replicas.
+        layers: this rank's, in the order of the model.
+        who: what a rank of the process group is, for the error.
+        first: the number of the first layer, likewise.
+
+    Returns:
+        What was described.
 
     Raises:
         UnsupportedError: a rank found a problem, or ranks have different layers.
     """
-    found = gather_json(process_group, [(problem, _digest(facts)) for problem, facts in layers])
-    for rank, described in enumerate(found):
-        for number, (problem, _) in enumerate(described, first):
-            if problem:
-                raise UnsupportedError(
-                    f"MoE layer {number} of {who} {rank} cannot have replicas: {problem}"
-                )
-    for rank, described in enumerate(found):
-        if len(described) != len(found[0]):
-            raise UnsupportedError(
-                f"{who} {rank} has {len(described)} MoE layers with experts, and rank 0"
-                f" {len(found[0])}; expected the same on every rank"
-            )
-    for rank, described in enumerate(found):
-        for number, pair in enumerate(zip(described, found[0], strict=True)):
-            if pair[0] != pair[1]:
-                every = [_entries(f) for f in gather_json(process_group, layers[number][1])]
-                here = [entry for entry in every[rank] if entry not in every[0]]
-                there = [entry for entry in every[0] if entry not in every[rank]]
-                raise UnsupportedError(
-                    f"{who} {rank} has MoE layers with experts {here}, and rank 0 {there}, in layer"
-                    f" {number + first}; expected the same on every rank"
-                )
-
-
-def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    rank, problem, facts = process_group.rank(), "", []
+    for number, layer in enumerate(layers, first):
+        try:
+            facts.append(describe(layer))
+        except UnsupportedError as error:
+            problem = f"MoE layer {number} of {who} {rank} cannot have replicas: {error}"
+            break
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    found = gather_json(process_group, [problem, digest])
+    refuse(*((problem, problem) for problem, _ in found))
+    if all(digest == found[0][1] for _, digest in found):
+        return facts
+    of_first, *others = gather_json(process_group, facts)
+    for rank, of_rank in enumerate(others, 1):
+        expected = "expected the same on every rank"
+        counts = f"{len(of_rank)} MoE layers with experts, and rank 0 {len(of_first)}"
+        refuse((len(of_rank) != len(of_first), f"{who} {rank} has {counts}; {expected}"))
+        for number, (own, its) in enumerate(zip(of_rank, of_first, strict=True), first):
+            here = [entry for entry in _entries(own) if entry not in _entries(its)]
+            there = [entry for entry in _entries(its) if entry not in _entries(own)]
+            differ = f"MoE layers with experts {here}, and rank 0 {there}, in layer {number}"
+            refuse((own != its, f"{who} {rank} has {differ}; {expected}"))
+    return facts
 
 
 def _entries(facts: Any) -> list[Any]:

@@ -7,6 +7,7 @@ experts compute them, on main weights and on slots.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -63,26 +64,20 @@ def replicate(engine: Any, /, slots_per_rank: int = 2, **options: Any) -> list[A
         UnsupportedError: this version of DeepSpeed, the engine, or a layer on any rank does not go
             with replicas. No layer was changed.
     """
-    checks.check_signatures("deepspeed", "0.19.8", "0.19.8", PATCH_POINTS)
+    checks.check_signatures("deepspeed", "0.19.8", PATCH_POINTS)
     kind = checks.find(_LAYER)
     _check_body(kind)
     layers = _find_layers(engine, kind)
     layers = [m for m in layers if not checks.is_alone(m.ep_group, "DeepSpeed", _SETTING)]
     if not layers:
         return []
-    checks.agree(engine.data_parallel_group, [_describe(m) for m in layers], "data-parallel rank")
+    checks.agree(engine.data_parallel_group, _describe, layers, "data-parallel rank")
     for layer in layers:
         weights = dict(layer.experts.named_parameters())
-        is_trained = any(weight.requires_grad for weight in weights.values())
-        calls = open_layer(
-            layer.ep_group,
-            {name: weight.detach() for name, weight in weights.items()},
-            slots_per_rank=slots_per_rank,
-            num_experts=layer.num_experts,
-            **{"grads": torch.float32 if is_trained else None} | options,
+        layer.replicas = open_layer(
+            layer.ep_group, weights, layer.experts, slots_per_rank=slots_per_rank, **options
         )
-        layer.replicas, layer.replica_plan = calls, None
-        checks.check_unchanged(calls, layer.experts)
+        layer.replica_plan = None
         layer.__class__ = _layer_class(layer.__class__)
     return layers
 
@@ -115,47 +110,36 @@ def _find_layers(engine: Any, kind: Any) -> list[Any]:
             ' "expert_parallel": {"enabled": true, "autoep_size": ...} in its configuration'
         )
     stage = engine.zero_optimization_stage()
-    problems = {
-        f"ZeRO stage {stage} has only parts of the experts; expected at most 2": stage > 2,
-        "a pipeline has several microbatches under way": isinstance(engine, checks.find(_PIPELINE)),
-        "tensor parallelism: its ranks plan apart": engine.mp_world_size > 1,
-        "sequence parallelism has never run": engine.sequence_parallel_size > 1,
-    }
-    if found := [problem for problem, is_there in problems.items() if is_there]:
-        raise UnsupportedError(f"this engine's layers cannot have replicas: {'; '.join(found)}")
+    this = "this engine's layers cannot have replicas:"
+    checks.refuse(
+        (stage > 2, f"{this} ZeRO stage {stage} has only parts of the experts; expected at most 2"),
+        (
+            isinstance(engine, checks.find(_PIPELINE)),
+            f"{this} a pipeline has several microbatches under way",
+        ),
+        (engine.mp_world_size > 1, f"{this} tensor parallelism: its ranks plan apart"),
+        (engine.sequence_parallel_size > 1, f"{this} sequence parallelism has never run"),
+    )
     return layers
 
 
-def _describe(layer: Any) -> tuple[str, Any]:
-    """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
-    if hasattr(layer, "replicas"):
-        return "it has replicas already", None
+def _describe(layer: Any) -> list[Any]:
+    """Return what a layer has to have in common with other ranks'.
+
+    Raises:
+        UnsupportedError: it cannot have replicas.
+    """
+    checks.refuse((hasattr(layer, "replicas"), "it has replicas already"))
     for module, path in ((layer, _LAYER), (layer.experts, _EXPERTS)):
-        if type(module) is not (known := checks.find(path)):
-            return f"it has a {type(module).__name__}; expected {known.__name__}", None
+        name, known = type(module).__name__, checks.find(path)
+        checks.refuse((type(module) is not known, f"it has a {name}; expected {known.__name__}"))
     for name, known in _KNOWN.items():
-        if (value := getattr(layer, name)) != known:
-            return f"{name}={value!r}, which the adapter has never run; expected {known!r}", None
-    try:
-        checks.check_experts(layer.experts, layer.num_local_experts, "train without replicas")
-    except UnsupportedError as error:
-        return str(error), None
-    one = {n: w[0] for n, w in layer.experts.named_parameters()}
-    problem, shapes = checks.describe_experts([one])
-    return problem, [shapes, checks.name_code(layer.experts)]
-
-
-class _View:
-    """A layer, of which a pass sees some things otherwise. What it sets is set in the layer."""
-
-    def __init__(self, layer: Any, **own: Any) -> None:
-        vars(self).update(own, _layer=layer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._layer, name, value)
+        value = getattr(layer, name)
+        problem = f"{name}={value!r}, which the adapter has never run; expected {known!r}"
+        checks.refuse((value != known, problem))
+    checks.check_experts(layer.experts, layer.num_local_experts, "train without replicas")
+    one = dict(layer.experts.named_parameters())
+    return [checks.describe_experts([one], layer.ep_group.rank()), checks.name_code(layer.experts)]
 
 
 @functools.cache
@@ -182,8 +166,8 @@ def _layer_class(base: Any) -> Any:
             topology = self.replicas.group.topology
             number = topology.num_ranks * topology.instances_per_rank
             counts = checks.find(_COUNT)(run.topk_ids, number)
-            view = _View(
-                self,
+            view = copy.copy(self)  # the same layer with other contents
+            view.__dict__.update(
                 router=lambda *_: (scores, run.topk_ids, counts),
                 experts=run_experts,
                 num_experts=number,

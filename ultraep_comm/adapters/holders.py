@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ultraep_comm.adapters.checks import refuse
+
 Tensor = torch.Tensor
 
 _DEEPEST = 12
@@ -101,31 +103,50 @@ _OF_RANK = re.compile(r"(.*[._])?(\w*_)?(rank|offset|index|device)")  # numbers
 _MAPS = re.compile(r".*(expert_map|expert_mask|_to_physical|_to_global|global_(expert_)?ids)\w*")
 
 
-class HolderCheck:
-    """Tells what replicas would do to what a layer holds.
+class Held:
+    """What a layer holds beside its parameters, of which replicas have to be independent.
 
     Attributes:
         shares: something has the memory of segments, which therefore has to stay.
-        facts: what has to be equal on all ranks, by path.
+        facts: what has to be equal on all ranks, by path, for :func:`checks.agree`.
     """
 
-    def __init__(self, segments: Iterable[Tensor], rows: int) -> None:
-        """Begin with segments of a layer whose experts are ``rows``, L, on this rank."""
+    def __init__(
+        self, layer: Any, segments: Iterable[Tensor], rows: int, instead: str, *apart: Any
+    ) -> None:
+        """Look at all that a layer holds but for ``apart``.
+
+        Args:
+            layer: its module.
+            segments: its parameters with a row for each of this rank's experts.
+            rows: L, the number of these.
+            instead: the way out, for the error.
+            apart: what is of no layer.
+
+        Raises:
+            UnsupportedError: replicas would compute something else.
+        """
         self._memory = [_place_of(weight) for weight in segments]
         self._rows = rows
         self.shares, self.facts = False, dict[str, Any]()
+        parameters = {id(weight) for weight in layer.parameters()}
+        for path, value in walk(layer, {id(thing): thing for thing in apart}):
+            if id(value) in parameters:
+                continue
+            try:
+                problem = self._find_problem(path, value)
+            except RuntimeError as error:  # a sparse tensor, or one that was packed
+                problem = f"cannot be read: {str(error).splitlines()[0]}"
+            refuse((problem, f"its {path} {problem}; {instead}"))
 
-    def find_problem(self, path: str, value: Any) -> str:
+    def _find_problem(self, path: str, value: Any) -> str:
         """Return why replicas would compute something else; an empty text: they would not."""
-        try:
-            if torch.is_tensor(value):
-                return self._look_at(path, value)
-            if isinstance(value, list | tuple | Mapping):
-                return self._look_into(path, value)
-        except RuntimeError as error:  # a sparse tensor, or one that was packed
-            return f"its {path} cannot be read: {str(error).splitlines()[0]}"
+        if torch.is_tensor(value):
+            return self._look_at(path, value)
+        if isinstance(value, list | tuple | Mapping):
+            return self._look_into(value)
         if not isinstance(value, bool | int | float | complex):
-            return f"its {path} is a {type(value).__name__}, which would stay behind"
+            return f"is a {type(value).__name__}, which would stay behind"
         if isinstance(value, int) and any(start <= value < end for start, end in self._memory):
             self.shares = True
         elif not _OF_RANK.fullmatch(path):
@@ -135,8 +156,7 @@ class HolderCheck:
     def _look_at(self, path: str, tensor: Tensor) -> str:
         if not tensor.numel() or tensor.is_meta:
             return ""
-        start, end = _place_of(tensor)
-        if any(start < last and first < end for first, last in self._memory):
+        if self._is_segment(tensor):
             self.shares = True
             return ""
         if not tensor.is_floating_point() and _MAPS.fullmatch(path):
@@ -153,16 +173,16 @@ class HolderCheck:
         for dim in own or [d for d, size in enumerate(tensor.shape) if size % self._rows == 0]:
             if not _is_uniform(tensor, dim):
                 return (
-                    f"its {path} of shape {tuple(tensor.shape)} with {_show(tensor)} has other"
-                    f" values for each of {self._rows} experts, and is in no parameter of the"
-                    " layer: it would stay behind"
+                    f"of shape {tuple(tensor.shape)} with {_show(tensor)} has other values for each"
+                    f" of {self._rows} experts, and is in no parameter of the layer: it would stay"
+                    " behind"
                 )
         for dim in own:
             tensor = tensor.narrow(dim, 0, 1)
         self.facts[path] = [str(tensor.dtype), list(tensor.shape), _show(tensor)]
         return ""
 
-    def _look_into(self, path: str, holder: Any) -> str:
+    def _look_into(self, holder: Any) -> str:
         """Look for a number or a tensor for each expert."""
         has_keys = isinstance(holder, Mapping)
         if has_keys and not all(isinstance(key, int) for key in holder):
@@ -171,8 +191,7 @@ class HolderCheck:
         if not parts or len(parts) % self._rows:
             return ""
         if all(torch.is_tensor(p) and p.numel() and not p.is_meta for p in parts):
-            places = [_place_of(part) for part in parts]
-            if any(a < end and start < b for a, b in places for start, end in self._memory):
+            if any(map(self._is_segment, parts)):
                 return ""
             shown = [[*part.shape, _show(part)] for part in parts]
         elif all(isinstance(p, int | float) for p in parts) and not all(
@@ -184,9 +203,13 @@ class HolderCheck:
         if all(part == shown[0] for part in shown):
             return ""
         return (
-            f"its {path} with {shown[: self._rows]} has other values for each of {self._rows}"
-            " experts, and would stay behind"
+            f"with {shown[: self._rows]} has other values for each of {self._rows} experts, and"
+            " would stay behind"
         )
+
+    def _is_segment(self, tensor: Tensor) -> bool:
+        start, end = _place_of(tensor)
+        return any(start < last and first < end for first, last in self._memory)
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import copy
 import functools
 import operator
 from collections.abc import Sequence
-from itertools import chain, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-import ultraep_comm as uec
 from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.options import open_layer
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.group.group import rejecting
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
@@ -87,7 +84,7 @@ def replicate(
         UnsupportedError: this version of megatron-core, or a setting of a layer on any rank of its
             expert-parallel group, does not go with replicas. No layer was changed.
     """
-    checks.check_signatures("megatron-core", "0.16", "0.16", PATCH_POINTS)
+    checks.check_signatures("megatron-core", "0.16", PATCH_POINTS)
     if live != 1:
         raise UnsupportedError(
             f"live={live}; expected 1: Megatron's dispatchers keep the state of one microbatch"
@@ -96,112 +93,53 @@ def replicate(
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, checks.find(_LAYER))]
     layers = [m for m in layers if not checks.is_alone(m.ep_group, "Megatron", _SETTING)]
     for process_group in {id(m.ep_group): m.ep_group for m in layers}.values():
-        checks.agree(process_group, [_describe(m) for m in layers if m.ep_group is process_group])
+        own = [layer for layer in layers if layer.ep_group is process_group]
+        checks.agree(process_group, _describe, own)
     for layer in layers:
-        each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
-        is_trained = any(p.requires_grad for p in each[0].values())
+        experts = layer.experts.local_experts
         calls = open_layer(
-            layer.ep_group,
-            {name: [own[name].detach() for own in each] for name in each[0]},
-            slots_per_rank=slots_per_rank,
-            num_experts=layer.config.num_moe_experts,
-            **{"grads": torch.float32 if is_trained else None} | options,
+            layer.ep_group, _weights(experts), experts, slots_per_rank=slots_per_rank, **options
         )
         _change(layer, calls)
     return layers
 
 
-def _describe(layer: Any) -> tuple[str, Any]:
-    """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
+def _describe(layer: Any) -> list[Any]:
+    """Return what a layer has to have in common with other ranks'.
+
+    Raises:
+        UnsupportedError: it cannot have replicas.
+    """
     config, experts, dispatcher = layer.config, layer.experts, layer.token_dispatcher
     for name, why in _REFUSED.items():
-        if getattr(config, name, None):
-            return f"{name}={getattr(config, name)!r}: {why}", None
+        value = getattr(config, name, None)
+        checks.refuse((value, f"{name}={value!r}: {why}"))
     for name, known in (("cuda_graph_impl", "none"), ("moe_flex_dispatcher_backend", "deepep")):
-        if getattr(config, name) != known:
-            return f"{name}={getattr(config, name)!r}; expected {known!r}", None
-    if hasattr(layer, "replicas"):
-        return "it has replicas already", None
-    if dispatcher.tp_size > 1:
-        return f"expert_tensor_parallel_size={dispatcher.tp_size}: its ranks plan apart", None
-    never = "it has a {}, which the adapter has never run; expected {}"
-    if not isinstance(dispatcher, tuple(map(checks.find, _KINDS))):
-        return never.format(type(dispatcher).__name__, "one of Megatron's"), None
-    if not isinstance(experts, checks.find(_EXPERTS)):
-        return never.format(type(experts).__name__, "SequentialMLP: moe_grouped_gemm=False"), None
-    linear = tuple(map(checks.find, _LINEAR))
+        value = getattr(config, name)
+        checks.refuse((value != known, f"{name}={value!r}; expected {known!r}"))
+    tp_size = dispatcher.tp_size
+    checks.refuse(
+        (hasattr(layer, "replicas"), "it has replicas already"),
+        (tp_size > 1, f"expert_tensor_parallel_size={tp_size}: its ranks plan apart"),
+    )
+    _check_kind(dispatcher, _KINDS, "one of Megatron's")
+    _check_kind(experts, [_EXPERTS], "SequentialMLP: moe_grouped_gemm=False")
     for module in experts.local_experts[0].modules():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if held and not isinstance(module, linear):
-            return never.format(type(module).__name__, "layers of get_gpt_layer_local_spec"), None
-    if unlike := checks.find_unlike(experts.local_experts):
-        return unlike, None
-    each = [dict(e.named_parameters()) for e in experts.local_experts]
-    problem, shapes = checks.describe_experts(each)
-    return problem, [shapes, checks.name_code(experts.local_experts[0])]
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            _check_kind(module, _LINEAR, "layers of get_gpt_layer_local_spec")
+    checks.check_alike(experts.local_experts)
+    each = [dict(expert.named_parameters()) for expert in experts.local_experts]
+    shapes = checks.describe_experts(each, layer.ep_group.rank())
+    return [shapes, checks.name_code(experts.local_experts[0])]
 
 
-def _run(expert: Any, weights: dict[str, Tensor], *given: Any) -> Any:
-    return functional_call(expert, weights, given, tie_weights=False)
-
-
-class _Replicas:
-    """What a layer and its experts share."""
-
-    def __init__(self, local_experts: Any, calls: Replication) -> None:
-        self.calls = calls
-        self._experts, every = local_experts, local_experts.modules()
-        self._modules = [(undocumented(m, "_forward_pre_hooks"), m) for m in every]
-        self._seen = checks.contents(local_experts.modules())
-        self._names = [name for name, _ in local_experts[0].named_parameters()]
-        self.run: LayerPass | None = None
-
-    def _check(self) -> None:
-        """Refuse what has been done to the experts since, on peers too."""
-        seen = checks.contents(module for _, module in self._modules)
-        if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
-            return  # in a tenth of the time of what follows
-        group = self.calls.group
-        problem = checks.find_unlike(self._experts)
-        names = [name for name, _ in self._experts[0].named_parameters()]
-        every = zip_longest((module for _, module in self._modules), self._experts.modules())
-        if not problem and (names != self._names or any(old is not new for old, new in every)):
-            problem = f"its experts' modules were replaced; they had the parameters {self._names}"
-            problem += f", and expert 0 has {names} now"
-        if problem:
-            error = UnsupportedError(
-                f"rank {group.rank}: MoE layer {self.calls.layer} was changed after replicate():"
-                f" {problem}. Change all experts alike, before replicate()"
-            )
-            with rejecting(group):
-                raise error
-        self._seen = seen
-
-    def begin(self, probs: Tensor, routing_map: Tensor) -> LayerPass:
-        self._check()
-        # With overlap_param_gather DDP's hooks bring the weights, which the transfer reads now.
-        for hooks, module in self._modules:
-            for hook in hooks.values():
-                if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel."):
-                    hook(module)
-        weights = {n: [e.get_parameter(n) for e in self._experts] for n in self._names}
-        self.run = self.calls.begin(weights, routing_map=routing_map, probs=probs)
-        return self.run
-
-    def instances(
-        self, plan: uec.Plan, weights: dict[str, Any], slots: dict[str, Tensor]
-    ) -> list[Any]:
-        """Return, for each instance, its expert's module with its weights."""
-        group = self.calls.group
-        local = [*self._experts, *[self._experts[0]] * group.topology.slots_per_rank]
-        by_expert = zip(*(weights[name] for name in self._names), strict=True)
-        by_slot = zip(*(unbind_slots(slots[n], plan, group) for n in self._names), strict=True)
-        each = (dict(zip(self._names, own, strict=True)) for own in chain(by_expert, by_slot))
-        return [functools.partial(_run, *own) for own in zip(local, each, strict=True)]
+def _check_kind(found: Any, known: Sequence[str], expected: str) -> None:
+    never = f"it has a {type(found).__name__}, which the adapter has never run; expected {expected}"
+    checks.refuse((not isinstance(found, tuple(map(checks.find, known))), never))
 
 
 def _change(layer: Any, calls: Replication) -> None:
-    """Change the classes of a layer and of its experts, and give it a dispatcher of instances."""
+    """Change a layer's class and its experts' pass, and give it a dispatcher of instances."""
     group, old = calls.group, layer.token_dispatcher
     per_rank = group.topology.instances_per_rank
     config = copy.copy(layer.config)
@@ -214,44 +152,86 @@ def _change(layer: Any, calls: Replication) -> None:
     )
     if old.shared_experts is not None:
         layer.token_dispatcher.set_shared_experts(old.shared_experts)
-    layer.replicas = layer.experts.replicas = _Replicas(layer.experts.local_experts, calls)
-    layer.replica_plan = None
-    layer.experts.__class__ = _experts_class(layer.experts.__class__)
+    layer.replicas, layer.replica_plan = calls, None
+    layer.experts.forward = functools.partial(_run_experts, layer)
     layer.__class__ = _layer_class(layer.__class__)
 
 
 @functools.cache
 def _layer_class(base: Any) -> Any:
     class ReplicatedMoELayer(base):
+        replica_pass: Any = None  # the LayerPass of a microbatch under way
+        known_contents: Any = ()
+
         @breaks_graph
         def forward(self, *given: Any, **named: Any) -> Any:
             return super().forward(*given, **named)
 
         def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
-            run = self.replicas.begin(*super().route(hidden_states, padding_mask))
-            self.replica_plan = run.plan
+            run = _begin(self, *super().route(hidden_states, padding_mask))
             return run.probs, run.routing_map
 
         def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-            hidden_states = self.replicas.run.before_dispatch(hidden_states)
+            hidden_states = self.replica_pass.before_dispatch(hidden_states)
             return super().preprocess(hidden_states, probs, routing_map)
 
         def combine(self, output: Tensor) -> Any:
-            run, self.replicas.run = self.replicas.run, None
+            run, self.replica_pass = self.replica_pass, None
             return run.after_combine(super().combine(output))
 
     return ReplicatedMoELayer
 
 
-@functools.cache
-def _experts_class(base: Any) -> Any:
-    class ReplicatedExperts(base):
-        def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
-            replicas = self.replicas
-            x, weights, slots = replicas.run.before_experts(x)
-            each = replicas.instances(replicas.run.plan, weights, slots)
-            s = SimpleNamespace(config=self.config, num_local_experts=len(each), local_experts=each)
-            y, bias = base.forward(s, x, tokens_per_expert, probs)
-            return replicas.run.after_experts(y), bias
+def _begin(layer: Any, probs: Tensor, routing_map: Tensor) -> LayerPass:
+    experts = layer.experts.local_experts
+    modules = [*experts.modules()]
+    contents, known = _contents(modules), layer.known_contents
+    if len(contents) != len(known) or any(map(operator.is_not, contents, known)):
+        checks.check_unchanged(layer.replicas, experts)  # takes ten times as long
+        layer.known_contents = contents
+    # With overlap_param_gather DDP's hooks bring the weights, which the transfer reads now.
+    for module in modules:
+        for hook in undocumented(module, "_forward_pre_hooks").values():
+            if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel."):
+                hook(module)
+    run: LayerPass = layer.replicas.begin(_weights(experts), routing_map=routing_map, probs=probs)
+    layer.replica_pass, layer.replica_plan = run, run.plan
+    return run
 
-    return ReplicatedExperts
+
+def _weights(experts: Any) -> dict[str, list[Tensor]]:
+    names = [name for name, _ in experts[0].named_parameters()]
+    return {name: [expert.get_parameter(name) for expert in experts] for name in names}
+
+
+def _contents(modules: Sequence[torch.nn.Module]) -> list[object]:
+    """Return all that modules have. If each thing is still the same one, nothing has changed."""
+    found: list[object] = []
+    for module in modules:
+        own = vars(module)
+        found.append(type(module))
+        found += own.values()
+        for kind in ("_parameters", "_buffers", "_modules", *checks.HOOKS):
+            found += own[kind].values()
+    return found
+
+
+def _run_experts(layer: Any, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Any:
+    """Run the forward pass of a layer's experts on instances: local experts, then slots."""
+    run, group, own = layer.replica_pass, layer.replicas.group, layer.experts
+    x, weights, slots = run.before_experts(x)
+    every = {n: [*weights[n], *unbind_slots(slots[n], run.plan, group)] for n in weights}
+    modules = [*own.local_experts, *[own.local_experts[0]] * group.topology.slots_per_rank]
+    instances = [
+        functools.partial(_run, module, dict(zip(every, tensors, strict=True)))
+        for module, tensors in zip(modules, zip(*every.values(), strict=True), strict=True)
+    ]
+    view = SimpleNamespace(
+        config=own.config, num_local_experts=len(instances), local_experts=instances
+    )
+    y, bias = type(own).forward(view, x, tokens_per_expert, probs)
+    return run.after_experts(y), bias
+
+
+def _run(expert: Any, weights: dict[str, Tensor], *given: Any) -> Any:
+    return functional_call(expert, weights, given, tie_weights=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm.adapters.checks import agree, check_unchanged, name_code
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.weights import check_trained
@@ -46,20 +46,38 @@ def check_options(what: str, options: Mapping[str, Any], *others: str) -> None:
 
 
 def open_layer(
-    process_group: dist.ProcessGroup, like: Weights, *, live: int = 1, **options: Any
+    process_group: dist.ProcessGroup,
+    weights: Weights,
+    experts: torch.nn.Module,
+    *,
+    hooks: bool = True,
+    live: int = 1,
+    **options: Any,
 ) -> Replication:
     """Create or join the group of a layer, and return the layer's calls. Collective.
 
     Args:
         process_group: the expert-parallel group.
-        like: this rank's main weights.
+        weights: this rank's main weights.
+        experts: their module, which stays as it is: see :func:`check_unchanged`.
+        hooks: likewise.
         live: microbatches whose passes overlap; each takes slots of its own.
         options: of the layer, as for :class:`Replication`, and of its group, as for ``group_for``.
+            ``grads`` is float32 for weights that are trained.
     """
     of_layer = {name: options.pop(name) for name in OF_LAYER if name in options}
     options.setdefault("banks", live)
-    group, layer = group_for(process_group, like=like, **options)
-    return Replication(group, layer=layer, live=live, **of_layer)
+    options.setdefault("grads", dict.fromkeys(find_trained(weights), torch.float32) or None)
+    group, layer = group_for(process_group, like=weights, **options)
+    calls = Replication(group, layer=layer, live=live, **of_layer)
+    check_unchanged(calls, experts, hooks=hooks)
+    return calls
+
+
+def find_trained(weights: Weights) -> list[str]:
+    """Return the names of weights that need gradients; of an expert's, all or none do."""
+    firsts = {n: w if isinstance(w, torch.Tensor) else w[0] for n, w in weights.items()}
+    return [name for name, weight in firsts.items() if weight.requires_grad]
 
 
 def calls_of(
@@ -81,27 +99,25 @@ def calls_of(
         process_group: the expert-parallel group.
         weights: this rank's main weights.
         check: called before anything is created.
-        experts: their module, which runs the same code on every rank and in every pass.
+        experts: as for :func:`open_layer`; runs the same code on every rank.
         options: for :func:`open_layer`, with ``live`` and ``slots_per_rank``.
-        hooks: as for :func:`check_unchanged`.
+        hooks: likewise.
 
     Raises:
         UnsupportedError: on a rank ``check`` raised it, or weights are trained that are neither
             float32 nor bfloat16; or the experts were changed.
     """
-    grads = {n: torch.float32 for n, weight in weights.items() if weight.requires_grad}
+    trained = find_trained(weights)
     if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
         check_unchanged(calls, experts, hooks=hooks)
-        if not grads or grads.keys() == calls.group.slot_grads.keys():
+        if not trained or set(trained) == calls.group.slot_grads.keys():
             return calls
-    problem = ""
-    try:
+
+    def describe(experts: torch.nn.Module) -> list[Any]:
         check()
         if torch.is_grad_enabled():
             check_trained(weights, process_group.rank())
-    except UnsupportedError as error:
-        problem = str(error)
-    agree(process_group, [(problem, [sorted(grads), name_code(experts, hooks=hooks)])])
-    calls = open_layer(process_group, weights, grads=grads or None, **options)
-    check_unchanged(calls, experts, hooks=hooks)
-    return calls
+        return [sorted(trained), name_code(experts, hooks=hooks)]
+
+    agree(process_group, describe, [experts])
+    return open_layer(process_group, weights, experts, hooks=hooks, **options)

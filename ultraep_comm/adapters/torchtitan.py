@@ -21,12 +21,7 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.checks import (
-    check_experts,
-    check_signatures,
-    is_alone,
-    run_grouped,
-)
+from ultraep_comm.adapters.checks import check_experts, check_signatures, is_alone, run_grouped
 from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
@@ -68,17 +63,11 @@ class ReplicatedRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         """As of :func:`replicate`."""
 
-        slots_per_rank: int = 2
-        live: int = 1
         options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._options = {
-            "slots_per_rank": config.slots_per_rank,
-            "live": config.live,
-            **config.options,
-        }
+        self._options = config.options
         self._num_local_experts = 0
         self._is_alone: bool | None = None
         self._calls: Replication | None = None
@@ -180,8 +169,8 @@ def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options:
             f"experts of {type(config).__qualname__} cannot be replicated; expected"
             " RoutedExperts.Config, of which only inner_experts and token_dispatcher differ"
         )
-    made = ReplicatedRoutedExperts.Config
-    return derive(config, made, slots_per_rank=slots_per_rank, live=live, options=options)
+    options |= {"slots_per_rank": slots_per_rank, "live": live}
+    return derive(config, ReplicatedRoutedExperts.Config, options=options)
 
 
 override(target=RoutedExperts.Config, description="replicas by ultraep_comm")(replicate)
@@ -193,4 +182,4 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
 
 
-check_signatures("torchtitan", "0.3", "0.3", PATCH_POINTS)
+check_signatures("torchtitan", "0.3", PATCH_POINTS)

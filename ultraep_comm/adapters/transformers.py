@@ -14,14 +14,13 @@ weights are never copied, and parameters, checkpoints and optimizers do not see 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 import ultraep_comm as uec
@@ -29,7 +28,6 @@ from ultraep_comm.adapters.checks import check_experts, check_signatures, find, 
 from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
-from ultraep_comm.system import undocumented
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
@@ -128,7 +126,7 @@ class UltraEP(AllToAllEP):
         if self._is_alone:
             output: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return output
-        weights = _parameters(self._experts)
+        weights = dict(self._experts.named_parameters(recurse=False))
         own = self._own_rows(len(top_k_index))
         run = self._layer(weights).begin(weights, top_k_index[own])
         self.plan, physical_ids = run.plan, run.topk_ids
@@ -193,28 +191,17 @@ class UltraEP(AllToAllEP):
         return torch.cat(outputs).index_select(0, order.argsort())
 
     def _run(self, weights: Weights, rows: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
-        with _holding(self._experts, weights):
-            output: Tensor = self.experts_forward(rows, ids, scale)
+        """Run the model's own experts on other weights, of as many experts as these are."""
+        experts = self._experts
+        module = nn.Module()
+        module.experts, module.forward = experts, self.experts_forward
+        given = {f"experts.{name}": weight for name, weight in weights.items()}
+        number, experts.num_experts = experts.num_experts, len(next(iter(weights.values())))
+        try:
+            output: Tensor = functional_call(module, given, (rows, ids, scale))
+        finally:
+            experts.num_experts = number
         return output
-
-
-def _parameters(experts: nn.Module) -> Weights:
-    own: dict[str, nn.Parameter | None] = undocumented(experts, "_parameters")
-    return {name: weight for name, weight in own.items() if weight is not None}
-
-
-@contextlib.contextmanager
-def _holding(experts: Any, weights: Weights) -> Iterator[None]:
-    """Let an experts' module have other weights, of as many experts as these are."""
-    own, number = undocumented(experts, "_parameters"), experts.num_experts
-    given = {name: own[name] for name in weights}
-    own.update(weights)
-    experts.num_experts = len(next(iter(weights.values())))
-    try:
-        yield
-    finally:
-        own.update(given)
-        experts.num_experts = number
 
 
 def _watch_config() -> None:
@@ -231,6 +218,6 @@ def _watch_config() -> None:
     config.__post_init__ = __post_init__
 
 
-check_signatures("transformers", "5.23", "5.23", PATCH_POINTS)
+check_signatures("transformers", "5.23", PATCH_POINTS)
 _watch_config()
 EPImplementationInterface.register(NAME, UltraEP)

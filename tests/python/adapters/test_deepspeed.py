@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,7 @@ from unittest import mock
 import fake_deepspeed as fake
 import pytest
 import torch
-from changed_experts import CHANGES, change_after, check
 from fake_deepspeed import AutoEPMoELayer, DeepSpeedEngine
-from new_tensors import NewTensors
 from ranks import RankPool, raised, run_python, run_training
 from tiers import cases, sampled
 from torch.utils.checkpoint import checkpoint
@@ -65,10 +62,11 @@ class Model(torch.nn.Module):
         return x
 
 
-def on_the_fake(
-    rank: int, pg: Any, run: Callable[..., Any], *args: Any, version: str = fake.VERSION
-) -> Any:
-    with fake.installed(), mock.patch.object(importlib.metadata, "version", return_value=version):
+VERSION = mock.patch.object(importlib.metadata, "version", return_value=fake.VERSION)
+
+
+def on_the_fake(rank: int, pg: Any, run: Callable[..., Any], *args: Any) -> Any:
+    with fake.installed(), VERSION:
         return run(pg, *args)
 
 
@@ -94,15 +92,6 @@ def train(pg: Any, recompute: bool | None) -> list[tuple[float, float]]:
     assert layers[0].replicas.group is layers[1].replicas.group
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(rank)), plain(tokens(rank)))
-        if recompute is None:
-            torch._dynamo.reset()
-            compiled, x = torch.compile(model, backend="eager"), tokens(rank)
-            torch.testing.assert_close(compiled(x), plain(x))
-            torch._dynamo.reset()
-            with pytest.raises(
-                torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"
-            ):
-                torch.compile(model, fullgraph=True, backend="eager")(x)
     arrivals = dict.fromkeys(owned, 0)
     for name, parameter in owned.items():
 
@@ -130,7 +119,7 @@ def train(pg: Any, recompute: bool | None) -> list[tuple[float, float]]:
         for name, weight in ours.experts.named_parameters():
             right = getattr(every.experts, name).grad[rank * M : (rank + 1) * M]
             torch.testing.assert_close(weight.grad, right, rtol=1e-3, atol=1e-3)
-    passes = 4 if recompute is None else 5  # some without gradients; recomputed ones count too
+    passes = 3 if recompute is None else 5  # one without gradients; recomputed ones count too
     for layer in layers:
         assert layer.tokens_per_expert.sum() == passes * B * L * K
     assert list(model.state_dict()) == list(before)
@@ -151,45 +140,6 @@ def test_outputs_and_gradients_are_those_without_ranks(
         assert before > 1.4
 
 
-def change(pg: Any, name: str) -> str:
-    engine = engine_of(pg)
-    layer, _ = replicate(engine)
-    x = tokens(pg.rank())
-    text = change_after(pg.rank(), name, layer.experts, lambda: layer(x))
-    layer.replicas.group.abort()
-    return text
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> None:
-    check(name, ranks.run(G, on_the_fake, change, name))
-
-
-def largest(pg: Any, copies: bool) -> tuple[int, int, int]:
-    engine = engine_of(pg)
-    layer, _ = replicate(engine)
-    inner = checks.run_grouped
-
-    def joined(experts: Any, rows: Any, counts: Any, mains: Any, slots: Any) -> Any:
-        torch.cat([mains["w1"], slots["w1"]])  # what the test has to notice
-        return inner(experts, rows, counts, mains, slots)
-
-    with (
-        mock.patch.object(checks, "run_grouped", joined if copies else inner),
-        NewTensors() as found,
-    ):
-        layer(tokens(pg.rank())[:1, :2].requires_grad_())
-    layer.replicas.group.abort()
-    return found.largest, layer.experts.w1.numel(), layer.replica_plan.num_replicas
-
-
-def test_no_tensor_as_large_as_main_weights_is_created(ranks: RankPool) -> None:
-    for size, mains, replicas in ranks.run(G, on_the_fake, largest, False):
-        assert replicas > 0
-        assert 0 < size < mains
-    assert all(size >= mains for size, mains, _ in ranks.run(G, on_the_fake, largest, True))
-
-
 def test_one_rank_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     checks.warn_idle.cache_clear()
     engine = DeepSpeedEngine(Model())
@@ -199,24 +149,21 @@ def test_one_rank_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert "DeepSpeed: no expert is replicated" in caplog.text
 
 
-def options(pg: Any) -> None:
+def frozen(pg: Any) -> None:
     engine = engine_of(pg)
     for layer in engine.module.layers:
         layer.experts.requires_grad_(False)
-    layers = replicate(engine, slots_per_rank=1, min_tokens=10_000, banks=2)
+    layers = replicate(engine)
     x = tokens(pg.rank()).requires_grad_()
     engine.module(x).sum().backward()
     group = layers[0].replicas.group
-    assert layers[0].replica_plan.num_replicas == 0
-    assert (len(group.banks), len(group.slots["w1"]), dict(group.slot_grads)) == (2, 1, {})
+    assert dict(group.slot_grads) == {}
     assert x.grad is not None
     group.close()
 
 
-def test_options_reach_the_layers_and_their_group_and_experts_may_be_frozen(
-    ranks: RankPool,
-) -> None:
-    ranks.run(G, on_the_fake, options)
+def test_experts_may_be_frozen(ranks: RankPool) -> None:
+    ranks.run(G, on_the_fake, frozen)
 
 
 class LowRank(torch.nn.Module):
@@ -262,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows": (with_row, f"parameter w2 of shape ({M + 1}, {D}, {F})"),
     "shape": (with_larger, "data-parallel rank 1 has MoE layers with experts"),
     "frozen in part": (lambda m: m.experts.w1.requires_grad_(False), "are frozen"),
-    "half": (lambda m: m.experts.half(), "trained in"),
+    "half": (lambda m: m.experts.half(), "'w1' need gradients and are torch.float16; expected"),
     "lora": (with_lora, "it has a ParametrizedGroupedExperts; expected GroupedExperts"),
     "other layer": (
         lambda m: setattr(m, "__class__", type("Mine", (AutoEPMoELayer,), {})),
@@ -319,15 +266,6 @@ def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
     assert found[0]["no layers"].startswith("InvalidArgumentError: the engine's model has no")
 
 
-def test_other_versions_are_a_warning() -> None:
-    engine = DeepSpeedEngine(Model())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        on_the_fake(0, engine, replicate)
-    with pytest.warns(UserWarning, match=r"versions 0\.19\.8 to 0\.19\.8; 0\.20\.0 is"):
-        on_the_fake(0, engine, replicate, version="0.20.0")
-
-
 def of_a_dispatcher(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return self.dispatcher(hidden_states, self.router, self.experts)  # type: ignore[no-any-return]
 
@@ -341,8 +279,7 @@ def of_a_dispatcher(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 )
 def test_other_signatures_and_another_pass_are_errors(fields: dict[str, Any], text: str) -> None:
     other = type("AutoEPMoELayer", (AutoEPMoELayer,), fields)
-    version = mock.patch.object(importlib.metadata, "version", return_value=fake.VERSION)
-    with fake.installed(AutoEPMoELayer=other), version:
+    with fake.installed(AutoEPMoELayer=other), VERSION:
         error = raised(lambda: replicate(DeepSpeedEngine(Model())))
     assert type(error).__name__ == "UnsupportedError"
     with pytest.raises(type(error), match=text):
@@ -388,7 +325,7 @@ RUN = cases(QUICK, QUICK + FURTHER)
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_training(
         PROGRAM,
-        [*RUN, "checkpoints", "new tensors", "refusals"],
+        [*RUN, "checkpoints", "new tensors"],
         tmp_path_factory.mktemp("deepspeed"),
     )
 
@@ -432,12 +369,3 @@ def test_layers_of_a_model_create_no_tensor_as_large_as_main_weights(
     found = SimpleNamespace(**results["new tensors"])
     assert found.replicas > 0
     assert 0 < found.largest < found.mains
-
-
-@needs_deepspeed
-def test_a_models_layers_are_refused_by_all_ranks(results: dict[str, Any]) -> None:
-    found = SimpleNamespace(**{k.replace("-", ""): v for k, v in results["refusals"].items()})
-    assert "ZeRO stage 3 has only parts of the experts" in found.ZeRO3
-    assert "of data-parallel rank 2 cannot have replicas: GroupedExperts" in found.buffer
-    assert "buffer scale" in found.buffer
-    assert "it has replicas already" in found.twice

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_megatron
 import megatron_cases
@@ -50,18 +50,10 @@ class Model(torch.nn.Module):
         return x
 
 
-def on_the_stand_in(rank: int, pg: Any, run: Callable[[Any], Any], version: str) -> Any:
-    found = importlib.metadata.version
-
-    def installed(package: str) -> str:
-        return version if package == "megatron-core" else found(package)
-
-    importlib.metadata.version = installed
-    try:
-        with fake_megatron.installed():
-            return run(pg)
-    finally:
-        importlib.metadata.version = found
+def on_the_stand_in(rank: int, pg: Any, run: Callable[[Any], Any]) -> Any:
+    version = mock.patch.object(importlib.metadata, "version", return_value="0.16.1")
+    with fake_megatron.installed(), version:
+        return run(pg)
 
 
 def replicate(model: Any, **options: Any) -> list[Any]:
@@ -86,7 +78,7 @@ def outputs(pg: Any) -> list[int]:
         assert [type(m).__name__ for m in layers] == ["ReplicatedMoELayer"] * 2
         assert all(isinstance(layer, fake_megatron.MoELayer) for layer in layers)
         assert type(layers[0]) is type(layers[1])
-        assert layers[0].replicas.calls.group is layers[1].replicas.calls.group
+        assert layers[0].replicas.group is layers[1].replicas.group
         assert list(model.state_dict()) == list(kept)
         assert all(torch.equal(v, kept[n]) for n, v in model.state_dict().items())
         replicas += [layer.replica_plan.num_replicas for layer in layers]
@@ -94,7 +86,7 @@ def outputs(pg: Any) -> list[int]:
 
 
 def test_outputs_are_those_without_replicas(ranks: RankPool) -> None:
-    found = ranks.run(2, on_the_stand_in, outputs, "0.16.1")
+    found = ranks.run(2, on_the_stand_in, outputs)
     assert any(found[0])
     assert found[0] == found[1]
 
@@ -113,57 +105,86 @@ REFUSED: dict[str, Any] = {
 }
 
 
+def of_each(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def change_all(layer: Any) -> None:
+        for expert in layer.experts.local_experts:
+            change(expert)
+
+    return change_all
+
+
+def widen(expert: Any) -> None:
+    expert.linear_fc2.weight = torch.nn.Parameter(torch.zeros(6, 11))
+
+
+# What happens to the second layer of rank 1, and what every rank is told.
+CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "experts": (  # as TEGroupedMLP would be
+        lambda m: setattr(m.experts, "__class__", torch.nn.Module),
+        "it has a Module, which the adapter has never run",
+    ),
+    "dispatcher": (
+        lambda m: setattr(m.token_dispatcher, "__class__", fake_megatron.MoETokenDispatcher),
+        "it has a MoETokenDispatcher, which the adapter has never run",
+    ),
+    "tensor parallel": (
+        lambda m: setattr(m.token_dispatcher, "tp_size", 2),
+        "expert_tensor_parallel_size=2",
+    ),
+    "linear": (
+        of_each(lambda e: setattr(e, "linear_fc1", torch.nn.Linear(6, 10, bias=False))),
+        "it has a Linear, which the adapter has never run",
+    ),
+    "buffer": (  # which would stay behind
+        of_each(lambda e: e.register_buffer("scale", torch.ones(1))),
+        "it has a MLP, which the adapter has never run",
+    ),
+    "odd shape": (lambda m: widen(m.experts.local_experts[1]), "expert 1 has"),
+    "another shape": (of_each(widen), "expert-parallel rank 1 has MoE layers with experts"),
+    "partly frozen": (
+        of_each(lambda e: e.linear_fc1.weight.requires_grad_(False)),
+        "some parameters of its experts are frozen",
+    ),
+    "half": (lambda m: m.experts.half(), "need gradients and are torch.float16"),
+    "again": (lambda m: setattr(m, "replicas", None), "it has replicas already"),
+}
+
+
 def refusals(pg: Any) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def note(name: str, model: Model, **options: Any) -> None:
+        kinds = [type(layer) for layer in model.layers]
         error = raised(lambda: replicate(model, **options))
         found[name] = f"{type(error).__name__}: {error}"
-        assert not any(hasattr(layer, "replicas") for layer in model.layers)
+        assert [type(layer) for layer in model.layers] == kinds
 
     for name, value in REFUSED.items():
         note(name, Model(pg, **({name: value} if pg.rank() == 1 else {})))
+    for name, (change, _) in CHANGED.items():
+        model = Model(pg)
+        if pg.rank() == 1:
+            change(model.layers[1])
+        note(name, model)
     note("live", Model(pg), live=2)
-    model = Model(pg)
-    model.layers[1].experts.__class__ = torch.nn.Module  # as TEGroupedMLP would be
-    note("experts", model)
-    model = Model(pg)
-    model.layers[0].token_dispatcher.__class__ = fake_megatron.MoETokenDispatcher
-    note("dispatcher", model)
-    model = Model(pg)
-    model.layers[1].token_dispatcher.tp_size = 2
-    note("tensor parallel", model)
-    model = Model(pg)
-    model.layers[0].experts.local_experts[0].linear_fc1 = torch.nn.Linear(6, 10, bias=False)
-    note("linear", model)
-    model = Model(pg)
-    for expert in model.layers[1].experts.local_experts:
-        expert.register_buffer("scale", torch.ones(1))  # would stay behind
-    note("buffer", model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_megatron.MoELayer, "combine", lambda self, output, shared: output)
-        patch.setitem(megatron.PATCH_POINTS, f"{fake_path('MoELayer')}.combine", "self output bias")
+        path = "megatron.core.transformer.moe.moe_layer:MoELayer.combine"
+        patch.setitem(megatron.PATCH_POINTS, path, "self output bias")
         note("signature", Model(pg))
     return found
 
 
-def fake_path(name: str) -> str:
-    return f"megatron.core.transformer.moe.moe_layer:{name}"
-
-
 def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
-    found = ranks.run(2, on_the_stand_in, refusals, "0.16.1")
+    found = ranks.run(2, on_the_stand_in, refusals)
     assert found[0] == found[1]
     assert all(text.startswith("UnsupportedError: ") for text in found[0].values())
-    for name, value in REFUSED.items():
-        assert f"{name}={value!r}" in found[0][name]
+    says = {name: f"{name}={value!r}" for name, value in REFUSED.items()}
+    says |= {name: text for name, (_, text) in CHANGED.items()}
+    for name, text in says.items():
+        assert text in found[0][name], name
         assert "expert-parallel rank 1" in found[0][name]
     assert "live=2; expected 1" in found[0]["live"]
-    assert "it has a Module, which the adapter has never run" in found[0]["experts"]
-    assert "it has a MoETokenDispatcher, which the" in found[0]["dispatcher"]
-    assert "expert_tensor_parallel_size=2" in found[0]["tensor parallel"]
-    assert "it has a Linear, which the adapter has never run" in found[0]["linear"]
-    assert "it has a MLP, which the adapter has never run" in found[0]["buffer"]
     assert "takes ['self', 'output', 'shared']" in found[0]["signature"]
 
 
@@ -182,10 +203,6 @@ def wrap(expert: Any) -> None:
 
 def hook(module: Any, given: Any, output: Any) -> Any:
     return 2 * output[0], output[1]
-
-
-def replace_layer(expert: Any) -> None:
-    expert.linear_fc1 = fake_megatron.ColumnParallelLinear(6, 10, bias=False)
 
 
 UNLIKE: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -218,7 +235,7 @@ def unlike(pg: Any) -> dict[str, str]:
     for expert in model.layers[0].experts.local_experts if pg.rank() == 1 else ():
         expert.register_forward_hook(hook)
     note("one rank's", lambda: replicate(model))
-    for name, change in {**{n: c for n, (c, _) in UNLIKE.items()}, "other": replace_layer}.items():
+    for name, (change, _) in UNLIKE.items():
         model = Model(pg, layers=1)
         (layer,) = replicate(model)
         with torch.no_grad():
@@ -226,47 +243,30 @@ def unlike(pg: Any) -> dict[str, str]:
             if pg.rank() == 1:
                 change(layer.experts.local_experts[1])
             note(f"{name}, after", lambda model=model: model(torch.randn(24, 6)))
-        layer.replicas.calls.group.abort()
+        layer.replicas.group.abort()
     model = Model(pg, layers=1)
     (layer,) = replicate(model)
-    for expert in layer.experts.local_experts:  # the same for all
-        expert.register_forward_hook(hook)
-    with torch.no_grad():
-        model(torch.randn(24, 6))
-    for expert in layer.experts.local_experts:
-        wrap(expert)
-    note("all", lambda: model(torch.randn(24, 6)))
-    layer.replicas.calls.group.abort()
+    for expert in layer.experts.local_experts if pg.rank() == 1 else ():
+        expert.register_forward_hook(hook)  # alike, but slots of other ranks would be without it
+    note("all of one rank", lambda: model(torch.randn(24, 6)))
+    layer.replicas.group.abort()
     return found
 
 
 def test_experts_that_do_not_compute_alike_are_refused(ranks: RankPool) -> None:
-    peer, own = ranks.run(2, on_the_stand_in, unlike, "0.16.1")
+    peer, own = ranks.run(2, on_the_stand_in, unlike)
     for name, (_, text) in UNLIKE.items():
         assert own[f"{name}, before"] == peer[f"{name}, before"]
         assert own[f"{name}, before"].startswith("UnsupportedError: MoE layer 0 of")
         for when in ("before", "after"):
             assert text in own[f"{name}, {when}"], (name, when, own)
-    for name in (*UNLIKE, "other"):
-        assert re.match(r"UnsupportedError: rank 1: MoE layer \d+ was", own[f"{name}, after"])
-        assert "rank 1" in peer[f"{name}, after"], peer
+    for name in (*(f"{name}, after" for name in UNLIKE), "all of one rank"):
+        says = r"UnsupportedError: rank 1: the experts of layer \d+ were changed"
+        assert re.match(says, own[name]), own
+        assert "rank 1" in peer[name], peer
     assert own["one rank's"] == peer["one rank's"]
     assert "forward_hooks: test_megatron.hook" in own["one rank's"]
-    assert "its experts' modules were replaced" in own["other, after"]
-    assert "its experts' modules were replaced" in own["all"]
-
-
-def versions(pg: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        replicate(Model(pg))
-    return [str(warning.message) for warning in found]
-
-
-def test_other_versions_are_a_warning(ranks: RankPool) -> None:
-    assert ranks.run(1, on_the_stand_in, versions, "0.16.9") == [[]]
-    (found,) = ranks.run(1, on_the_stand_in, versions, "0.17.0")
-    assert "tried with versions 0.16 to 0.16; 0.17.0 is installed" in found[0]
+    assert "0.forward_hooks: ['test_megatron.hook at" in own["all of one rank"]
 
 
 def nothing(pg: Any) -> bool:
@@ -276,7 +276,7 @@ def nothing(pg: Any) -> bool:
 
 
 def test_one_rank_stays_as_it_is(ranks: RankPool) -> None:
-    assert ranks.run(1, on_the_stand_in, nothing, "0.16.1") == [True]
+    assert ranks.run(1, on_the_stand_in, nothing) == [True]
 
 
 # ---- on megatron-core ---------------------------------------------------------------------------
@@ -361,28 +361,3 @@ def test_no_pass_copies_the_main_weights(core: Callable[[str], list[Any]]) -> No
     for own in core("allocations"):
         assert own["control"] == own["stack"]
         assert own["pass"] < own["stack"] / 2
-
-
-@needs_megatron
-def test_one_ranks_layers_are_refused_by_all(core: Callable[[str], list[Any]]) -> None:
-    found = core("refusals")
-    assert all(own == found[0] for own in found)
-    expected = {
-        "odd_shape": "of expert-parallel rank 2 cannot have replicas: expert 1 has",
-        "another_shape": "expert-parallel rank 2 has MoE layers with experts",
-        "partly_frozen": "some parameters of its experts are frozen",
-        "setting": "gradient_accumulation_fusion=True",
-        "half": "float16",
-        "again": "it has replicas already",
-    }
-    for name, text in expected.items():
-        assert found[0][name].startswith("UnsupportedError: ")
-        assert text in found[0][name]
-
-
-@needs_megatron
-def test_without_gradients_and_on_one_rank(core: Callable[[str], list[Any]]) -> None:
-    for plain, replicated, replicas in core("evaluation"):
-        assert replicated == pytest.approx(plain, rel=1e-6)
-        assert replicas > 0
-    assert core("alone") == [[True, True]] * WORLD

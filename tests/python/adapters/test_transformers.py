@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import fake_transformers as fake
 import pytest
 import torch
-from changed_experts import CHANGES, change_after, check
 from fake_transformers import DistributedConfig, Experts, Mesh, adapter
-from new_tensors import NewTensors
 from ranks import RankPool, raised, run_training
 from tiers import cases, sampled
 from torch.optim.swa_utils import AveragedModel
@@ -148,33 +145,6 @@ def test_ranks_that_share_a_batch_count_it_once(ranks: RankPool, num_tokens: int
     ranks.run(G, shared, num_tokens)
 
 
-def largest(rank: int, pg: Any, copies: bool) -> tuple[int, int, int]:
-    with adapter() as api:
-        api.configure(engine="host", timeout=30.0)
-        (layer,) = make_layers(api, rank, pg, None, 1)
-        with torch.no_grad():  # creates the group
-            run([layer], tokens(rank), rank)
-        if copies:  # what the test has to notice
-            inner = layer._run_instances
-
-            def joined(rows: Any, ids: Any, scale: Any, mains: Any, slots: Any) -> Any:
-                torch.cat([mains["w1"], slots["w1"]])
-                return inner(rows, ids, scale, mains, slots)
-
-            layer._run_instances = joined
-        with NewTensors() as found:
-            run([layer], tokens(rank).requires_grad_(), rank)
-        layer.group.abort()
-        return found.largest, layer._experts.w1.numel(), layer.plan.num_replicas
-
-
-def test_no_tensor_as_large_as_main_weights_is_created(ranks: RankPool) -> None:
-    for size, mains, replicas in ranks.run(G, largest, False):
-        assert replicas > 0
-        assert 0 < size < mains
-    assert all(size >= mains for size, mains, _ in ranks.run(G, largest, True))
-
-
 def unfreeze(rank: int, pg: Any) -> None:
     with adapter() as api:
         api.configure(engine="host", timeout=30.0)
@@ -197,47 +167,6 @@ def unfreeze(rank: int, pg: Any) -> None:
 
 def test_slots_have_gradients_once_weights_are_trained(ranks: RankPool) -> None:
     ranks.run(G, unfreeze)
-
-
-def in_float16(rank: int, pg: Any) -> None:
-    with adapter() as api:
-        api.configure(engine="host", timeout=30.0)
-        (layer,) = make_layers(api, rank, pg, None, 1)
-        layer._experts.half()
-        x = tokens(rank).half()
-        ids, scale = batch(rank, 0, len(x))
-        for opened in (False, True):
-            with pytest.raises(UnsupportedError, match=r"'w1' .*float16.*bfloat16: train in one"):
-                layer(x.clone().requires_grad_(), ids, scale.half())
-            assert (layer.group is not None) == opened
-            if not opened:
-                with torch.no_grad():
-                    layer(x, ids, scale.half())
-                assert layer.plan.num_replicas > 0
-        layer.group.abort()
-
-
-def test_float16_is_for_inference(ranks: RankPool) -> None:
-    ranks.run(G, in_float16)
-
-
-def change(rank: int, pg: Any, name: str) -> str:
-    with adapter() as api:
-        api.configure(engine="host", timeout=30.0)
-        (layer,) = make_layers(api, rank, pg, None, 1)
-        text = change_after(rank, name, layer._experts, lambda: run([layer], tokens(rank), rank))
-        layer.group.abort()
-        return text
-
-
-@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"hook", "patched"}))
-def test_experts_that_were_changed_are_refused(ranks: RankPool, name: str) -> None:
-    check(name, ranks.run(G, change, name))
-
-
-@pytest.mark.parametrize("name", ["hook", "patched"])
-def test_what_is_around_the_dispatch_may_change(ranks: RankPool, name: str) -> None:
-    assert set(ranks.run(G, change, name)) == {"NoneType: None"}
 
 
 def wrong_on_one_rank(rank: int, pg: Any) -> str:
@@ -274,36 +203,6 @@ def copied(rank: int, pg: Any) -> None:
 
 def test_a_copy_of_a_layer_has_its_own_experts(ranks: RankPool) -> None:
     ranks.run(G, copied)
-
-
-def twice(layer: Any, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = layer(2 * x, *given)
-    return y
-
-
-def compiled(rank: int, pg: Any) -> None:
-    with adapter() as api:
-        api.configure(engine="host", timeout=60.0)
-        (layer, fresh) = make_layers(api, rank, pg, None)
-        given = batch(rank, 0, len(tokens(rank)))
-        for each, first in ((layer, True), (fresh, False)):  # also after a step in eager mode
-            x = tokens(rank).requires_grad_()
-            y = each(x, *given).detach() if first else None
-            torch._dynamo.reset()
-            with pytest.raises(
-                torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"
-            ):
-                torch.compile(each, fullgraph=True, backend="eager")(x, *given)
-            again = torch.compile(twice, backend="eager")(each, x / 2, *given)
-            again.sum().backward()
-            assert y is None or torch.equal(again, y)
-            assert each.plan.num_replicas > 0
-            each.group.assert_idle()
-        layer.group.close()
-
-
-def test_compiled_models_break_the_graph_at_a_layer(ranks: RankPool) -> None:
-    ranks.run(G, compiled)
 
 
 def on_one_rank(rank: int, pg: Any) -> None:
@@ -350,37 +249,16 @@ def test_the_implementation_is_registered() -> None:
         assert fake.EPImplementationInterface.known == {"ultraep": api.UltraEP}
 
 
-def test_options_are_known_and_taken_at_setup(ranks: RankPool) -> None:
+def test_other_options_are_errors() -> None:
     unknown = pytest.raises(InvalidArgumentError, match=r"no option \['slots'\]; expected some of")
     with adapter() as api, unknown:
         api.configure(slots=3)
-    ranks.run(G, configured)
 
 
-def configured(rank: int, pg: Any) -> None:
-    with adapter() as api:
-        api.configure(slots_per_rank=1, live=2, min_tokens=10_000, timeout=30.0, engine="host")
-        (layer,) = make_layers(api, rank, pg, None, 1)
-        api.configure()
-        with torch.no_grad():
-            run([layer], tokens(rank), rank)
-        assert layer.plan.num_replicas == 0
-        assert (len(layer.group.banks), len(layer.group.slots["w1"])) == (2, 1)
-        layer.group.close()
-
-
-def test_other_versions_and_signatures() -> None:
-    with (
-        pytest.warns(UserWarning, match=r"versions 5\.23 to 5\.23; 5\.24\.0 is"),
-        adapter("5.24.0"),
-    ):
-        pass
+def test_other_signatures_are_an_error() -> None:
     other = type("AllToAllEP", (fake.AllToAllEP,), {"_combine_tokens": lambda self, output: output})
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(UnsupportedError, match=r"takes \['self', 'output'\]; the adapter"),
-        adapter(AllToAllEP=other),
-    ):
+    refused = pytest.raises(UnsupportedError, match=r"takes \['self', 'output'\]; the adapter")
+    with refused, adapter(AllToAllEP=other):
         pass
 
 
@@ -396,7 +274,7 @@ def test_the_fake_is_like_the_installed_release() -> None:
 def test_differences_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake.AllToAllEP, "_combine_tokens", lambda self, output: output)
     (found,) = fake.differences()
-    assert found.startswith("AllToAllEP._combine_tokens takes ['self', 'expert_output', 'state']")
+    assert f"{fake.PATH}:AllToAllEP._combine_tokens takes ['self', 'expert_output', 'sta" in found
 
 
 @needs_transformers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeBase, FakeElastic, FakeVllm, original
-from ranks import RankPool, own_group, raised, run_python
+from fake_vllm import FakeBase, FakeElastic, faked, original
+from ranks import RankPool, own_group, raised
 
 from ultraep_comm import errors
 from ultraep_comm.adapters import checks
@@ -117,7 +116,7 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
     weights = [make_layer(n, maps[n].reshape(G, L)[rank]) for n in range(LAYERS)]
     buffer = [torch.empty_like(w) for w in weights[0]]
     given, stream, count = list(buffer), [], 0
-    with FakeVllm() as state:
+    with faked() as state:
         adapter.register()
         mover = state.create_eplb_communicator(
             group_coordinator=SimpleNamespace(cpu_group=group, device_group=group),
@@ -188,7 +187,7 @@ def make_bad(kind: str) -> tuple[list[list[torch.Tensor]], Any]:
 
 def set_up(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
     weights, buffer = make_bad(kind if where in (rank, -1) else "")
-    with FakeVllm() as state:
+    with faked() as state:
         adapter.register()
         coordinator = SimpleNamespace(cpu_group=group, device_group=group)
         make = state.create_eplb_communicator
@@ -225,7 +224,7 @@ def test_rows_with_gaps_are_an_error(ranks: RankPool) -> None:
 def disagree(rank: int, group: dist.ProcessGroup, kind: str) -> list[str]:
     weights = [[torch.full((2, 3), float(rank))]]
     buffer = [torch.empty(2, 3)]
-    with FakeVllm() as state:
+    with faked() as state:
         adapter.register()
         coordinator = SimpleNamespace(cpu_group=group, device_group=group)
         mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
@@ -266,7 +265,7 @@ def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
     del group
     own = own_group(rank, 2, path)
     weights, buffer = [[torch.zeros(2, 3)]], [torch.empty(2, 3)]
-    with FakeVllm() as state, pytest.MonkeyPatch.context() as short:
+    with faked() as state, pytest.MonkeyPatch.context() as short:
         short.setenv("ULTRAEP_TIMEOUT", "2")
         adapter.register()
         coordinator = SimpleNamespace(cpu_group=own, device_group=own)
@@ -291,47 +290,18 @@ def test_a_rank_that_does_not_come_is_named_in_time(ranks: RankPool, tmp_path: P
 # ---- the plugin ----------------------------------------------------------------------------
 
 
-def test_without_its_variable_it_imports_nothing() -> None:
-    code = (
-        "import sys; from ultraep_comm.adapters import vllm; vllm.register();"
-        "print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
-    )
-    done = run_python("-c", code, ULTRAEP_VLLM="")
-    assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_it_is_declared_as_a_plugin_of_vllm() -> None:
-    (found,) = (
-        e
-        for e in importlib.metadata.entry_points(group="vllm.general_plugins")
-        if e.name == "ultraep"
-    )
-    assert found.load() is adapter.register
-
-
-def test_other_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ULTRAEP_VLLM", "on")
-    says = "ULTRAEP_VLLM='on'; expected 'eplb', 'batch'"
-    with pytest.raises(errors.InvalidArgumentError, match=says):
-        adapter.register()
-
-
 def test_other_releases_are_noticed() -> None:
     def add_recv(self: Any, tensors: Any, source: int, expert_id: int) -> None: ...
 
-    with FakeVllm(add_recv=add_recv) as state:
+    with faked(add_recv=add_recv) as state:
         with pytest.raises(errors.UnsupportedError, match=r"add_recv takes .*'source'"):
             adapter.register()
         assert state.create_eplb_communicator is original
-    with FakeVllm() as state, pytest.MonkeyPatch.context() as newer:  # which ends first
-        newer.setattr(importlib.metadata, "version", lambda _: "0.34.1")
-        with pytest.warns(UserWarning, match=r"0\.34\.1 is installed"):
-            adapter.register()
 
 
 def test_where_it_leaves_vllm_alone() -> None:
     alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    with FakeVllm() as state:
+    with faked() as state:
         adapter.register()
         make = state.create_eplb_communicator
         adapter.register()

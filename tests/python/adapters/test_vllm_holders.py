@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeVllm
+from fake_vllm import faked
 from fake_vllm_batch import (
     FakeKernel,
     G,
@@ -48,78 +48,64 @@ class Slotted:
         self.alphas = alphas
 
 
-def hide(layer: Any, value: Any, where: str) -> None:
-    """Put a value where a layer, its method or its kernel may hold one."""
-    method = layer.quant_method
-    kernel = method.moe_kernel
-    experts = kernel.fused_experts
-
-    def closed(self: Any, scale: Any = value) -> Any:
+def closed(value: Any) -> Any:
+    def run(self: Any, scale: Any = value) -> Any:
         return self, scale
 
-    puts: dict[str, Callable[[], Any]] = {
-        "buffer": lambda: layer.register_buffer("alphas", value),
-        "attribute": lambda: setattr(layer, "alphas", value),
-        "of a parameter": lambda: setattr(layer.w13_weight, "alphas", value),
-        "module inside": lambda: (
-            layer.add_module("inner", torch.nn.Module())
-            or layer.inner.register_buffer("alphas", value)
-        ),
-        "method": lambda: setattr(method, "alphas", value),
-        "kernel's wrapper": lambda: setattr(kernel, "alphas", value),
-        "prepare_finalize": lambda: setattr(
-            kernel, "prepare_finalize", SimpleNamespace(alphas=value)
-        ),
-        "list": lambda: setattr(experts, "alphas", [None, [value]]),
-        "dict": lambda: setattr(experts, "alphas", {"w1": {"a": value}}),
-        "tuple": lambda: setattr(experts, "alphas", (None, value)),
-        "nested": lambda: setattr(experts, "inner", SimpleNamespace(inner=Slotted(value))),
-        "fallback": lambda: setattr(experts, "fallback", Slotted({"x": Slotted(value)})),
-        "field": lambda: setattr(experts.quant_config._w1, "alpha_or_gscale", value),
-        "other field": lambda: setattr(experts.quant_config, "gemm1_alpha", value),
-        "closure": lambda: setattr(experts, "act", lambda x: x * value),
-        "default": lambda: setattr(experts, "act", closed),
-        "partial": lambda: setattr(experts, "act", functools.partial(torch.mul, value)),
-        "bound": lambda: setattr(method, "run", types.MethodType(closed, Slotted(value))),
-    }
-    puts[where]()
+    return run
 
 
-WHERE = [
-    "buffer",
-    "attribute",
-    "of a parameter",
-    "module inside",
-    "method",
-    "kernel's wrapper",
-    "prepare_finalize",
-    "list",
-    "dict",
-    "tuple",
-    "nested",
-    "fallback",
-    "field",
-    "other field",
-    "closure",
-    "default",
-    "partial",
-    "bound",
-]
+def put_inside(layer: Any, value: Any) -> None:
+    layer.inner = torch.nn.Module()
+    layer.inner.register_buffer("alphas", value)
 
 
-@pytest.mark.parametrize("where", WHERE)
+# Places where a layer (m), its method or its kernel may hold a value (v).
+PLACES: dict[str, Callable[[Any, Any], Any]] = {
+    "buffer": lambda m, v: m.register_buffer("alphas", v),
+    "attribute": lambda m, v: setattr(m, "alphas", v),
+    "of a parameter": lambda m, v: setattr(m.w13_weight, "alphas", v),
+    "module inside": put_inside,
+    "method": lambda m, v: setattr(m.quant_method, "alphas", v),
+    "kernel's wrapper": lambda m, v: setattr(m.quant_method.moe_kernel, "alphas", v),
+    "prepare_finalize": lambda m, v: setattr(
+        m.quant_method.moe_kernel, "prepare_finalize", SimpleNamespace(alphas=v)
+    ),
+    "list": lambda m, v: setattr(experts_of(m), "alphas", [None, [v]]),
+    "dict": lambda m, v: setattr(experts_of(m), "alphas", {"w1": {"a": v}}),
+    "tuple": lambda m, v: setattr(experts_of(m), "alphas", (None, v)),
+    "nested": lambda m, v: setattr(experts_of(m), "inner", SimpleNamespace(inner=Slotted(v))),
+    "fallback": lambda m, v: setattr(experts_of(m), "fallback", Slotted({"x": Slotted(v)})),
+    "field": lambda m, v: setattr(experts_of(m).quant_config._w1, "alpha_or_gscale", v),
+    "other field": lambda m, v: setattr(experts_of(m).quant_config, "gemm1_alpha", v),
+    "closure": lambda m, v: setattr(experts_of(m), "act", lambda x: x * v),
+    "default": lambda m, v: setattr(experts_of(m), "act", closed(v)),
+    "partial": lambda m, v: setattr(experts_of(m), "act", functools.partial(torch.mul, v)),
+    "bound": lambda m, v: setattr(
+        m.quant_method, "run", types.MethodType(closed(None), Slotted(v))
+    ),
+}
+
+
+def problem_of(layer: Any) -> str:
+    return str(raised(lambda: checks.describe(layer)))
+
+
+def experts_of(layer: Any) -> Any:
+    return layer.quant_method.moe_kernel.fused_experts
+
+
+@pytest.mark.parametrize("where", PLACES)
 def test_what_has_a_part_of_an_expert_is_found(config: Any, where: str) -> None:
     layer = make_layer(config)
-    hide(layer, torch.arange(float(P)), where)
-    problem, _ = checks.describe(layer)
+    PLACES[where](layer, torch.arange(float(P)))
+    problem = problem_of(layer)
     assert "of shape (4,) with [0.0, 1.0, 2.0, 3.0] has other values for each of 4 exp" in problem
     assert "set another moe_backend, or ULTRAEP_VLLM=eplb" in problem
     for is_view in (False, True):
         layer = make_layer(config)
-        hide(layer, layer.w13_bias.data.T if is_view else torch.full((P,), 0.5), where)
-        problem, facts = checks.describe(layer)
-        assert problem == ""
-        assert facts["are_copied"] == is_view
+        PLACES[where](layer, layer.w13_bias.data.T if is_view else torch.full((P,), 0.5))
+        assert checks.describe(layer)["are_copied"] == is_view
 
 
 SPREAD = torch.arange(float(2 * P))
@@ -144,7 +130,7 @@ def test_values_for_each_expert_are_refused_in_any_shape(config: Any, value: Any
     layer = make_layer(config)
     layer.quant_method.moe_kernel.alphas = value
     says = "its quant_method.moe_kernel.alphas .*has other values for each of 4 experts"
-    assert re.match(says, checks.describe(layer)[0])
+    assert re.match(says, problem_of(layer))
 
 
 def test_what_cannot_be_read_is_refused(config: Any) -> None:
@@ -152,7 +138,7 @@ def test_what_cannot_be_read_is_refused(config: Any) -> None:
         layer = make_layer(config)
         layer.quant_method.moe_kernel.alphas = value
         says = "its quant_method.moe_kernel.alphas.* cannot be read: "
-        assert re.match(says, checks.describe(layer)[0])
+        assert re.match(says, problem_of(layer))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +164,7 @@ def test_what_cannot_be_read_is_refused(config: Any) -> None:
 def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None:
     layer = make_layer(config)
     layer.quant_method.moe_kernel.alphas = value
-    problem, facts = checks.describe(layer)
-    assert problem == ""
+    facts = checks.describe(layer)
     assert not facts["are_copied"]
     assert json.dumps(facts)
 
@@ -203,9 +188,7 @@ def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None
 def test_other_names_of_weights_keep_their_memory(config: Any, share: Any) -> None:
     layer = make_layer(config)
     layer.quant_method.moe_kernel.weights = share(layer.w13_weight)
-    problem, facts = checks.describe(layer)
-    assert problem == ""
-    assert facts["are_copied"]
+    assert checks.describe(layer)["are_copied"]
 
 
 def test_what_is_of_no_layer_is_not_looked_at(config: Any) -> None:
@@ -220,14 +203,14 @@ def test_what_is_of_no_layer_is_not_looked_at(config: Any) -> None:
     other.alphas = spread
     layer.quant_method.myself = layer.quant_method
     layer.quant_method.modules = [torch, SimpleNamespace, dist.ReduceOp.SUM, "text", b"bytes"]
-    assert checks.describe(layer)[0] == ""
+    assert not checks.describe(layer)["are_copied"]
 
 
 def differ(rank: int, group: Any, where: str) -> str:
     """Let ranks hold other constants, at set-up or after another load of weights."""
     settings = make_config(engine="host")
     ids = torch.zeros(4, K, dtype=torch.int64)
-    with FakeVllm("batch", make_fake(settings)):
+    with faked("batch", make_fake(settings)):
         adapter.register()
         layers = [make_layer(settings, rank, number=n) for n in range(2)]
         layer, value = layers[1], 0.5 - 0.25 * (rank == 2)
@@ -302,7 +285,7 @@ def load_alone(rank: int, group: Any, path: str) -> str:
     own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
     own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
-    with FakeVllm("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
+    with faked("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
         adapter.register()
         layer = make_layer(config, rank)
         add_model([layer], own)

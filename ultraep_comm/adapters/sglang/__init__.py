@@ -62,7 +62,7 @@ def register() -> None:
         return
     from ultraep_comm.adapters import checks
 
-    found = checks.check_signatures("sglang", "0.5.23", "0.5.23", PATCH_POINTS[mode])
+    found = checks.check_signatures("sglang", "0.5.23", PATCH_POINTS[mode])
     hooks: Any = checks.find("sglang.srt.plugins.hook_registry:HookRegistry")
     kinds: Any = checks.find("sglang.srt.plugins.hook_registry:HookType")
 

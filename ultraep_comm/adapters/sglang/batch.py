@@ -10,7 +10,7 @@ import torch
 
 from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.adapters.holders import HolderCheck, walk
+from ultraep_comm.adapters.holders import Held
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.group.layers import group_for
 
@@ -55,7 +55,7 @@ class Batches:
         ranks = self._sglang["get_moe_ep_group"]()
         if not layers or checks.is_alone(ranks.cpu_group, "SGLang", "--ep-size above 1"):
             return
-        checks.agree(ranks.cpu_group, [self._describe(m, ranks.cpu_group.size()) for m in layers])
+        checks.agree(ranks.cpu_group, self._describe, layers)
         for layer in layers:
             own = {name: p.data for name, p in layer.named_parameters(recurse=False)}
             experts = self._sglang["get_global_expert_location_metadata"]().num_logical_experts
@@ -121,17 +121,21 @@ class Batches:
             )
         return original(layer, dispatch_output)
 
-    def _describe(self, layer: Any, num_ranks: int) -> tuple[str, Any]:
-        """Return what prevents replicas in a layer, if anything, and its experts' parameters."""
+    def _describe(self, layer: Any) -> dict[str, Any]:
+        """Return what a layer has to have in common with other ranks'.
+
+        Raises:
+            UnsupportedError: a setting, or the layer, does not go with replicas.
+        """
         config = self._sglang["get_exec"]()
         locations = self._sglang["get_global_expert_location_metadata"]()
         graphs = config.graph.cuda_graph_config
-        if locations is None:
-            return "SGLang knows no expert locations of this model", None
+        num_ranks = self._sglang["get_moe_ep_group"]().cpu_group.size()
+        checks.refuse((locations is None, "SGLang knows no expert locations of this model"))
         logical = torch.arange(locations.num_logical_experts, device="cpu")
-        found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1)
-        has_slots = len(logical) // num_ranks < found.shape[1]
-        for is_so, why in (
+        count = len(logical) // num_ranks
+        found = locations.physical_to_logical_map_cpu[layer.layer_id].view(num_ranks, -1).cpu()
+        checks.refuse(
             (
                 self._sglang["is_moe_input_scattered_across_dp_ranks"](),
                 "its ranks route different tokens; set --moe-a2a-backend none",
@@ -160,24 +164,14 @@ class Batches:
                 f" {checks.even_ranks(len(logical))} (--ep-size). Or set ULTRAEP_SGLANG=eplb",
             ),
             (
-                not has_slots
-                or not torch.equal(found[:, : len(logical) // num_ranks].flatten().cpu(), logical),
+                found.shape[1] <= count or not torch.equal(found[:, :count].flatten(), logical),
                 f"a rank's rows are not its share of {len(logical)} experts, then slots; set"
                 f" --ep-num-redundant-experts to a multiple of {num_ranks}, and leave"
                 " --init-expert-location as it is",
             ),
-        ):
-            if is_so:
-                return why, None
-        try:
-            checks.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
-        except UnsupportedError as error:
-            return str(error), None
+        )
+        checks.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
         weights = dict(layer.named_parameters())
-        held = HolderCheck(weights.values(), layer.num_local_experts)
-        known = {id(weight) for weight in weights.values()}
-        for path, value in walk(layer, {}):
-            if id(value) not in known and (problem := held.find_problem(path, value)):
-                return f"{problem}; set another --moe-runner-backend, or ULTRAEP_SGLANG=eplb", None
-        shapes = {name: (tuple(w.shape), str(w.dtype)) for name, w in weights.items()}
-        return "", {**shapes, **held.facts}
+        instead = "set another --moe-runner-backend, or ULTRAEP_SGLANG=eplb"
+        held = Held(layer, weights.values(), layer.num_local_experts, instead)
+        return {n: (tuple(w.shape), str(w.dtype)) for n, w in weights.items()} | held.facts

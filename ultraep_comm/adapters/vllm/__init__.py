@@ -62,7 +62,7 @@ def replace_factory(mode: str, points: Mapping[str, str], make: Callable[..., An
     original = getattr(places[0], _CREATE)
     if original.__module__ == __name__:  # plugins may be loaded more than once
         return False
-    checks.check_signatures("vllm", "0.33", "0.33", {**FACTORY, **points})
+    checks.check_signatures("vllm", "0.33", {**FACTORY, **points})
     elastic = checks.find("vllm.distributed.stateless_coordinator:StatelessGroupCoordinator")
 
     def create(

@@ -127,9 +127,8 @@ def join(coordinator: Any, expert_weights: Sequence[Sequence[torch.Tensor]], _: 
             " RoutedExperts; models with experts of another class cannot have replicas for each"
             " batch. Set ULTRAEP_VLLM=eplb, or unset it"
         )
-    described = [describe(layer) for layer in layers]
-    checks.agree(coordinator.cpu_group, described)
-    for number, (layer, (_, facts)) in enumerate(zip(layers, described, strict=True)):
+    described = checks.agree(coordinator.cpu_group, describe, layers)
+    for number, (layer, facts) in enumerate(zip(layers, described, strict=True)):
         layer.replicas = Replicas(layer, coordinator, number, facts)
     _LOGGER.info("vLLM: %d MoE layers have replicas for each batch", len(layers))
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import checks
-from ultraep_comm.adapters.holders import HolderCheck, walk
+from ultraep_comm.adapters.holders import Held
 from ultraep_comm.adapters.options import check_options
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
 _OF_ROUTER = ("e_score_correction_bias", "hash_indices_table")  # vLLM: of no expert
+_INSTEAD = "set another moe_backend, or ULTRAEP_VLLM=eplb"
 
 
 def find_router(layer: Any) -> Any:
@@ -41,63 +42,61 @@ def read_options(layer: Any) -> dict[str, Any]:
     return options
 
 
-def describe(layer: Any, checked: Sequence[Any] = ()) -> tuple[str, Any]:
-    """Return whether a layer can have replicas, for :func:`checks.agree`.
+def describe(layer: Any, checked: Sequence[Any] = ()) -> dict[str, Any]:
+    """Describe a layer for :func:`checks.agree`.
 
     Args:
         layer: its RoutedExperts.
         checked: what it holds that is not looked at.
 
     Returns:
-        What prevents replicas; or an empty text, and what all ranks have to have in common:
-        ``segments``, parameters with a row for each expert, by name; ``are_copied``: anything else
-        has their memory, which therefore has to stay; and by path the values that hold for all
-        experts, so also for those of other ranks.
+        What all ranks have to have in common: ``segments``, parameters with a row for each expert,
+        by name; ``are_copied``: anything else has their memory, which therefore has to stay; and by
+        path the values that hold for all experts, so also for those of other ranks.
+
+    Raises:
+        UnsupportedError: the layer cannot have replicas.
     """
-    if problem := _find_setting(layer):
-        return problem, None
+    _check_settings(layer)
     layer._ensure_moe_quant_config_init()  # noqa: SLF001 - as vLLM does before the first batch
     parameters = dict(layer.named_parameters())
     segments, constants = {}, dict[str, Any]()
+    count = layer.local_num_experts
     for name, weight in parameters.items():
-        what = f"parameter {name} of shape {tuple(weight.shape)}"
         if name in _OF_ROUTER or not weight.numel():
             continue
-        if "." in name:
-            return f"it has a {what}, of a module inside", None
+        what = f"it has a parameter {name} of shape {tuple(weight.shape)},"
+        checks.refuse(("." in name, f"{what} of a module inside"))
         if weight.numel() == 1 or not any(weight.stride()):
             constants[name] = float(weight.flatten()[0])
-        elif len(weight) != layer.local_num_experts:
-            return f"it has a {what}, without a row for each of {layer.local_num_experts}", None
-        elif weight.stride(0) < weight[0].numel():
-            return f"it has a {what}, whose rows share memory", None
-        else:
-            segments[name] = weight
-    places = {str(weight.device) for weight in segments.values()}
-    if len(places) != 1:
-        return f"its experts' weights are on {sorted(places) or 'no device'}; expected one", None
+            continue
+        checks.refuse(
+            (len(weight) != count, f"{what} without a row for each of {count}"),
+            (weight.stride(0) < weight[0].numel(), f"{what} whose rows share memory"),
+        )
+        segments[name] = weight
+    places = sorted({str(weight.device) for weight in segments.values()})
+    devices = f"its experts' weights are on {places or 'no device'}; expected one"
+    checks.refuse((len(places) != 1, devices))
     scales = [name for name in parameters if "scale" in name and "input" not in name]
     for name, weight in segments.items():
         is_plain = weight.is_floating_point() and weight.element_size() > 1
         start = name.partition("_")[0] + "_"
-        if not is_plain and not any(scale.startswith(start) for scale in scales):
-            return f"its {name} is of {weight.dtype}, and no parameter {start}...scale exists", None
-    held = HolderCheck(segments.values(), layer.local_num_experts)
-    known = {id(weight) for weight in parameters.values()}
+        has_scale = is_plain or any(scale.startswith(start) for scale in scales)
+        lacks = f"its {name} is of {weight.dtype}, and no parameter {start}...scale exists"
+        checks.refuse((not has_scale, lacks))
     of_others = layer.vllm_config.compilation_config.static_forward_context.values()
-    for path, value in walk(layer, {id(thing): thing for thing in (*of_others, *checked)}):
-        if id(value) not in known and (problem := held.find_problem(path, value)):
-            return f"{problem}; set another moe_backend, or ULTRAEP_VLLM=eplb", None
+    held = Held(layer, segments.values(), count, _INSTEAD, *of_others, *checked)
     shapes = {n: (tuple(w.shape[1:]), w.stride(), str(w.dtype)) for n, w in segments.items()}
-    return "", {"segments": shapes, "are_copied": held.shares, **constants, **held.facts}
+    return {"segments": shapes, "are_copied": held.shares, **constants, **held.facts}
 
 
-def _find_setting(layer: Any) -> str:
-    """Return which of vLLM's settings prevents replicas; none: an empty text."""
+def _check_settings(layer: Any) -> None:
+    """Raise UnsupportedError if one of vLLM's settings prevents replicas."""
     config, manager = layer.moe_config, layer.expert_map_manager
     parallel, whole = config.moe_parallel_config, layer.vllm_config.parallel_config
     never = "with which the adapter has never run"
-    for prevents, why in (
+    checks.refuse(
         (
             whole.use_ubatching,
             "dual-batch overlap has two microbatches under way, and a layer has slots for one;"
@@ -124,7 +123,4 @@ def _find_setting(layer: Any) -> str:
             not isinstance(find_router(layer), checks.find(ROUTER)),
             f"its router is a {type(find_router(layer)).__name__}; expected one of vLLM's",
         ),
-    ):
-        if prevents:
-            return why
-    return ""
+    )

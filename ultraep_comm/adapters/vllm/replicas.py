@@ -116,14 +116,17 @@ class Replicas:
             return
         # Unless it is new, what a dispatcher holds may be of a batch; of a kernel, what it counts.
         is_new = all(part is not old for part, old in zip(parts[:3], before, strict=False))
-        problem, facts = describe(self._layer, [p for p in parts[:1] if p is before[0]])
-        constants = {
-            path: fact
-            for path, fact in (facts or {}).items()
-            if path != "are_copied" and (is_new or not isinstance(fact, int))
-        }
+
+        def describe_again(layer: Any) -> dict[str, Any]:
+            facts = describe(layer, [p for p in parts[:1] if p is before[0]])
+            return {
+                path: fact
+                for path, fact in facts.items()
+                if path != "are_copied" and (is_new or not isinstance(fact, int))
+            }
+
         with rejecting(self.balancer.group):  # a rank may be in the next call, if it loaded nothing
-            agree(self._cpu_group, [(problem, constants)], first=self._number)
+            agree(self._cpu_group, describe_again, [self._layer], first=self._number)
         self._known, self.is_checked = known, True
 
     def begin(self, topk_ids: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ class MegatronLayer(Layer):
 
     def group(self) -> Group:
         """Return the adapter's group."""
-        group: Group = self._layer.replicas.calls.group
+        group: Group = self._layer.replicas.group
         return group
 
     def plan(self) -> Plan | None:
