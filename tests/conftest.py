@@ -63,12 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
 ON_BOTH_ENGINES = {
     "test_replicate": True,
     "test_banks": True,
-    "test_prefetch": True,
     "test_reroute_calls": True,
-    "test_routings": True,
     "test_reduce": False,
     "test_ops": False,
-    "test_plan_store": False,
     "test_nn": False,
     "test_compiled_banks": False,
     "test_inference_mode": False,
@@ -186,7 +183,14 @@ EARLY_BUILDS = pytest.StashKey[EarlyBuilds]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests that try more cases as `exhaustive` when the second tier runs."""
+    """Mark tests that try more cases as `exhaustive` when the second tier runs.
+
+    And set up `default_engine`, of which pytest forgets in `pytest_generate_tests`.
+    """
+    if "default_engine" in getattr(getattr(item, "callspec", None), "params", ()):
+        names: list[str] = item.fixturenames  # type: ignore[attr-defined]
+        if "default_engine" not in names:
+            names.insert(0, "default_engine")
     of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     if item.config.option.exhaustive and (of_hypothesis or item.get_closest_marker("cases")):
         item.add_marker("exhaustive")

@@ -35,7 +35,7 @@ PACKAGE = ROOT / "ultraep_comm"
 SURVIVED, TIMEOUT = "survived", "timeout"
 # The folders of tests/python, and tests/device, that test a folder of the package; nearest first.
 FOLDERS = {
-    "plan": "plan model interop group calls engines nn",
+    "plan": "plan model interop group calls engines device nn",
     "weights": "group calls device nn engines fabrics",
     "fabrics": "fabrics group engines",
     "recording": "recording calls group",

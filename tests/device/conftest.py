@@ -43,12 +43,22 @@ def any_engine(request: pytest.FixtureRequest) -> str:
         pytest.param("cuda", marks=pytest.mark.gpu),
         "emulated",
         "host",
-        pytest.param("c10d", marks=pytest.mark.exhaustive),
+        "c10d",
     ]
 )
 def loopback_engine(request: pytest.FixtureRequest) -> str:
     """Every engine, its ranks in this process."""
     return _prepare(request)
+
+
+QUICK_ON_C10D = ("test_gpu_loads", "test_gpu_banks")
+
+
+def pytest_itemcollected(item: Any) -> None:
+    """Leave what takes long on the c10d engine to the second tier."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("loopback_engine") == "c10d" and item.module.__name__ not in QUICK_ON_C10D:
+        item.add_marker("exhaustive")
 
 
 @pytest.hookimpl(tryfirst=True)

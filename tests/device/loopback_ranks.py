@@ -35,6 +35,18 @@ def put(group: uec.Group, tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def finish(group: uec.Group) -> None:
+    """Wait for the group's device, if it has one."""
+    if is_on_device(inside.put(group, torch.zeros(1)), group):
+        device.find_device().synchronize()
+
+
+def load_of(ids: Sequence[torch.Tensor] | torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the load, int32 ``[G, E]``, of each rank's ids; -1 is padding."""
+    rows = [torch.bincount(own.flatten() + 1, minlength=num_experts + 1)[1:] for own in ids]
+    return torch.stack(rows).int()
+
+
 def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     """Return a copy on the group's device, without a load."""
     return uec.Plan(slot_expert=put(group, plan.slot_expert), home=put(group, plan.home))
@@ -197,24 +209,33 @@ class Ranks:
     def stacked(self) -> list[dict[str, torch.Tensor]]:
         return [rank.stacked() for rank in self.ranks]
 
-    def start(self, weights: Sequence[Any], plan: uec.Plan, **options: Any) -> list[uec.Work]:
+    def start(
+        self, weights: Sequence[Any], plan: uec.Plan | list[uec.Plan], **options: Any
+    ) -> list[uec.Work]:
         given = {g.rank: own for g, own in zip(self.groups, weights, strict=True)}
         return start_all(self.groups, given, plan, **options)
 
     def call(
-        self, weights: Sequence[Any], plan: uec.Plan, *, blocking: bool = False, **options: Any
+        self,
+        weights: Sequence[Any],
+        plan: uec.Plan | list[uec.Plan],
+        *,
+        blocking: bool = False,
+        **options: Any,
     ) -> list[uec.Work]:
-        """Call on every rank, and return what an asynchronous call does."""
+        """Call on every rank; return what an asynchronous call does. A list has plans by rank."""
         if blocking:
-            loopback(
-                len(self.groups),
-                lambda r: uec.replicate_experts(weights[r], plan, group=self.groups[r], **options),
-            )
+            loopback(len(self.groups), lambda r: self._call(weights[r], plan, r, **options))
             return []
         works = self.start(weights, plan, **options)
         for work in works:
             work.wait()
         return works
+
+    def _call(self, weights: Any, plan: Any, index: int, **options: Any) -> None:
+        group = self.groups[index]
+        own = plan[group.rank] if isinstance(plan, list) else plan
+        uec.replicate_experts(weights, own, group=group, **options)
 
     def fill(self, weights: Sequence[Weights]) -> int:
         """Fill all weights with the bytes of a new epoch, and all slots with SENTINEL."""

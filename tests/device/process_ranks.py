@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from loopback_ranks import Rank, hard_slots, random_slots
+from loopback_ranks import Rank, hard_slots, load_of, random_slots
 from ranks import raised
 
 import ultraep_comm as uec
@@ -152,8 +152,7 @@ def on_device(fabric: str) -> None:
             plan = uec.plan_replicas(load, group=group)
             physical = uec.reroute(ids, plan, group=group)
             assert load.device == plan.slot_expert.device == physical.device == ids.device
-            rows = [torch.bincount(i.flatten() + 1, minlength=EXPERTS + 1)[1:] for i in all_ids]
-            assert torch.equal(load.cpu(), torch.stack(rows).int())
+            assert torch.equal(load.cpu(), load_of(all_ids, EXPERTS))
             expected = uec.plan_replicas(load.cpu(), group=group)
             assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
             assert torch.equal(
@@ -198,8 +197,7 @@ def graph(fabric: str) -> None:
             rank.fill(weights, epoch)
             rank.slots().fill_(SENTINEL)
             captured.replay()
-            rows = [torch.bincount(i.flatten() + 1, minlength=EXPERTS + 1)[1:] for i in all_ids]
-            expected = uec.plan_replicas(torch.stack(rows), group=group)
+            expected = uec.plan_replicas(load_of(all_ids, EXPERTS), group=group)
             torch.cuda.synchronize()
             assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
             assert torch.equal(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from loopback_ranks import Ranks
+from loopback_ranks import Ranks, load_of
 from rank_grads import RankGrads
 from ranks import close_all, loopback, random_plan
 
@@ -68,13 +68,11 @@ def run_stages(engine: str) -> int:
 
             ranks.fill(weights)
             found = loopback(3, path)
-            load = torch.stack(
-                [torch.bincount(i.flatten() + 1, minlength=num_experts + 1)[1:] for i in ids]
-            )
+            load = load_of(ids, num_experts)
             expected = uec.plan_replicas(load, group=ranks.groups[0])
             assert ranks.wrong(expected) == [0] * 3
             for r, (gathered, plan, physical) in enumerate(found):
-                assert torch.equal(gathered.cpu().long(), load)
+                assert torch.equal(gathered.cpu(), load)
                 assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
                 here = uec.reroute(ids[r], expected, group=ranks.groups[r])
                 assert torch.equal(physical.cpu(), here)

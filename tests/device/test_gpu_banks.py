@@ -45,9 +45,9 @@ from ultraep_comm.group.group import session_of
 @pytest.mark.parametrize(
     "mode", sampled(["auto", "push", "pull", "direct"], ["auto", "pull"].__contains__)
 )
-def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
+def test_only_what_is_missing_is_moved(loopback_engine: str, mode: str) -> None:
     num_ranks, now = 4, 0
-    groups = new_groups(num_ranks, engine=engine, check=engine == "host")
+    groups = new_groups(num_ranks, engine=loopback_engine, check=loopback_engine == "host")
     weights = loopback(num_ranks, lambda r: groups[r].empty_weights())
     for group in groups:
         fill_weights(group, weights[group.rank], 0)
@@ -68,16 +68,17 @@ def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
     close_all(groups)
 
 
-def test_layers_of_one_bank_share_its_slots(engine: str) -> None:
+def test_layers_of_one_bank_share_its_slots(loopback_engine: str) -> None:
     """On a device the slots are mapped behind each layer's mains."""
-    groups = new_groups(2, engine=engine, banks=1, instances=True)
+    groups = new_groups(2, engine=loopback_engine, banks=1, instances=True)
     layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers, 1):
         mains = [{name: t[:count] for name, t in own.items()} for own in layer]
         for group in groups:
             fill_weights(group, mains[group.rank], epoch)
-        assert replicate(groups, mains, plan_of([[4, 7], [0, -1]]), version=epoch) == 3
+        plan, mode = plan_of([[4, 7], [0, -1]]), ("pull", "push", "direct")[epoch - 1]
+        assert replicate(groups, mains, plan, mode=mode, version=epoch) == 3
         for group in groups:
             check_slots(
                 group, {(0, 0, 0): (4, epoch), (0, 0, 1): (7, epoch), (0, 1, 0): (0, epoch)}
@@ -92,8 +93,8 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def test_a_restored_plan_moves_what_has_gone_since(engine: str) -> None:
-    groups = new_groups(4, engine=engine)
+def test_a_restored_plan_moves_what_has_gone_since(loopback_engine: str) -> None:
+    groups = new_groups(4, engine=loopback_engine)
     weights = filled_weights(groups, 0)
     first = plan_of([[-1, -1], [0, 1], [0, -1], [0, -1]], bank=1)
     handles = [group.save(first, layer=3) for group in groups]
@@ -109,8 +110,8 @@ def test_a_restored_plan_moves_what_has_gone_since(engine: str) -> None:
     close_all(groups)
 
 
-def test_new_weights_move_everything(engine: str) -> None:
-    groups = new_groups(3, engine=engine)
+def test_new_weights_move_everything(loopback_engine: str) -> None:
+    groups = new_groups(3, engine=loopback_engine)
     weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1], [0, -1]])
     assert replicate(groups, weights, plan) == 2
     for group in groups:
@@ -128,9 +129,9 @@ def test_new_weights_move_everything(engine: str) -> None:
     close_all(groups)
 
 
-def test_other_segments_are_another_matter(engine: str) -> None:
+def test_other_segments_are_another_matter(loopback_engine: str) -> None:
     """What a bank's last call did not copy is not there."""
-    groups = new_groups(3, engine=engine)
+    groups = new_groups(3, engine=loopback_engine)
     weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1], [0, -1]])
     part = MIXED["w13"].nbytes
     synchronize_all(start_all(groups, weights, plan, segments=["w13"]))
@@ -142,22 +143,33 @@ def test_other_segments_are_another_matter(engine: str) -> None:
     close_all(groups)
 
 
-def test_a_plan_without_a_bank_leaves_bank_0_empty(engine: str) -> None:
-    groups = new_groups(3, engine=engine)
-    weights = filled_weights(groups, 0)
-    slots = [[-1, -1], [0, -1], [0, -1]]
-    assert replicate(groups, weights, plan_of(slots)) == 2
-    assert replicate(groups, weights, plan_of(slots, bank=1)) == 2
-    assert replicate(groups, weights, plan_of(slots, reuse=False)) == 2
-    assert groups[0].banks[0].residents.tolist() == [[-1, -1]] * 3
-    assert groups[0].banks[1].residents.tolist() == slots
-    assert replicate(groups, weights, plan_of(slots)) == 2
+def test_a_call_without_reuse_copies_everything(loopback_engine: str) -> None:
+    """In any bank; what it leaves there is for later calls, but in bank 0."""
+    groups = new_groups(3, engine=loopback_engine)
+    slots = [[-1, -1], [0, -1], [0, 1]]
+    for bank in (0, 1):
+        plan, wiped = plan_of(slots, bank), plan_of(slots, bank, reuse=False)
+        assert replicate(groups, filled_weights(groups, 0), plan) == 3
+        for epoch in (1, 2):  # other weights, and nobody says so
+            assert replicate(groups, filled_weights(groups, epoch), wiped) == 3
+            for group in groups:
+                held = {
+                    (at, group.rank, s): (e, epoch if at == bank else 2)
+                    for at in range(bank + 1)
+                    for s, e in enumerate(slots[group.rank])
+                    if e >= 0
+                }
+                check_slots(group, held)
+        assert groups[0].banks[bank].residents.tolist() == (slots if bank else [[-1, -1]] * 3)
+        load = torch.ones(3, E, dtype=torch.int32)
+        made = uec.plan_replicas(load, group=groups[0], bank=bank)
+        assert (made.bank, made.reuse, made.moves) == (bank, False, None)
     close_all(groups)
 
 
-def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
+def test_plans_on_top_of_a_bank_move_little(loopback_engine: str) -> None:
     num_ranks, seen = 4, 0
-    groups = new_groups(num_ranks, engine=engine)
+    groups = new_groups(num_ranks, engine=loopback_engine)
     weights = filled_weights(groups, 0)
     generator = torch.Generator().manual_seed(5)
     load = torch.randint(0, 400, (num_ranks, E), generator=generator)
@@ -193,10 +205,11 @@ def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
     close_all(groups)
 
 
-def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
+def test_slots_without_tokens_have_no_gradient(loopback_engine: str) -> None:
     """What a slot keeps for later is neither added up nor cleared."""
     groups = uec.testing.new_loopback_groups(
         3,
+        engine="cuda" if loopback_engine == "emulated" else loopback_engine,
         num_experts=3,
         slots_per_rank=1,
         expert={"w": ((4,), torch.float32)},
@@ -219,7 +232,7 @@ def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
             bank=index,
             reuse=True,
         )
-        mains = [{"w": torch.full((1, 4), 100.0)} for _ in groups]
+        mains = [{"w": torch.full((1, 4), 100.0, device=group.device)} for group in groups]
         synchronize_all(start_all(groups, mains, plan, call=uec.reduce_expert_grads))
         assert [main["w"].unique().tolist() for main in mains] == [[102.0], [100.0], [100.0]]
         left = [group.banks[index].slot_grads["w"].unique().tolist() for group in groups]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback_ranks import Ranks
+from loopback_ranks import Ranks, put_plan
 from ranks import loopback, raised
 
 import ultraep_comm as uec
@@ -227,6 +227,25 @@ def test_a_failure_leaves_other_groups_alone(engine: str) -> None:
 
 
 # ---- on the device alone -------------------------------------------------------------------------
+
+
+def test_a_table_without_addresses_is_refused(streams: str) -> None:
+    ranks = _ranks(streams)
+    bound = [group.bind(own) for group, own in zip(ranks.groups, ranks.stacked(), strict=True)]
+    ranks.finish()
+    for own in bound:
+        assert own.table is not None
+        own.table.zero_()  # as a kernel that writes addresses might
+    works = ranks.start(bound, put_plan(ranks.groups[0], _ring(ranks)))
+    found = [raised(work.synchronize) for work in works]
+    assert {type(error) for error in found} <= {
+        errors.InvalidWeightsError,
+        errors.PeerRejectedError,
+        errors.TransferAbortedError,
+    }
+    with pytest.raises(errors.InvalidWeightsError, match=r"no address of segment '.*' of expert 0"):
+        raise found[0]
+    _end(ranks)
 
 
 def test_abort_of_a_call_that_the_stream_has_not_reached(streams: str) -> None:

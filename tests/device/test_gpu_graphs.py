@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import MAKERS, Graphs, on_each, on_forks
-from loopback_ranks import Ranks, put, put_plan
+from loopback_ranks import Ranks, load_of, put, put_plan
 from ranks import raised
 from stage_cases import assert_same
 
@@ -88,13 +88,18 @@ class Layer(Ranks):
             empty = torch.rand((), generator=self.draw) < 0.1
             ids.copy_(torch.full_like(drawn, -1) if empty else drawn)
 
-    def path(self, weights: list[Any], **options: Any) -> Call:
+    def path(self, weights: list[Any], *, at_once: bool = False, **options: Any) -> Call:
         """Return the calls of the critical path on one rank."""
 
         def call(rank: int) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
             group, ids = self.groups[rank], self.ids[rank]
-            load = uec.gather_load(ids, group=group)
-            plan = uec.plan_replicas(load, group=group)
+            if at_once:
+                plan = uec.gather_and_plan(ids, group=group)
+                assert plan.load is not None
+                load = plan.load
+            else:
+                load = uec.gather_load(ids, group=group)
+                plan = uec.plan_replicas(load, group=group)
             work = uec.replicate_experts(weights[rank], plan, group=group, async_op=True, **options)
             physical = uec.reroute(ids, plan, group=group)
             assert work is not None
@@ -107,12 +112,7 @@ class Layer(Ranks):
         """Compare every byte and integer with the host's; return the number of replicas."""
         self.finish()
         ids = [own.cpu().clone() for own in self.ids]
-        load = torch.stack(
-            [
-                torch.bincount(own.flatten() + 1, minlength=self.num_experts + 1)[1:].int()
-                for own in ids
-            ]
-        )
+        load = load_of(ids, self.num_experts)
         expected = uec.plan_replicas(load, group=self.groups[0])
         for group, own, (gathered, plan, physical) in zip(self.groups, ids, found, strict=True):
             assert torch.equal(gathered.cpu(), load)
@@ -213,8 +213,9 @@ def test_every_mode(streams: str, made: str, forks: str, mode: str) -> None:
     with Layer(streams, made, forks, num_ranks, 2 * num_ranks + 1) as layer:
         weights = layer.shared()
         bound = layer.bind(weights)
-        layer.run(weights, layer.path(bound, mode=mode))
-        found, replay = layer.capture(layer.path(bound, mode=mode))
+        path = layer.path(bound, mode=mode, at_once=mode in ("push", "auto"))
+        layer.run(weights, path)
+        found, replay = layer.capture(path)
         assert sum(layer.replay(weights, found, replay) for _ in range(replays)) > 0
         del replay
 
@@ -233,11 +234,18 @@ def test_weights_that_move(streams: str, made: str, forks: str) -> None:
             return weights
 
         bound = layer.bind(homes[0])
+        tables = [own.table for own in bound]
         weights: Any = move(0)
         layer.run(weights, layer.path(bound))
         found, replay = layer.capture(layer.path(bound))
         for turn in range(replays):
             layer.replay(move(turn), found, replay)
+        plan = layer.plans(range(1))[-1]
+        layer.fill(move(1))
+        layer.call(bound, plan)  # which takes the new addresses from the CPU
+        layer.finish()
+        assert layer.wrong(plan) == [0] * 4
+        assert all(own.table is table for own, table in zip(bound, tables, strict=True))
         del replay
 
 
@@ -408,9 +416,10 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
         uec.replicate_experts(bound[rank], held, group=layer.groups[rank])
 
     layer.fill(weights)
-    layer.each(transfer)
+    done = layer.call(weights, plan)
     layer.finish()
     assert layer.wrong(plan) == [0] * 3
+    layer.each(transfer)
     _, replay = layer.capture(transfer)
     layer.fill(weights)
     replay()
@@ -424,13 +433,15 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
     layer.finish()
     assert layer.wrong(layer.plan([[-1, -1]] * 3)) == [0] * 3  # replays move nothing any more
     for rank, group in enumerate(layer.groups):
-        with pytest.raises(errors.GroupClosedError, match="failed in call 2") as closed:
+        with pytest.raises(errors.GroupClosedError, match="failed in call 3") as closed:
             transfer(rank)
         assert isinstance(
             closed.value.__cause__,
             errors.InvalidPlanError | errors.PeerRejectedError | errors.TransferAbortedError,
         )
         assert raised(group.close) is None  # it was raised before
+    for work in done:
+        work.synchronize()  # what was finished before stays finished
     assert isinstance(session_of(layer.groups[0]).first_error, errors.InvalidPlanError)
     assert "rank 1 holds expert 3" in str(session_of(layer.groups[0]).first_error)
     del replay
@@ -460,9 +471,9 @@ def test_replays_behind_a_close_move_nothing(streams: str, made: str, forks: str
 def test_bad_ids_end_the_group(streams: str, made: str, forks: str) -> None:
     layer = Layer(streams, made, forks, 2, 4)
     weights = layer.stacked()
-    bound = layer.bind(weights)
-    layer.run(weights, layer.path(bound))
-    found, replay = layer.capture(layer.path(bound))
+    path = layer.path(layer.bind(weights), at_once=forks == "forked")
+    layer.run(weights, path)
+    found, replay = layer.capture(path)
     layer.replay(weights, found, replay)
     layer.route()
     layer.fill(weights)
@@ -473,6 +484,7 @@ def test_bad_ids_end_the_group(streams: str, made: str, forks: str) -> None:
     for load, plan, _ in found:
         assert not load.any()
         assert plan.num_replicas == 0
+        assert not plan.home_quota.any()
     causes = []
     for rank in range(2):
         with pytest.raises(errors.GroupClosedError) as closed:

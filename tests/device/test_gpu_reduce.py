@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import MAKERS, on_each
-from loopback_ranks import EMULATED_SMS, put_plan, random_slots
+from loopback_ranks import EMULATED_SMS, put, put_plan, random_slots
 from rank_grads import RankGrads
 from ranks import bytes_stored, close_all, loopback, raised, start_all, synchronize_all
 from tiers import sampled
@@ -273,17 +273,36 @@ def test_bad_gradients_are_refused_and_peers_do_not_wait(loopback_engine: str, f
     close_all(groups)
 
 
-def test_a_plan_of_the_device_that_is_illegal(streams: str) -> None:
+@pytest.mark.parametrize("call", [uec.replicate_experts, uec.reduce_expert_grads])
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("slot_expert", "slot 0 of rank 0 holds expert 1: which is"),
+        ("home", "home map is not the group's, from expert 1"),
+    ],
+)
+def test_a_plan_of_the_device_that_is_illegal(
+    streams: str, call: Callable[..., Any], field: str, text: str
+) -> None:
+    """It is refused where the call is waited for."""
     groups = small_groups(streams)
-    mains = RankGrads(groups, {"w": F32}).mains
-    legal = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
-    illegal = put_plan(groups[0], legal)
-    illegal.slot_expert[0, 0] = 1
-    works = reduce(groups[:1], mains, illegal) + reduce(groups[1:], mains, legal)
-    with pytest.raises(errors.InvalidPlanError, match="slot 0 of rank 0 holds expert 1: which is"):
+    given = RankGrads(groups, {"w": F32}).mains
+    legal, illegal = (
+        put_plan(groups[0], uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4))
+        for _ in range(2)
+    )
+    if field == "home":
+        illegal.home[1:3] = put(groups[0], torch.tensor([1, 0]))
+    else:
+        illegal.slot_expert[0, 0] = 1
+    works = start_all(groups, given, [illegal, legal], call=call)
+    with pytest.raises(errors.InvalidPlanError, match=text):
         works[0].synchronize()
-    with pytest.raises(errors.PeerRejectedError):
+    with pytest.raises(errors.PeerRejectedError, match="rank 0 rejected its own input"):
         works[1].synchronize()
+    with pytest.raises(errors.GroupClosedError) as closed:
+        start_all(groups[:1], given, legal, call=call)
+    assert isinstance(closed.value.__cause__, errors.InvalidPlanError)
     close_all(groups)
 
 

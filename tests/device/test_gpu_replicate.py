@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from loopback_ranks import LONG, Ranks, put, put_plan
-from ranks import MIXED, bytes_stored, loopback, plan_alone
+from emulated_device import EmulatedDevice
+from loopback_ranks import LONG, Ranks, load_of, put, put_plan
+from ranks import (
+    MIXED,
+    bytes_stored,
+    expert_bytes,
+    loopback,
+    make_weights,
+    plan_alone,
+    raw,
+    start_all,
+)
 from reference.schedule import make_schedule
 from tiers import cases, sampled
 
@@ -61,7 +71,7 @@ def thinned(engine: str, calls: Iterable[Case]) -> list[Case]:
 def test_every_mode_moves_every_byte(
     any_engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
 ) -> None:
-    """From weights that are bound or not, with plans on the CPU or the device."""
+    """From weights that are bound or not, with plans on the CPU, on the device, or some on each."""
     with Ranks(
         any_engine, num_ranks, SEGMENTS, num_experts=num_experts, slots=slots, **options
     ) as ranks:
@@ -70,9 +80,11 @@ def test_every_mode_moves_every_byte(
         calls = list(itertools.product(ranks.plans(range(3)), MODES))
         for i, (plan, mode) in enumerate(thinned(any_engine, calls)):
             ranks.fill(weights)
-            given = put_plan(ranks.groups[0], plan) if slots and i // 2 % 2 else plan
+            moved = put_plan(ranks.groups[0], plan) if slots else plan
+            mixed = [(moved, plan)[rank % 2] for rank in range(num_ranks)]
+            given = (plan, moved, mixed)[i // 2 % 3]
             works = ranks.call((weights, bound)[i % 2], given, mode=mode, blocking=i % 3 == 0)
-            if session_of(ranks.groups[0]).engine.is_on_device(given):
+            if given is moved and session_of(ranks.groups[0]).engine.is_on_device(moved):
                 assert {work.mode for work in works} <= {mode}
             assert not any(ranks.wrong(plan)), (plan.slot_expert, mode)
 
@@ -195,9 +207,12 @@ def test_dtypes_and_layouts(any_engine: str) -> None:
 def test_a_selection_of_segments_leaves_the_others_untouched(any_engine: str) -> None:
     with Ranks(any_engine, 4, MIXED, num_experts=9) as ranks:
         weights = ranks.shared()
+        plan = ranks.plans(range(1))[-1]
+        plans = [plan, put_plan(ranks.groups[0], plan)]
         selections = [["w2"], ["bias", "w13"], ["scale"], list(MIXED)[::-1]]
-        for names, mode in thinned(any_engine, itertools.product(selections, MODES)):
-            ranks.replicate(weights, ranks.plans(range(1))[-1], names=names, mode=mode)
+        calls = thinned(any_engine, itertools.product(selections, MODES))
+        for i, (names, mode) in enumerate(calls):
+            ranks.replicate(weights, plans[i % 2], names=names, mode=mode)
 
 
 def test_bound_weights(any_engine: str) -> None:
@@ -208,12 +223,6 @@ def test_bound_weights(any_engine: str) -> None:
             ranks.fill(weights)
             ranks.call(bound, plan, mode=("push", "direct", "auto")[i % 3])
             assert not any(ranks.wrong(plan))
-
-
-def test_weights_may_move_between_calls(engine: str) -> None:
-    with Ranks(engine, 4, SEGMENTS, num_experts=9) as ranks:
-        for plan in ranks.plans(range(3)):
-            ranks.replicate(ranks.stacked(), plan)
 
 
 # ---- many calls, many groups ---------------------------------------------------------------------
@@ -284,22 +293,28 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
             ids[:, ::7, 1] = -1
             own_ids = [ids[group.rank] for group in groups]
             there = [put(groups[0], own) for own in own_ids]
-            loads = loopback(
-                len(groups),
-                lambda r, own=there: uec.gather_load(own[r], group=groups[r]),
-            )
+            at_once = turn >= 2
+
+            def call(
+                r: int, own: list[torch.Tensor] = there, at_once: bool = at_once
+            ) -> tuple[torch.Tensor, uec.Plan]:
+                if at_once:
+                    plan = uec.gather_and_plan(own[r], group=groups[r])
+                    assert plan.load is not None
+                    return plan.load, plan
+                load = uec.gather_load(own[r], group=groups[r])
+                return load, uec.plan_replicas(load, group=groups[r])
+
+            loads, plans = zip(*loopback(len(groups), call), strict=True)
             ranks.finish()
-            expected = torch.stack(
-                [torch.bincount(own.flatten() + 1, minlength=num_experts + 1)[1:] for own in ids]
-            )
+            expected = load_of(ids, num_experts)
             for load in loads:
                 assert load.device == there[0].device
                 assert load.dtype == torch.int32
-                assert torch.equal(load.cpu().long(), expected)
-            plan = uec.plan_replicas(loads[0], group=groups[0])
-            ranks.finish()
+                assert torch.equal(load.cpu(), expected)
             alone = plan_alone(expected, slots_per_rank=2)
-            assert torch.equal(plan.slot_expert.cpu(), alone.slot_expert)
+            for plan in plans:
+                assert torch.equal(plan.slot_expert.cpu(), alone.slot_expert)
             assert plan.num_replicas > 0
             assert alone.imbalance < 1.05
             ranks.replicate(weights, plan)
@@ -339,32 +354,13 @@ def test_loads_of_many_sizes(engine: str, on_device: bool, dtype: torch.dtype) -
                     ),
                 )
                 ranks.finish()
-                counted = [own[::rows, ::columns].flatten() + 1 for own in ids]
-                bins = [torch.bincount(own, minlength=num_experts + 1)[1:] for own in counted]
+                expected = load_of([own[::rows, ::columns] for own in ids], num_experts)
                 for load in loads:
-                    assert torch.equal(load.cpu().long(), torch.stack(bins))
+                    assert torch.equal(load.cpu(), expected)
                     assert load.dtype == torch.int32
                     assert load.device == there[0].device
                     if engine != "host":
                         assert device.find_device().is_on_device(load) == on_device
-
-
-def test_maps_are_rerouted_where_they_are(engine: str) -> None:
-    with Ranks(engine, 3, {"w": 16}, num_experts=7) as ranks:
-        generator = torch.Generator().manual_seed(5)
-        routed = torch.rand((3, 90, 7), generator=generator) < torch.rand(7, generator=generator)
-        probs = torch.rand(routed.shape, generator=generator)
-        plan = uec.plan_replicas(routed.sum(dim=1), group=ranks.groups[0])
-        for own, weights, group in zip(routed, probs, ranks.groups, strict=True):
-            there = weights.to(group.device).requires_grad_()
-            found = uec.reroute_map(own.to(group.device), there, plan, group=group)
-            for a, b in zip(found, uec.reroute_map(own, weights, plan, group=group), strict=True):
-                assert a is not None
-                assert b is not None
-                assert a.device == there.device
-                assert torch.equal(a.cpu(), b)
-            found[1].sum().backward()
-            assert torch.equal(there.grad.cpu(), own.float())
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -434,6 +430,36 @@ def test_the_host_does_not_wait(streams: str) -> None:
         assert ranks.wrong(plan) == [0] * 4
 
 
+def test_calls_come_between_the_work_of_the_callers_stream(
+    emulated: EmulatedDevice, new_groups: Callable[..., list[uec.Group]]
+) -> None:
+    expert = {"w": uec.Segment((40_000,), torch.uint8)}
+    groups = new_groups(
+        2, num_experts=2, slots_per_rank=1, expert=expert, engine="cuda", num_sms=2, timeout=60.0
+    )
+    plan = uec.Plan.from_slots([[1], [0]], num_experts=2)
+    weights = [make_weights(group) for group in groups]
+    for epoch in range(1, 4):
+        fresh, seen, works = [], [], []
+        for group in groups:
+            emulated.stream = 100 + group.rank
+            own = expert_bytes(epoch, group.rank, 0, expert["w"])
+            fresh.append(own)
+            emulated.delay(200_000)  # the weights come late,
+            emulated.copy(raw(weights[group.rank]["w"][0], expert["w"]), own)
+            works += start_all([group], weights, plan)
+        for group, work in zip(groups, works, strict=True):
+            emulated.stream = 100 + group.rank
+            work.wait()  # orders the stream, and returns at once
+            assert not work.is_completed()
+            seen.append(torch.empty(40_000, dtype=torch.uint8))
+            emulated.copy(seen[-1], raw(group.slots["w"][0], expert["w"]))
+            emulated.copy(weights[group.rank]["w"], torch.zeros_like(weights[group.rank]["w"]))
+        emulated.synchronize()
+        assert torch.equal(seen[0], fresh[1])
+        assert torch.equal(seen[1], fresh[0])
+
+
 @pytest.mark.gpu
 def test_an_async_call_runs_beside_what_the_stream_gets_next(gpu: torch.device) -> None:
     # With all multiprocessors requested, one of them may already run the other kernel.
@@ -451,14 +477,3 @@ def test_an_async_call_runs_beside_what_the_stream_gets_next(gpu: torch.device) 
         assert not end.query()
         torch.cuda.synchronize()
         assert ranks.wrong(plan) == [0] * 4
-
-
-@pytest.mark.gpu
-def test_a_plan_on_the_cpu_cannot_be_captured_and_the_error_says_so(gpu: torch.device) -> None:
-    with Ranks("cuda", 1, SEGMENTS, num_experts=3) as ranks:
-        weights, plan = ranks.stacked(), ranks.plans(range(1))[0]
-        with (
-            pytest.raises(uec.errors.UnsupportedError, match="CUDA graph"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
-            ranks.call(weights, plan)

@@ -225,30 +225,18 @@ def test_a_spill_is_told_from_a_saved_register() -> None:
     assert saved_bytes([*body, save, restore, "RET.REL.NODEC R20 `(f)"]) == 0
 
 
-@pytest.mark.parametrize("kernel", TRANSFERS)
+ARRIVAL = "acquire and release by an arrival"
+WANTED = dict.fromkeys(TRANSFERS, INSTRUCTIONS)
+WANTED |= dict.fromkeys(LOADS, OF_LOADS | {ARRIVAL: BETWEEN_BLOCKS[ARRIVAL]})
+WANTED |= dict.fromkeys(REROUTES, BETWEEN_BLOCKS)
+
+
+@pytest.mark.parametrize("kernel", WANTED)
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
-def test_transfers_have_the_instructions_that_the_protocol_rests_on(
+def test_kernels_have_the_instructions_that_the_protocol_and_their_blocks_rest_on(
     code: dict[int, dict[str, list[str]]], arch: int, kernel: str
 ) -> None:
-    assert absent(code[arch][kernel]) == set()
-
-
-@pytest.mark.parametrize("kernel", LOADS)
-@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
-def test_loads_have_the_instructions_that_the_protocol_and_their_blocks_rest_on(
-    code: dict[int, dict[str, list[str]]], arch: int, kernel: str
-) -> None:
-    arrival = "acquire and release by an arrival"
-    wanted = OF_LOADS | {arrival: BETWEEN_BLOCKS[arrival]}
-    assert absent(code[arch][kernel], wanted) == set()
-
-
-@pytest.mark.parametrize("kernel", REROUTES)
-@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
-def test_reroutes_have_the_instructions_that_order_their_blocks(
-    code: dict[int, dict[str, list[str]]], arch: int, kernel: str
-) -> None:
-    assert absent(code[arch][kernel], BETWEEN_BLOCKS) == set()
+    assert absent(code[arch][kernel], WANTED[kernel]) == set()
 
 
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
@@ -257,8 +245,7 @@ def test_reductions_observe_publish_and_arrive(
 ) -> None:
     (worker,) = (body for name, body in code[arch].items() if "ReduceWorker" in name)
     wanted = {name: INSTRUCTIONS[name] for name in INSTRUCTIONS if "at system scope" in name}
-    arrival = "acquire and release by an arrival"
-    assert absent(worker, wanted | {arrival: BETWEEN_BLOCKS[arrival]}) == set()
+    assert absent(worker, wanted | {ARRIVAL: BETWEEN_BLOCKS[ARRIVAL]}) == set()
 
 
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")

@@ -28,12 +28,13 @@ EMULATED_SMS = 16  # of emulated_device
 Held = dict[tuple[int, int, int], tuple[int, int]]  # (bank, rank, slot): expert and epoch
 
 
-def new_groups(num_ranks: int, *, engine: str = "host", **options: Any) -> list[uec.Group]:
-    """``engine``: also "emulated", of a test that has the fixture."""
+def new_groups(num_ranks: int, *, engine: str = "", **options: Any) -> list[uec.Group]:
+    """``engine``: also "emulated", of a test that has the fixture; "": the test's own."""
     if engine == "emulated":
         options = {"num_sms": EMULATED_SMS // num_ranks, **options}
+    if engine:
+        options["engine"] = "cuda" if engine == "emulated" else engine
     options = {"expert": MIXED, "timeout": 30.0, "banks": 2, **options}
-    options["engine"] = "cuda" if engine == "emulated" else engine
     return uec.testing.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
 
 

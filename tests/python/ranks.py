@@ -113,7 +113,8 @@ def wrong_bytes(
 ) -> int:
     """Return the number of wrong bytes in symmetric memory from the first slot on."""
     offset = session_of(group).engine.layout.slots_base
-    expected = torch.full_like(session_of(group).engine.memory[0].local[offset:], sentinel)
+    found = session_of(group).engine.memory[0].local[offset:].cpu()
+    expected = torch.full_like(found, sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
@@ -122,7 +123,6 @@ def wrong_bytes(
             if expert >= 0:
                 at = start + slot * segment.nbytes
                 expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
-    found = session_of(group).engine.memory[0].local[offset:]
     return 0 if same_bytes(found, expected) else int((found != expected).sum())
 
 

@@ -101,12 +101,17 @@ class Plan:
                 ],
             ),
             "plan": Stage(
-                "load, plan and reroute on the device", tests("test_gpu_stages.py", seconds=30)
+                "load, plan and reroute on the device",
+                [
+                    *tests("test_gpu_loads.py", seconds=15),
+                    *tests("test_gpu_stages.py", seconds=30),
+                ],
             ),
             "graphs": Stage(
                 "replays of graphs, and saved plans",
                 [
                     *tests("test_gpu_graphs.py", seconds=50),
+                    *tests("test_gpu_plan_store.py", seconds=15),
                     *tests("test_gpu_saved_plans.py", seconds=15),
                 ],
             ),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
+from ranks import loopback, make_weights, prepare_all, start_all, wrong_bytes
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -126,6 +127,11 @@ def test_waits_on_the_other_side_of_a_capture(emulated: EmulatedDevice, group: u
     eager.synchronize()
     first = call()
     first.wait()
+    with pytest.raises(errors.UnsupportedError, match="part of a CUDA graph and runs in"):
+        first.synchronize()
+    for ask in (first.is_completed, first.exception):
+        with pytest.raises(errors.UnsupportedError):
+            ask()
     emulated.end_capture()
     outside = r"rank 0: wait\(\) for a call that is a part of a CUDA graph, outside of the capture"
     with pytest.raises(errors.UnsupportedError, match=outside):
@@ -202,6 +208,44 @@ def test_groups_whose_plans_no_kernel_reads(
 
 
 # ---- captures that fail --------------------------------------------------------------------------
+
+
+def test_a_capture_that_only_one_rank_has_joined(
+    emulated: EmulatedDevice, new_groups: Callable[..., list[uec.Group]]
+) -> None:
+    groups = new_groups(2, num_experts=4, slots_per_rank=1, expert=EXPERT, engine="cuda", num_sms=2)
+    weights = [make_weights(group) for group in groups]
+    bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
+    plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
+    held = emulated.put_plan(plan)
+    emulated.synchronize()
+    emulated.begin_capture()
+    assert groups[0].bind(weights[0]).table is None
+    start_all(groups[:1], bound, held)
+    emulated.end_capture()  # and its graph is dropped
+    prepare_all(groups, weights, 1)
+    emulated.begin_capture()
+    for work in start_all(groups, bound, held):
+        work.wait()
+    emulated.replay(emulated.end_capture())
+    emulated.synchronize()
+    assert [wrong_bytes(group, plan, 1) for group in groups] == [0, 0]
+
+
+def test_ids_to_slots_are_two_launches(
+    emulated: EmulatedDevice, new_groups: Callable[..., list[uec.Group]]
+) -> None:
+    groups = new_groups(3, num_experts=6, slots_per_rank=1, expert=EXPERT, engine="cuda", num_sms=1)
+    bound = [group.bind(make_weights(group)) for group in groups]
+    ids = emulated.put(torch.zeros(40, 2, dtype=torch.int64))
+
+    def launch(rank: int) -> None:
+        plan = uec.gather_and_plan(ids, group=groups[rank])
+        uec.replicate_experts(bound[rank], plan, group=groups[rank])
+
+    before = emulated.launches()
+    loopback(3, launch)
+    assert emulated.launches() - before == 2  # of all ranks, which share them
 
 
 def spoil(device: EmulatedDevice) -> None:

@@ -68,64 +68,6 @@ def test_memory_grows_and_graphs_keep_theirs(device: EmulatedDevice) -> None:
 # ---- graphs -------------------------------------------------------------------------------------
 
 
-def test_a_captured_graph_plans_and_reroutes_anew_in_every_replay(device: EmulatedDevice) -> None:
-    case = Case(7, num_ranks=3, num_experts=8, slots=2)
-    num_ids, num_tokens = 40, 12
-    load = device.put(torch.zeros(3, 8, dtype=torch.int32))
-    ids = device.put(torch.full((num_ids, 1), -1))
-    routing = device.put(torch.zeros(num_tokens, 8, dtype=torch.bool))
-    probs = device.put(torch.zeros(num_tokens, 8))
-    device.begin_capture()
-    plan = uec.plan_replicas(load, group=case.group)
-    out = uec.reroute(ids, plan, group=case.group)
-    found, physical = uec.reroute_map(routing, probs, plan, group=case.group)
-    graph = device.end_capture()
-    assert physical is not None
-    for _ in range(5):
-        fresh = case.load(5).clamp(max=9)
-        here = uec.plan_replicas(fresh, group=case.group)
-        fresh_ids = case.ids(fresh, torch.int64)[:num_ids]
-        kept = torch.bincount(fresh_ids[fresh_ids >= 0], minlength=8).to(torch.int32)
-        fresh[case.rank] = kept
-        here = uec.plan_replicas(fresh, group=case.group)
-        fresh_ids = torch.cat([fresh_ids, fresh_ids.new_full((num_ids - len(fresh_ids), 1), -1)])
-        fresh_map = torch.zeros(num_tokens, 8, dtype=torch.bool)
-        for expert, count in enumerate(kept.tolist()):
-            fresh_map[:count, expert] = True
-        keeps_up = int(kept.max()) <= num_tokens
-        fresh_probs = torch.rand(num_tokens, 8, generator=case.draw)
-        device.copy(load, fresh)
-        device.copy(ids, fresh_ids)
-        device.copy(routing, fresh_map)
-        device.copy(probs, fresh_probs)
-        device.replay(graph)
-        device.synchronize()
-        assert_same(plan, here)
-        assert torch.equal(out, uec.reroute(fresh_ids, here, group=case.group))
-        assert keeps_up
-        expected = uec.reroute_map(fresh_map, fresh_probs, here, group=case.group)
-        assert torch.equal(found, expected[0])
-        assert expected[1] is not None
-        assert torch.equal(physical, expected[1])
-        # Between replays the rank's memory serves other plans.
-        other = case.load(3)
-        other_ids = case.ids(other)
-        eager = uec.reroute(
-            device.put(other_ids),
-            uec.plan_replicas(device.put(other), group=case.group),
-            group=case.group,
-        )
-        device.synchronize()
-        on_host = uec.plan_replicas(other, group=case.group)
-        assert torch.equal(eager, uec.reroute(other_ids, on_host, group=case.group))
-    device.copy(load, device.put(torch.full_like(load, -5)))
-    device.replay(graph)
-    device.synchronize()
-    with pytest.raises(errors.InvalidLoadError, match="expert 0"):
-        uec.plan_replicas(torch.ones(3, 8, dtype=torch.int32), group=case.group)
-    case.close()
-
-
 def test_captures_order_their_own_streams_and_no_others(device: EmulatedDevice) -> None:
     case = Case(7, num_ranks=3, num_experts=8, slots=2)
     loads = [case.load(9), case.load(9)]

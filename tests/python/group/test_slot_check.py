@@ -143,36 +143,29 @@ def test_a_byte_that_changes_in_a_slot_is_named(name: str, offset: int, mode: st
         assert told.root == 1
 
 
-def test_the_first_bad_byte_is_named() -> None:
-    scene = Scene()
+@pytest.mark.parametrize(
+    ("rank", "expert", "name", "offsets", "text"),
+    [
+        (1, 0, "big", [150_000, 9_000, 9_001, 20_000], "byte 9000"),  # the first bad byte
+        (0, -1, "w13", [5], "leaves empty"),
+        (0, -1, "big", [99_999], "leaves empty"),
+        (1, 0, "w2", [17], "does not transfer it"),
+    ],
+)
+def test_what_is_written_to_a_slot_is_named(
+    rank: int, expert: int, name: str, offsets: list[int], text: str
+) -> None:
+    """Also where the call writes nothing: to an empty slot, or to a segment that is left out."""
+    scene = Scene(segments=["w13", "scale"] if name == "w2" else None)
     scene.await_delivery()
-    for offset in (150_000, 9_000, 9_001, 20_000):
-        _slot(scene.groups[1], "big", 0)[offset] += 1
-    error = scene.finish()[1]
+    for offset in offsets:
+        _slot(scene.groups[rank], name, 0)[offset] ^= 0x11
+    error = scene.finish()[rank]
     assert isinstance(error, errors.CorruptSlotError)
-    assert (error.segment, error.offset) == ("big", 9_000)
-
-
-@pytest.mark.parametrize(("name", "offset"), [("w13", 5), ("big", 99_999)])
-def test_an_empty_slot_that_is_written_to_is_named(name: str, offset: int) -> None:
-    scene = Scene()
-    scene.await_delivery()
-    _slot(scene.groups[0], name, 0)[offset] = 0x11
-    error = scene.finish()[0]
-    assert isinstance(error, errors.CorruptSlotError)
-    assert (error.expert, error.slot, error.segment, error.offset) == (-1, 0, name, offset)
-    assert (error.found, error.expected) == (0x11, 0xA5)
-    assert "leaves empty" in str(error)
-
-
-def test_a_segment_that_is_not_transferred_is_to_stay() -> None:
-    scene = Scene(segments=["w13", "scale"])
-    scene.await_delivery()
-    _slot(scene.groups[1], "w2", 0)[17] = 0x12
-    error = scene.finish()[1]
-    assert isinstance(error, errors.CorruptSlotError)
-    assert (error.slot, error.segment, error.offset) == (0, "w2", 17)
-    assert "does not transfer it" in str(error)
+    assert (error.expert, error.slot, error.segment) == (expert, 0, name)
+    assert (error.offset, error.found ^ error.expected) == (min(offsets), 0x11)
+    assert rank or error.expected == 0xA5
+    assert text in str(error)
 
 
 def test_main_weights_that_change_behind_the_transfer_are_the_callers_fault() -> None:
@@ -368,8 +361,3 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ULTRAEP_CHECK", "2")
     with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_CHECK=2"):
         checked()
-
-
-def test_a_cuda_group_has_no_check() -> None:
-    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
-        _groups(2, engine="cuda")

@@ -1,18 +1,29 @@
-"""Saved plans: their handles' life, what ends them, and calls that do not match."""
+"""Saved plans on every engine: their handles' life, what ends them, and calls that do not match."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ranks import clear_slots, fill_weights, loopback, make_weights, raised, wrong_bytes
+from loopback_ranks import finish, hold, put, put_plan
+from ranks import (
+    loopback,
+    make_weights,
+    prepare_all,
+    raised,
+    start_all,
+    synchronize_all,
+    wrong_bytes,
+)
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
-from ultraep_comm.group.group import session_of
+from ultraep_comm.engines.cuda import device
+from ultraep_comm.group.group import is_on_device, session_of
 
 E, S = 4, 1
 EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -23,9 +34,29 @@ def plan_of(index: int) -> uec.Plan:
     return uec.Plan.from_slots(PLANS[index], num_experts=E)
 
 
-def make_groups(num_ranks: int = 2, **options: Any) -> list[uec.Group]:
-    options = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options}
-    return uec.testing.new_loopback_groups(num_ranks, **options)
+@pytest.fixture
+def make_groups(loopback_engine: str, new_groups: Callable[..., Any]) -> Callable[..., Any]:
+    engine = "cuda" if loopback_engine == "emulated" else loopback_engine
+    options = {"expert": EXPERT, "timeout": 60.0, "num_sms": 2, "engine": engine}
+    return partial(new_groups, num_experts=E, slots_per_rank=S, **options)
+
+
+@pytest.fixture
+def groups(make_groups: Callable[..., Any]) -> Any:
+    return make_groups(2)
+
+
+def put_plans(groups: list[uec.Group], index: int) -> uec.Plan:
+    """Return a plan on the groups' device."""
+    return put_plan(groups[0], plan_of(index))
+
+
+def write(group: uec.Group, to: torch.Tensor, values: torch.Tensor) -> None:
+    """Write in the order of the stream, if there is one."""
+    if is_on_device(to, group):
+        device.find_device().upload(to, values)
+    else:
+        to.copy_(values)
 
 
 def handle_error(call: Callable[[], object]) -> errors.PlanHandleError:
@@ -78,48 +109,52 @@ def test_plans_of_other_groups_are_not_saved(groups: list[uec.Group]) -> None:
     handle.release()
 
 
-def test_a_saved_plan_is_the_groups_own_copy(groups: list[uec.Group]) -> None:
+def test_a_saved_plan_is_the_groups_own_copy(loopback_engine: str, groups: list[uec.Group]) -> None:
     load = torch.tensor([[9, 1, 1, 1], [3, 1, 1, 1]], dtype=torch.int32)
-    plan = uec.plan_replicas(load, group=groups[0])
-    kept = {name: tensor.clone() for name, tensor in plan.tensors().items()}
-    handle = groups[0].save(plan)
-    for tensor in plan.tensors().values():
-        tensor.fill_(1)
-    for name, tensor in handle.plan.tensors().items():
-        assert torch.equal(tensor, kept[name]), name
     ids = torch.tensor([[0]] * 9 + [[1], [2], [3]])
-    expected = uec.reroute(ids, uec.Plan(**kept), group=groups[0])
-    assert torch.equal(uec.reroute(ids, handle, group=groups[0]), expected)
     routing = torch.zeros(12, E, dtype=torch.bool)
     routing[torch.arange(12), ids[:, 0]] = True
-    found, _ = uec.reroute_map(routing, None, handle, group=groups[0])
-    assert torch.equal(found, uec.reroute_map(routing, None, uec.Plan(**kept), group=groups[0])[0])
-    handle.release()
+    expected = uec.plan_replicas(load, group=groups[0])
+    there, handles = put(groups[0], load), []
+    for group in groups:
+        plan = uec.plan_replicas(there, group=group)
+        if loopback_engine in ("cuda", "emulated"):
+            hold(loopback_engine)
+        handles.append(group.save(plan))
+        for name, tensor in plan.tensors().items():
+            if name not in ("home", "domains"):  # on a device they are the group's
+                write(group, tensor, torch.full_like(tensor, 1))
+    finish(groups[0])
+    for group, handle in zip(groups, handles, strict=True):
+        assert is_on_device(handle.plan.slot_expert, group) == is_on_device(there, group)
+        for name, tensor in handle.plan.tensors().items():
+            assert torch.equal(tensor.cpu(), getattr(expected, name)), name
+    if is_on_device(there, groups[0]):
+        assert handles[0].plan.home is session_of(groups[0]).engine.home  # known to be the group's
+    found = uec.reroute(ids, handles[0], group=groups[0])
+    assert torch.equal(found, uec.reroute(ids, expected, group=groups[0]))
+    found, _ = uec.reroute_map(routing, None, handles[0], group=groups[0])
+    assert torch.equal(found, uec.reroute_map(routing, None, expected, group=groups[0])[0])
+    weights = [make_weights(group) for group in groups]
+    prepare_all(groups, weights, 1)
+    synchronize_all(start_all(groups, weights, handles))
+    assert [wrong_bytes(group, expected, 1) for group in groups] == [0, 0]
 
 
 def test_each_microbatch_transfers_its_own_plan(groups: list[uec.Group]) -> None:
-    weights = [make_weights(group) for group in groups]
-    plan = plan_of(0)
-
-    def run(rank: int) -> list[int]:
-        group, own = groups[rank], uec.Plan.from_slots(PLANS[0], num_experts=E)
-        handles = []
-        for index in range(3):  # the caller uses one plan's memory for all
-            own.slot_expert.copy_(torch.tensor(PLANS[index]))
-            handles.append(group.save(own))
-        wrong = []
-        for epoch, index in enumerate([2, 0, 1, 0, 2], start=1):
-            fill_weights(group, weights[rank], epoch)
-            clear_slots(group)
-            uec.replicate_experts(weights[rank], handles[index], group=group)
-            wrong.append(wrong_bytes(group, plan_of(index), epoch))
-        for handle in handles:
+    weights, own, handles = [make_weights(group) for group in groups], put_plans(groups, 0), []
+    for index in range(3):  # the caller uses one plan's memory for all
+        write(groups[0], own.slot_expert, plan_of(index).slot_expert)
+        handles.append([group.save(own) for group in groups])
+    handles.append([groups[0].save(plan_of(0)), groups[1].save(put_plans(groups, 0))])
+    for epoch, index in enumerate([2, 0, 1, 3, 0, 2], start=1):
+        prepare_all(groups, weights, epoch)
+        synchronize_all(start_all(groups, weights, handles[index]))
+        assert [wrong_bytes(group, plan_of(index % 3), epoch) for group in groups] == [0, 0]
+    for each in handles:
+        for handle in each:
             handle.release()
-        group.assert_idle()
-        return wrong
-
-    assert loopback(2, run) == [[0] * 5] * 2
-    assert plan.num_replicas == 2
+    groups[0].assert_idle()
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -153,15 +188,10 @@ def test_ended_handles_are_refused_and_peers_told(
     handles = [groups[0].save(plan_of(0), layer=5), groups[1].save(plan_of(0), layer=5)]
     newer = groups[0].save(plan_of(0), layer=5)  # an equal plan does not take its place
     end(handles[0])
-    clear_slots(groups[0])
-    before = session_of(groups[0]).engine.memory[0].local.clone()
-
-    def run(rank: int) -> BaseException | None:
-        return raised(
-            lambda: uec.replicate_experts(weights[rank], handles[rank], group=groups[rank])
-        )
-
-    own, told = loopback(2, run)
+    prepare_all(groups, weights, 1)
+    (work,) = start_all(groups[1:], weights, handles)
+    own = raised(lambda: start_all(groups[:1], weights, handles))
+    told = raised(work.synchronize)
     assert isinstance(own, errors.PlanHandleError)
     assert is_named(own, 0, handles[0])
     assert "replicate_experts" in str(own)
@@ -169,8 +199,7 @@ def test_ended_handles_are_refused_and_peers_told(
     assert isinstance(told, errors.PeerRejectedError)
     assert told.root == 0
     assert "replicate_experts of layer 5, microbatch 0" in str(told)
-    start = session_of(groups[0]).engine.layout.slots_base
-    assert torch.equal(session_of(groups[0]).engine.memory[0].local[start:], before[start:])
+    assert [wrong_bytes(group, plan_of(2), 1) for group in groups[:1]] == [0]  # no slot is written
     assert newer.is_live
     assert not handles[0].is_live
 
@@ -198,8 +227,10 @@ def test_ended_handles_give_no_plan(
     group.assert_idle()  # reroute and handle.plan are local: the group goes on
 
 
-def test_handles_of_other_groups_are_refused(groups: list[uec.Group]) -> None:
-    others = make_groups()
+def test_handles_of_other_groups_are_refused(
+    groups: list[uec.Group], make_groups: Callable[..., Any]
+) -> None:
+    others = make_groups(2)
     handle = others[0].save(plan_of(0), layer=6, microbatch=2)
     error = handle_error(
         lambda: uec.replicate_experts(make_weights(groups[0]), handle, group=groups[0])
@@ -216,7 +247,7 @@ def test_handles_of_other_groups_are_refused(groups: list[uec.Group]) -> None:
         group.close()
 
 
-def test_handles_of_closed_groups_are_refused() -> None:
+def test_handles_of_closed_groups_are_refused(make_groups: Callable[..., Any]) -> None:
     (group,) = make_groups(1)
     handle = group.save(uec.Plan.from_slots([[-1]], num_experts=E), layer=1, microbatch=9)
     weights = make_weights(group)
@@ -260,13 +291,14 @@ def test_handles_in_another_order_do_not_match(
 
     def run(rank: int) -> BaseException | None:
         group, label = groups[rank], labels[rank]
-        plan: Any = plan_of(index)
+        plan: Any = put_plans(groups, index)
         if label is not None:
             plan = group.save(plan, layer=label[0], microbatch=label[1])
 
         def calls() -> None:
-            uec.replicate_experts(weights[rank], plan, group=group)
-            uec.replicate_experts(weights[rank], plan, group=group)
+            for _ in range(2):  # who has nothing to do may learn of it in the second call
+                (work,) = start_all([group], {rank: weights[rank]}, plan)
+                work.synchronize()
 
         return raised(calls)
 
@@ -285,15 +317,39 @@ def test_handles_in_another_order_do_not_match(
 def test_equal_labels_match_whatever_else_a_rank_has_saved(groups: list[uec.Group]) -> None:
     weights = [make_weights(group) for group in groups]
     groups[1].save(plan_of(1), layer=8).release()
+    prepare_all(groups, weights, 1)
+    handles = [group.save(plan_of(0), layer=3) for group in groups]
+    synchronize_all(start_all(groups, weights, handles))
+    assert [wrong_bytes(group, plan_of(0), 1) for group in groups] == [0, 0]
 
-    def run(rank: int) -> int:
-        fill_weights(groups[rank], weights[rank], 1)
-        clear_slots(groups[rank])
-        with groups[rank].save(plan_of(0), layer=3) as handle:
-            uec.replicate_experts(weights[rank], handle, group=groups[rank])
-        return wrong_bytes(groups[rank], plan_of(0), 1)
 
-    assert loopback(2, run) == [0, 0]
+@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize("layers", [(3, 3), (3, 4), (3, None)])
+def test_layers_are_compared_without_handles_too(
+    groups: list[uec.Group], layers: Any, prefetched: bool
+) -> None:
+    load = torch.tensor([9, 1, 1, 1])
+    weights = [make_weights(group) for group in groups]
+    works = []
+    for group, own, layer in zip(groups, weights, layers, strict=True):
+        how: Any = {"group": group, "layer": layer, "async_op": True}
+        if prefetched:
+            works.append(uec.prefetch_experts(own, load, bank=0, **how))
+        else:
+            works.append(uec.replicate_experts(own, put_plans(groups, 0), **how))
+    found = {type(raised(work.synchronize)) for work in works}
+    if layers[0] == layers[1]:
+        assert found == {type(None)}
+    else:  # who is told first does not compare
+        assert errors.PlanMismatchError in found
+        assert found <= {errors.PlanMismatchError, errors.TransferAbortedError}
+
+
+def test_a_layer_is_that_of_the_handle(groups: list[uec.Group]) -> None:
+    group, handle = groups[0], groups[0].save(plan_of(2), layer=3)
+    with pytest.raises(errors.InvalidArgumentError, match="layer=2 and a handle of layer 3"):
+        uec.replicate_experts(make_weights(group), handle, group=group, layer=2)
+    handle.release()
 
 
 # ---- idle groups --------------------------------------------------------------------------------
@@ -334,8 +390,7 @@ def test_assert_idle_is_told_of_calls_under_way(groups: list[uec.Group]) -> None
     groups[0].assert_idle()
 
 
-def test_closing_names_live_handles_and_closes() -> None:
-    groups = make_groups()
+def test_closing_names_live_handles_and_closes(groups: list[uec.Group]) -> None:
     handles = [groups[0].save(plan_of(0), layer=layer) for layer in (2, 9)]
     with pytest.raises(
         errors.GroupBusyError,
@@ -349,7 +404,9 @@ def test_closing_names_live_handles_and_closes() -> None:
         pass
 
 
-def test_leaving_a_group_by_another_error_does_not_mask_it() -> None:
+def test_leaving_a_group_by_another_error_does_not_mask_it(
+    make_groups: Callable[..., Any],
+) -> None:
     def leave(error: Exception | None) -> None:
         with make_groups(1)[0] as group:
             group.save(uec.Plan.from_slots([[-1]], num_experts=E))
