@@ -163,7 +163,7 @@ def test_a_call_without_reuse_copies_everything(loopback_engine: str) -> None:
         assert groups[0].banks[bank].residents.tolist() == (slots if bank else [[-1, -1]] * 3)
         load = torch.ones(3, E, dtype=torch.int32)
         made = uec.plan_replicas(load, group=groups[0], bank=bank)
-        assert (made.bank, made.reuse, made.moves) == (bank, False, None)
+        assert (made.bank, made.reuse, made.slots_to_fill) == (bank, False, None)
     close_all(groups)
 
 

@@ -369,7 +369,7 @@ def test_the_exact_plan_moves_what_the_forecast_missed(method: Any) -> None:
         for work in works:
             assert (work is None) == (not fetched)
             assert work is None or work.is_completed()
-        missed.append(plans[0].num_moves)
+        missed.append(plans[0].num_slots_to_fill)
         fetched.append(stored(groups) - before - missed[-1])
         assert plans[0].imbalance <= max(1.01, uec.plan_replicas(load, group=groups[0]).imbalance)
         for group in groups:
@@ -388,7 +388,7 @@ def test_a_forecast_that_comes_true_leaves_nothing_to_move() -> None:
         own = weights[group.rank]
         uec.prefetch_experts(own, load, bank=group.banks[0], group=group, async_op=True)
     plan = uec.plan_replicas(load, group=groups[0], reuse=True)
-    assert plan.num_moves == 0
+    assert plan.num_slots_to_fill == 0
     assert plan.num_replicas > 0
     replicate(groups, weights, plan)
     assert stored(groups) == plan.num_replicas  # by the prefetch
