@@ -385,8 +385,8 @@ def test_assert_idle_is_told_of_calls_under_way(groups: list[uec.Group]) -> None
         groups[0].assert_idle()
     other = uec.replicate_experts(weights[1], plan_of(0), group=groups[1], async_op=True)
     assert other is not None
-    work.wait()
-    other.wait()
+    work.synchronize()
+    other.synchronize()
     groups[0].assert_idle()
 
 
