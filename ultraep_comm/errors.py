@@ -14,8 +14,8 @@ class UltraEPError(RuntimeError):
     """Base class of every error that the library raises on purpose."""
 
 
-class _ErrorWithAttributes(UltraEPError):
-    # Not in the base class: torch.compile cannot trace an error with a constructor.
+class _AttributesError(Exception):
+    # Not of every error: torch.compile cannot trace an error with a constructor.
     def __init__(self, *message: object, **attributes: object) -> None:
         # Needs no attributes: unpickling passes the message alone, then restores the others.
         super().__init__(*message)
@@ -41,7 +41,7 @@ class InvalidLoadError(InvalidArgumentError):
     """Loads, routed ids, maps or probabilities are out of range, misshapen or not the plan's."""
 
 
-class PlanHandleError(_ErrorWithAttributes, ValueError):
+class PlanHandleError(_AttributesError, UltraEPError, ValueError):
     """A saved plan's handle was used after its plan was freed, or with another group.
 
     Also raised if a CUDA graph replay saved to a handle whose plan was still in use.
@@ -59,7 +59,7 @@ class PlanHandleError(_ErrorWithAttributes, ValueError):
     generation: int
 
 
-class GroupBusyError(_ErrorWithAttributes):
+class GroupBusyError(_AttributesError, UltraEPError):
     """A group that should be idle has saved plans in use, or unfinished calls.
 
     Attributes:
@@ -79,7 +79,7 @@ class UnsupportedError(UltraEPError):
     """The request is legal but this machine, fabric or build cannot do it."""
 
 
-class BootstrapError(_ErrorWithAttributes):
+class BootstrapError(_AttributesError, UltraEPError):
     """A group could not be created: ranks disagree, a rank left, or a connection failed.
 
     Attributes:
@@ -101,7 +101,7 @@ class GroupClosedError(UltraEPError):
     """The group is closed, or failed in an earlier call and accepts no more."""
 
 
-class TransferError(_ErrorWithAttributes):
+class TransferError(_AttributesError, UltraEPError):
     """A call on the group failed. Filled slots are undefined; create a new group.
 
     Main weights may be changed at once: a peer that reads them discards what it has read. A peer
