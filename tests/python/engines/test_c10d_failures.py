@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def _order(group: uec.Group, weights: Any, plans: tuple[uec.Plan, ...]) -> None:
     synchronize_all([work for work in works if work is not None])
 
 
-def _call(kind: str, group: uec.Group) -> None:
+def _call(kind: str, group: uec.Group, aborted: Path) -> None:
     """Make this rank's call, in which rank 1 is the odd one."""
     rank, odd = group.rank, group.rank == ODD
     weights = make_weights(group)
@@ -103,11 +104,14 @@ def _call(kind: str, group: uec.Group) -> None:
     elif kind == "order":
         _order(group, weights, (OTHER, PLAN) if odd else (PLAN, OTHER))
     elif kind == "aborts":
+        while rank == LATE and not aborted.exists():
+            time.sleep(0.01)
+        work = uec.replicate_experts(weights, PLAN, group=group, async_op=True)
+        assert work is not None
         if odd:
-            threading.Timer(0.1, group.abort).start()
-        if rank == LATE:
-            time.sleep(0.3)
-        uec.replicate_experts(weights, PLAN, group=group)
+            group.abort()
+            aborted.touch()
+        work.wait()
     elif odd:
         group.close()
     else:
@@ -131,11 +135,11 @@ def _holdings(process_group: Any) -> Any:
     return holdings()
 
 
-def _one_is_odd(rank: int, process_group: Any, kind: str, at_once: bool) -> Any:
+def _one_is_odd(rank: int, process_group: Any, kind: str, at_once: bool, aborted: Path) -> Any:
     """Return the error of a call, what later calls and another group say, and what is left."""
     held = _holdings(process_group)
     group, other = _group(process_group), _group(process_group)
-    error = raised(partial(_call, kind, group))
+    error = raised(partial(_call, kind, group, aborted))
     later = []
     if not (at_once and rank == ODD):
         weights = make_weights(group)
@@ -172,9 +176,9 @@ def _one_is_odd(rank: int, process_group: Any, kind: str, at_once: bool) -> Any:
     ],
 )
 def test_all_ranks_get_its_error_and_other_groups_go_on(
-    ranks: RankPool, kind: str, at_once: bool, own: str, others: str
+    ranks: RankPool, tmp_path: Path, kind: str, at_once: bool, own: str, others: str
 ) -> None:
-    results = ranks.run(4, _one_is_odd, kind, at_once)
+    results = ranks.run(4, _one_is_odd, kind, at_once, tmp_path / "aborted")
     for rank, ((name, _, root, text), later, closing, wrong, left) in enumerate(results):
         told = others == "PeerGoneError" and rank != ODD and name == "TransferAbortedError"
         assert name == (own if rank == ODD else others) or told, text
