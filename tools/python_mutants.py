@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Mutants of the Python library, and the first test that kills each.
 
+pip install pytest-cov
+python -m pytest -n 2 tests --cov=ultraep_comm --cov-context=test --cov-report=
 python tools/python_mutants.py RECORD [--number 200]         # write a record, or continue it
 python tools/python_mutants.py RECORD --only-killed OLD      # mutants that OLD says were killed
 
 A mutant changes a comparison, a condition, an integer, a returned value or a call made for its
-effect. The same sources give the same sample. The tests of the changed folder run, then those of
-folders that import it, until one fails: the record has its name, "survived" or "timeout".
+effect. The same sources give the same sample. The tests that execute the changed line run, the
+smallest first and up to three of each function, until one fails: the record has its name,
+"survived" or "timeout". For a line that only other processes execute, the folder's tests run.
 
 This checkout's own files are changed and restored, as an editable install imports no others: run it
 in a git worktree that nothing else uses, with the interpreter of that worktree's environment.
@@ -18,6 +21,7 @@ import argparse
 import ast
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -28,28 +32,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ultraep_comm"
 SURVIVED, TIMEOUT = "survived", "timeout"
-# The folders of tests/python, and tests/device, that test a folder of the package; nearest first.
-FOLDERS = {
-    "plan": "plan model interop group calls engines device nn",
-    "weights": "group calls device nn engines fabrics",
-    "fabrics": "fabrics group engines",
-    "recording": "recording calls group",
-    "model": "model plan group bench",
-    "engines": "engines device group calls",
-    "group": "group calls device engines nn adapters",
-    "calls": "calls device group nn engines recording adapters",
-    "nn": "nn adapters group",
-    "interop": "interop plan",
-    "adapters": "adapters",
-    "doctor": "doctor",
-    "ops.py": "calls device nn",
-}
-TOP_LEVEL = "doctor group plan engines calls bench model"  # calibration, driver, env, ...
+LEFT_OUT = ("bench", "viz")  # what measures and draws
 OPPOSITES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 OPPOSITES |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 
@@ -114,57 +102,73 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         yield Mutant(f"{name} [{seen[name]}]", path, begin, end, new)
 
 
-def all_mutants() -> dict[str, list[Mutant]]:
-    """Return the mutants of each folder in the order of their hashes."""
-    found: dict[str, list[Mutant]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        folder = path.relative_to(PACKAGE).parts[0]
-        if folder not in ("bench", "viz"):  # what measures and draws
-            found.setdefault(folder if folder in FOLDERS else "", []).extend(mutants_of(path))
-    for own in found.values():
-        own.sort(key=lambda mutant: hashlib.sha256(mutant.name.encode()).digest())
-    return found
+def all_mutants() -> list[Mutant]:
+    """Return all mutants in the order of their hashes."""
+    paths = [p for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0] not in LEFT_OUT]
+    found = [mutant for path in paths for mutant in mutants_of(path)]
+    return sorted(found, key=lambda mutant: hashlib.sha256(mutant.name.encode()).digest())
 
 
-def choose(number: int) -> list[Mutant]:
-    """Return the first mutants of each folder, a number by its share of all; at least one."""
-    found = all_mutants()
-    share = number / sum(map(len, found.values()))
-    return [m for own in found.values() for m in own[: max(1, round(share * len(own)))]]
+class Coverage:
+    """Which tests execute a line."""
+
+    def __init__(self) -> None:
+        # Not a requirement of the tests: imported where it is used.
+        self._data: Any = importlib.import_module("coverage").CoverageData(str(ROOT / ".coverage"))
+        self._data.read()
+        self._lines: Counter[str] = Counter()  # of each test
+        for path in self._data.measured_files():
+            for contexts in self._data.contexts_by_lineno(path).values():
+                self._lines.update(contexts)
+
+    def tests_of(self, mutant: Mutant, once: str) -> list[str]:
+        """Return tests that execute a mutant's first line, or the folder's if none is known to.
+
+        ``once``, the test that once killed it, comes first if it is still there.
+        """
+        line = mutant.path.read_bytes()[: mutant.begin].count(b"\n") + 1
+        contexts = self._data.contexts_by_lineno(str(mutant.path)).get(line, [])
+        found = dict.fromkeys(
+            context.partition("|")[0]
+            for context in sorted(contexts, key=lambda context: self._lines[context])
+            if "::" in context
+        )
+        of_function: Counter[str] = Counter()
+        tests = [once] if f"{once}|run" in self._lines else []
+        for test in found:
+            of_function[test.partition("[")[0]] += 1
+            if of_function[test.partition("[")[0]] <= 3:
+                tests.append(test)
+        folder = mutant.path.relative_to(PACKAGE).parts[0]
+        return tests[:60] or [f"tests/python/{folder if (PACKAGE / folder).is_dir() else 'group'}"]
 
 
-def failing_test(tests: str, limit: float) -> str:
-    """Return the first test of a folder that fails, "survived" or "timeout"."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=60", tests]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
-        try:
-            text = process.communicate(timeout=limit)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            return TIMEOUT
-        finally:  # ranks that a failed test left behind too
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode in (0, 5) or "ERROR: not found: " in text:  # a test that is gone
-        return SURVIVED
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.M)
-    return failed[1] if failed else f"{tests}: {text.strip().splitlines()[-1]}"
-
-
-def run(mutant: Mutant, limit: float, first: str = "") -> str:
-    """Return what becomes of a mutant; ``first`` is the test that once killed it."""
-    folders = FOLDERS.get(mutant.path.relative_to(PACKAGE).parts[0], TOP_LEVEL).split()
-    places = [ROOT / "tests" / ("" if name == "device" else "python") / name for name in folders]
+def run(mutant: Mutant, tests: list[str], limit: float) -> str:
+    """Return the first of the tests that fails with a mutant, "survived" or "timeout"."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--timeout=120", *tests]
     text = mutant.path.read_bytes()
     mutant.path.write_bytes(text[: mutant.begin] + mutant.new.encode() + text[mutant.end :])
     try:
-        for tests in [*([first] if "::" in first else []), *map(str, places)]:
-            if (result := failing_test(tests, limit)) != SURVIVED:
-                return result
-        return SURVIVED
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:
+            try:
+                output = process.communicate(timeout=limit)[0].decode(errors="replace")
+            except subprocess.TimeoutExpired:
+                return TIMEOUT
+            finally:  # ranks that a failed test left behind too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     finally:
         mutant.path.write_bytes(text)
+    if process.returncode in (0, 5):
+        return SURVIVED
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
+    return failed[1] if failed else output.strip().splitlines()[-1]
 
 
 def main() -> int:
@@ -172,22 +176,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("record", type=Path)
     parser.add_argument("--number", type=int, default=200)
-    parser.add_argument("--limit", type=float, default=600, help="seconds a mutant and folder")
+    parser.add_argument("--limit", type=float, default=600, help="seconds a mutant")
     parser.add_argument("--only-killed", type=Path, metavar="OLD")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # restores the file
     record = json.loads(options.record.read_text()) if options.record.exists() else {}
-    old, chosen = {}, choose(options.number)
+    coverage, old, mutants = Coverage(), {}, all_mutants()
+    chosen = mutants[: options.number]
     if options.only_killed:
         known = json.loads(options.only_killed.read_text())
         old = {name: test for name, test in known.items() if test not in (SURVIVED, TIMEOUT)}
-        chosen = [m for own in all_mutants().values() for m in own if m.name in old]
+        chosen = [mutant for mutant in mutants if mutant.name in old]
         for name in old.keys() - {mutant.name for mutant in chosen}:
             print(f"is no longer there: {name}")
     for number, mutant in enumerate(chosen, start=1):
         if mutant.name not in record:
             begin = time.monotonic()
-            record[mutant.name] = run(mutant, options.limit, old.get(mutant.name, ""))
+            tests = coverage.tests_of(mutant, old.get(mutant.name, ""))
+            record[mutant.name] = run(mutant, tests, options.limit)
             options.record.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
             print(f"{number}/{len(chosen)}, {time.monotonic() - begin:.0f} s: {mutant.name}")
             print(f"    {record[mutant.name]}", flush=True)
