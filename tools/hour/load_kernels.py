@@ -23,19 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 def stand_in() -> Any:
     """Return a device whose driver has the kernels that are in the cubin, and runs nothing."""
     sys.path[1:1] = [str(ROOT / "tests/python/engines"), str(ROOT / "tests/python")]
-    from test_cuda_device import KERNEL, FakeDriver, device_of
+    from test_cuda_device import KERNEL, device_of, fake_driver
 
-    class Driver(FakeDriver):
-        data = b""
+    driver, loaded = fake_driver([]), bytearray()
 
-        def cuLibraryLoadData(self, data: bytes, *_: Any) -> tuple[int, int]:  # noqa: N802
-            self.data = data
-            return 0, 7
+    def load(data: bytes, *_: Any) -> tuple[int, int]:
+        loaded[:] = data
+        return 0, 7
 
-        def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, int]:  # noqa: N802
-            return (0, KERNEL) if b"\0" + name + b"\0" in self.data else (500, 0)
+    def find(library: int, name: bytes) -> tuple[int, int]:
+        return (0, KERNEL) if b"\0" + name + b"\0" in loaded else (500, 0)
 
-    device = device_of(Driver([]))
+    driver.cuLibraryLoadData, driver.cuLibraryGetKernel = load, find
+    device = device_of(driver)
     device.compute_capability, device.cuda_major = (9, 0), 13
     device._loaded = {}  # noqa: SLF001
     return device

@@ -59,6 +59,7 @@ def _rank(lab: Lab, folder: str, rank: int, num_ranks: int, answers: Any) -> Non
     fill_weights(group, weights, 1)
     dist.barrier()
     before = lab.sent_bytes(machine)
+    dist.barrier()  # else the machine's other ranks could already send
     for mode in ("push", "auto", "push"):
         clear_slots(group)
         uec.replicate_experts(weights, plan, group=group, mode=mode)

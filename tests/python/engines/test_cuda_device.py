@@ -25,9 +25,8 @@ def log() -> list[Any]:
     return []
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
-    """The part of `cuda.bindings.driver` that is used."""
+def fake_driver(log: list[Any]) -> Any:
+    """Return the part of `cuda.bindings.driver` that is used."""
     functions, streams = _core.cuda_driver_names(), itertools.count(1)
 
     def logged(line: Any, *answer: Any) -> tuple[Any, ...]:
@@ -78,6 +77,12 @@ def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
         cuGetProcAddress=find,
         cuMemHostGetDevicePointer=lambda address, flags: (flags, address + fake.moved),
     )
+    return fake
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
+    fake = fake_driver(log)
     bindings: Any = ModuleType("cuda.bindings")
     bindings.driver, bindings.__version__ = fake, "13.0.1"
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
