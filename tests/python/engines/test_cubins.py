@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cpp_build import run
 
 import ultraep_comm as uec
 from ultraep_comm import _core
@@ -104,93 +101,33 @@ def test_a_cubin_that_does_not_fit_is_refused(
     assert "x.cubin" in str(error.value)
 
 
-def elf_with_info(folder: Path, values: list[int]) -> Path:
-    """An ELF file for this machine with the table of a cubin: the host compiler makes one."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    source, made = folder / "info.cc", folder / "info.o"
-    source.write_text(
-        "int before[100] = {1};\n"
-        'extern "C" { extern const int ultraep_cubin_info[];'
-        f" const int ultraep_cubin_info[] = {{{', '.join(map(str, values))}}}; }}\n"
-    )
-    run([compiler, "-c", source, "-o", made])
-    return made
-
-
-@pytest.mark.skipif(sys.byteorder != "little", reason="cubins are little-endian")
-def test_info_is_read_from_the_symbol_table(tmp_path: Path) -> None:
-    made = elf_with_info(tmp_path, [INFO_MAGIC, 100, 12, 8, 3, 5, 100, 3, 40, 8, 16])
+def test_info_is_what_follows_the_mark(tmp_path: Path) -> None:
+    made = tmp_path / "made.cubin"
+    data = b"head" + struct.pack("<11i", INFO_MAGIC, 100, 12, 8, 3, 5, 90, 3, 40, 8, 16)
+    made.write_bytes(data + b"tail")
     assert read_info(made) == CubinInfo(
         path=made,
         version=100,
         cuda_major=12,
         cuda_minor=8,
         nvshmem=(3, 5),
-        arch=100,
+        arch=90,
         layout=(40, 8, 16),
     )
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ([INFO_MAGIC, 12], "has 8 bytes"),
-        ([1, 100, 12, 8, 3, 5, 100, 0], "begins with 0x1"),
-        ([INFO_MAGIC, 100, 12, 8, 3, 5, 100, 2, 40], "expected 0x55455032 and 40 bytes"),
-    ],
-)
-def test_a_table_of_another_form_is_refused(
-    tmp_path: Path, values: list[int], message: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        read_info(elf_with_info(tmp_path, values))
-
-
-def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
-    text = tmp_path / "text.cubin"
-    text.write_text("not a cubin")
-    for path in (text, Path(_core.__file__)):
-        with pytest.raises(UnsupportedError, match="is not a cubin of ultraep_comm"):
-            read_info(path)
+    for num_bytes, text in ((0, "is not a"), (7, "is not a"), (20, "is cut"), (47, "is cut")):
+        made.write_bytes(data[:num_bytes])
+        with pytest.raises(UnsupportedError, match=f"made.cubin {text}.*; build them"):
+            read_info(made)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", [90, 100])
 def test_built_cubins_say_what_they_are(cubins: Path, arch: int) -> None:
-    info = read_info(cubins / f"ultraep_comm-sm_{arch}.cubin")
+    path = cubins / f"ultraep_comm-sm_{arch}.cubin"
+    assert path.read_bytes().count(struct.pack("<i", INFO_MAGIC)) == 1
+    info = read_info(path)
     assert info.arch == arch
     assert info.version == _core.CUDA_KERNELS_VERSION
     assert info.cuda_major >= 12
     assert info.nvshmem >= (3, 4)
     check_info(info, cuda_major=info.cuda_major, nvshmem=info.nvshmem)
-
-
-@pytest.mark.timeout(600)
-def test_a_cubin_of_another_cuda_is_refused(cubins: Path, tmp_path: Path) -> None:
-    original = cubins / "ultraep_comm-sm_90.cubin"
-    info = read_info(original)
-    other = tmp_path / original.name
-    head = struct.pack("<2i", INFO_MAGIC, info.version)
-    data = original.read_bytes()
-    assert data.count(head + struct.pack("<i", info.cuda_major)) == 1
-    other.write_bytes(
-        data.replace(
-            head + struct.pack("<i", info.cuda_major),
-            head + struct.pack("<i", info.cuda_major - 1),
-        )
-    )
-    patched = read_info(other)
-    assert patched == replace(info, path=other, cuda_major=info.cuda_major - 1)
-    with pytest.raises(UnsupportedError, match=f"this installation has CUDA {info.cuda_major}"):
-        check_info(patched, cuda_major=info.cuda_major)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_bytes", [0, 10, 100, 5000, 100_000])
-def test_a_truncated_cubin_is_refused(cubins: Path, tmp_path: Path, num_bytes: int) -> None:
-    part = tmp_path / "part.cubin"
-    part.write_bytes((cubins / "ultraep_comm-sm_90.cubin").read_bytes()[:num_bytes])
-    with pytest.raises(UnsupportedError):
-        read_info(part)

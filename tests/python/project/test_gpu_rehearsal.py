@@ -49,8 +49,8 @@ def planted(folder: Path, file: str, right: str, wrong: str) -> Iterator[None]:
 FAULTS = {
     "pyelftools": (
         "ultraep_comm/engines/cuda/kernels.py",
-        "    try:\n        data = read_symbol(",
-        "    import elftools\n    try:\n        data = read_symbol(",
+        "    data = path.read_bytes()",
+        "    import elftools\n    data = path.read_bytes()",
         ["build"],
         "No module named 'elftools'",
     ),

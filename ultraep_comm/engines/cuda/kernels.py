@@ -1,7 +1,7 @@
 """Device kernels: finds a device's cubin, checks it against this installation, and loads it.
 
-A cubin is named ``ultraep_comm-sm_90.cubin``; its symbol ``ultraep_cubin_info`` has the versions it
-was built with. Reading that needs no GPU, no driver and no NVSHMEM.
+A cubin is named ``ultraep_comm-sm_90.cubin``, and has the versions it was built with behind a mark.
+Reading that needs no GPU, no driver and no NVSHMEM.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultraep_comm import _core, env
-from ultraep_comm.engines.cuda.elf import read_symbol
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from ultraep_comm.engines.cuda.device import Device, Kernels
     from ultraep_comm.plan.topology import Topology
 
-INFO_SYMBOL = "ultraep_cubin_info"
-INFO_MAGIC = 0x55455032
+INFO_MAGIC = 0x55455032  # once in a cubin
 # Magic, this library's version, CUDA major and minor, NVSHMEM major and minor, architecture, number
 # of layout entries.
 INFO_HEADER = struct.Struct("<8i")
@@ -101,23 +99,16 @@ def read_info(path: Path) -> CubinInfo:
     Raises:
         UnsupportedError: the file is not a cubin of this library.
     """
-    wrong = f"{path} is not a cubin of ultraep_comm"
+    data = path.read_bytes()
+    at = data.find(struct.pack("<i", INFO_MAGIC))
+    if at < 0:
+        raise UnsupportedError(f"{path} is not a cubin of ultraep_comm; {BUILD_HINT}")
     try:
-        data = read_symbol(path.read_bytes(), INFO_SYMBOL)
-    except ValueError as error:
-        raise UnsupportedError(f"{wrong}: {error}; {BUILD_HINT}") from error
-    if data is None:
-        raise UnsupportedError(f"{wrong}: it has no {INFO_SYMBOL}; {BUILD_HINT}")
-    if len(data) < INFO_HEADER.size:
-        raise UnsupportedError(f"{wrong}: {INFO_SYMBOL} has {len(data)} bytes; {BUILD_HINT}")
-    header = INFO_HEADER.unpack_from(data)
-    magic, version, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, num_layout = header
-    expected_bytes = INFO_HEADER.size + 4 * num_layout
-    if magic != INFO_MAGIC or len(data) != expected_bytes:
-        raise UnsupportedError(
-            f"{wrong} of this version: {INFO_SYMBOL} begins with {magic:#x} and has {len(data)}"
-            f" bytes, expected {INFO_MAGIC:#x} and {expected_bytes} bytes; {BUILD_HINT}"
-        )
+        header = INFO_HEADER.unpack_from(data, at)
+        layout = struct.unpack_from(f"<{header[-1]}i", data, at + INFO_HEADER.size)
+    except struct.error as error:
+        raise UnsupportedError(f"{path} is cut off: {error}; {BUILD_HINT}") from error
+    _, version, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, _ = header
     return CubinInfo(
         path=path,
         version=version,
@@ -125,7 +116,7 @@ def read_info(path: Path) -> CubinInfo:
         cuda_minor=cuda_minor,
         nvshmem=(nvshmem_major, nvshmem_minor),
         arch=arch,
-        layout=struct.unpack_from(f"<{num_layout}i", data, INFO_HEADER.size),
+        layout=layout,
     )
 
 
