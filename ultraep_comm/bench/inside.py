@@ -37,8 +37,7 @@ def launch_counts(group: Group) -> tuple[int, int]:
     """Return the numbers of kernels and copies that one rank has enqueued so far."""
     engine = session_of(group).engine
     assert isinstance(engine, CudaEngine)
-    shared, own = engine.launch_counts, engine.stage_launches
-    return shared[0] + own[0], shared[1] + own[1]
+    return engine.launch_counts
 
 
 # ---- memory -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ranks import close_all, expert_bytes, fill_weights, raw, start_all, synchro
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines.cuda import make
-from ultraep_comm.engines.cuda.virtual import allocate
+from ultraep_comm.engines.cuda.virtual import compose
 
 E, S = 4, 2
 EXPERT = {"w": Segment((300, 7), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -67,7 +67,7 @@ def test_layers_share_the_slots_of_a_bank(emulated: EmulatedDevice) -> None:
 def test_refusals_are_typed(monkeypatch: pytest.MonkeyPatch, emulated: EmulatedDevice) -> None:
     driver = emulated.bindings
     with monkeypatch.context() as patched:  # one allocation for all, as other fabrics make it
-        patched.setattr(make, "allocate", lambda device, size, *_: allocate(device, size, [], []))
+        patched.setattr(make, "compose", lambda device, size, _: compose(device, size, []))
         groups = _groups()
     layer = [group.banks[0].empty_instances() for group in groups]
     why = r"slots lie \d+ bytes into an allocation of \d+ bytes.* a bank for each layer"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
 import torch
 
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Objective, Setup
-from ultraep_comm.engines.cuda import virtual
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import check_residency
 from ultraep_comm.engines.cuda.stages import CORE_ERRORS, CudaStages, raise_typed, translated
+from ultraep_comm.engines.cuda.virtual import compose
 from ultraep_comm.fabrics import Place, SharedRegion
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import IntArray, Topology
@@ -78,7 +76,10 @@ class CudaEngine(CudaStages):
 
     Args:
         device, kernels, topology, rank, setup: as for `CudaStages`.
-        shared, peers: as for :meth:`start`.
+        shared: launches calls.
+        pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
+        far: 1 for each rank reached by puts and signals; empty: none is.
+        staging: symmetric memory for puts; None: no rank is far.
     """
 
     wait_blocks = False
@@ -91,26 +92,11 @@ class CudaEngine(CudaStages):
         rank: int,
         setup: Setup,
         shared: SharedLauncher,
-        **peers: Any,
-    ) -> None:
-        super().__init__(device, kernels, topology, rank, setup)
-        self.start(shared, **peers)
-
-    def start(
-        self,
-        shared: SharedLauncher,
         pes: Sequence[int] = (),
         far: Sequence[int] = (),
         staging: torch.Tensor | None = None,
     ) -> None:
-        """Create the core's engine.
-
-        Args:
-            shared: launches calls.
-            pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
-            far: 1 for each rank reached by puts and signals; empty: none is.
-            staging: symmetric memory for puts; None: no rank is far.
-        """
+        super().__init__(device, kernels, topology, rank, setup)
         self._shared = shared
         self.plans_at_once = shared.plans
         self._current_stream = shared.device.current_stream
@@ -139,7 +125,7 @@ class CudaEngine(CudaStages):
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
     ) -> SharedRegion:
         """Return new memory in which slots appear once more; peers cannot address it."""
-        return virtual.map_alias(self._device, num_bytes, places)
+        return SharedRegion(bases=[], local=compose(self._device, num_bytes, places))
 
     def transfer(self, call: _core.TransferCall, bound: Binding) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or a reduction on the current stream, or ordered after it.
@@ -216,8 +202,13 @@ class CudaEngine(CudaStages):
 
     @property
     def launch_counts(self) -> tuple[int, int]:
-        """Return the numbers of kernels and of copies to the device, for all of its ranks."""
-        return self._shared.launcher.counts
+        """Return the numbers of kernels and of copies to the device: this rank's stages, all calls.
+
+        Ranks that share a launcher count the calls of all of them.
+        """
+        kernels, copies = self._shared.launcher.counts
+        own_kernels, own_copies = self._stages.counts
+        return kernels + own_kernels, copies + own_copies
 
     @property
     def bytes_stored(self) -> int:

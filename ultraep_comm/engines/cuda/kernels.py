@@ -216,6 +216,12 @@ def find_kernels(
     transfer_bytes = _core.cuda_shared_bytes(config, device.max_shared_bytes)
     load_bytes = _core.cuda_load_shared_bytes(num_ranks, num_experts)
     plan = kernels.handle("ultraep_load_plan", plan_bytes(plan_warps)) if plan_warps else 0
+    reduce_bytes = _core.cuda_reduce_shared_bytes(config)
+    if adds and reduce_bytes > device.max_shared_bytes:
+        raise UnsupportedError(
+            f"a block that reduces gradients needs {reduce_bytes} bytes of shared memory, but this"
+            f" device has {device.max_shared_bytes}; use fewer ranks or slots_per_rank"
+        )
     return {
         "kernel": kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
         "bank_kernel": kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
@@ -223,7 +229,7 @@ def find_kernels(
         "load": kernels.handle(f"ultraep_load{suffix}", load_bytes),
         "load_plan": plan,
         "plan_warps": plan_warps,
-        "reduce": kernels.handle(REDUCE, reduce_bytes(config, device)) if adds else 0,
+        "reduce": kernels.handle(REDUCE, reduce_bytes) if adds else 0,
     }
 
 
@@ -244,21 +250,6 @@ def choose_plan_warps(
 ) -> int:
     """Return the warps per block of a plan kernel: as many as fit in shared memory, or 0."""
     return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
-
-
-def reduce_bytes(config: _core.EngineConfig, device: Device) -> int:
-    """Return the shared memory of a block of the reduce kernel.
-
-    Raises:
-        UnsupportedError: the device has less.
-    """
-    needed = _core.cuda_reduce_shared_bytes(config)
-    if needed > device.max_shared_bytes:
-        raise UnsupportedError(
-            f"a block that reduces gradients needs {needed} bytes of shared memory, but this device"
-            f" has {device.max_shared_bytes}; use fewer ranks or slots_per_rank"
-        )
-    return needed
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:

@@ -23,10 +23,10 @@ from ultraep_comm.engines.cuda.kernels import (
     load_kernels,
 )
 from ultraep_comm.engines.cuda.reach import clique_number, warn_of_split_cliques, warn_of_versions
-from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, allocate
+from ultraep_comm.engines.cuda.virtual import PAGE_BYTES, compose, pages
 from ultraep_comm.engines.options import Options, allowed_backends
 from ultraep_comm.errors import BootstrapError, PeerGoneError, UnsupportedError
-from ultraep_comm.fabrics import Fabric
+from ultraep_comm.fabrics import Fabric, Place
 from ultraep_comm.fabrics.loopback import make_loopback_fabrics
 from ultraep_comm.fabrics.nvshmem import NvshmemFabric, OtherPesError, Runtime, find_runtime, join
 from ultraep_comm.fabrics.rendezvous import DEFAULT_TIMEOUT, Rendezvous, check_same_arguments
@@ -391,8 +391,9 @@ def make_loopback_engines(
         held = [*options.segments.values()] * options.banks
         held += [*options.grads.values()] * options.grad_banks
         offsets = [*layout.slot_offset, *layout.grad_offset]
-        sizes = [topology.slots_per_rank * segment.nbytes for segment in held]
-        return allocate(device, num_bytes, offsets, sizes)
+        sizes = [pages(topology.slots_per_rank * segment.nbytes) for segment in held]
+        places = [Place(at, 0, size) for at, size in zip(offsets, sizes, strict=True)]
+        return compose(device, num_bytes, places)
 
     fabrics = make_loopback_fabrics(num_ranks, allocate_for_rank)
     return [

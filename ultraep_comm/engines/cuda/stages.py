@@ -114,11 +114,6 @@ class CudaStages(Engine):
         self._counts_overruns = False
         self._reserve(MIN_RUNS, "")
 
-    @property
-    def stage_launches(self) -> tuple[int, int]:
-        """Return the numbers of the stages' kernels and copies to the device so far."""
-        return self._stages.counts
-
     # ---- devices --------------------------------------------------------------------------
 
     def is_on_device(self, value: object) -> bool:

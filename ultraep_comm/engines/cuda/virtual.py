@@ -14,7 +14,7 @@ import torch
 
 from ultraep_comm.engines.cuda.device import Device, Owner, checked
 from ultraep_comm.errors import DeviceError, OutOfSharedMemoryError, UnsupportedError
-from ultraep_comm.fabrics import Place, SharedRegion
+from ultraep_comm.fabrics import Place
 
 PAGE_BYTES = 2 << 20  # of device memory that is mapped together
 
@@ -27,41 +27,26 @@ def _free(device: Device, start: int, num_bytes: int, mapped: list[tuple[int, in
     device.bindings.cuMemAddressFree(start, num_bytes)
 
 
-def allocate(
-    device: Device, num_bytes: int, offsets: Sequence[int], sizes: Sequence[int]
-) -> torch.Tensor:
-    """Return zeroed memory, uint8, that :func:`map_alias` can show parts of.
-
-    Args:
-        device: where it is.
-        num_bytes: of it.
-        offsets: of these parts, in ascending order, whole pages.
-        sizes: of them; what lies between them is never shown again.
-
-    Raises:
-        OutOfSharedMemoryError: the device has too little memory.
-    """
-    parts = [Place(at, 0, pages(size)) for at, size in zip(offsets, sizes, strict=True)]
-    return _compose(device, num_bytes, parts)
-
-
-def map_alias(device: Device, num_bytes: int, places: Sequence[Place]) -> SharedRegion:
-    """Return new memory in which other memory of the device appears at some places.
-
-    Raises:
-        UnsupportedError: that memory can be mapped only once.
-        OutOfSharedMemoryError: the device has too little memory for the rest.
-    """
-    return SharedRegion(bases=[], local=_compose(device, num_bytes, places))
-
-
 def pages(num_bytes: int) -> int:
     """Return the bytes of whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.Tensor:
-    """Map allocations side by side: new ones at places without an address, and between places."""
+def compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.Tensor:
+    """Map allocations side by side: new ones at places without an address, and between places.
+
+    Args:
+        device: where they are.
+        num_bytes: of all of it.
+        places: in ascending order, whole pages; only these can be places of other memory in turn.
+
+    Returns:
+        uint8; what is new is zeroed.
+
+    Raises:
+        UnsupportedError: the memory of a place can be mapped only once.
+        OutOfSharedMemoryError: the device has too little memory for the rest.
+    """
     driver = device.bindings
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
