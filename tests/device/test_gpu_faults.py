@@ -6,6 +6,7 @@ that the test itself is right.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -74,7 +75,10 @@ def test_a_rank_that_never_calls_is_named(engine: str) -> None:
     for error in found:
         assert isinstance(error, errors.TransferTimeoutError | errors.TransferAbortedError)
     assert 1 in [_root(error) for error in found]
-    assert any("rank 1" in str(error) for error in found)
+    (text, *_) = (str(e) for e in found if isinstance(e, errors.TransferTimeoutError))
+    assert "Look at rank 1 first" in text
+    if engine != "host":  # which reads what the peers have written
+        assert re.search(r"rank 1: waited for by rank [02]", text)
     ranks.groups[1].abort()
     for group in ranks.groups:
         raised(group.close)
@@ -201,9 +205,23 @@ def test_a_failure_that_nobody_waited_for_surfaces_in_close(engine: str) -> None
     plan = _ring(ranks)
     works = [_start(ranks, r, plan, mode="direct" if r == 1 else "push") for r in range(3)]
     assert len(works) == 3
+    for group in ranks.groups:  # which does not consume the error
+        while not group.health().last_error:
+            time.sleep(0.01)
+        assert group.health().state == "failed"
     found = loopback(3, lambda r: raised(ranks.groups[r].close))
     assert any(isinstance(error, errors.PlanMismatchError) for error in found), found
     assert all(isinstance(error, errors.TransferError) for error in found), found
+
+
+def test_close_tells_of_another_last_call(engine: str) -> None:
+    """Where nothing was to be moved, nobody has asked before."""
+    ranks = _ranks(engine, num_ranks=2)
+    nothing = ranks.plan([[-1, -1]] * 2)
+    for work in [_start(ranks, r, nothing, segments=["s"] if r else None) for r in range(2)]:
+        work.synchronize()
+    found = loopback(2, lambda r: raised(ranks.groups[r].close))
+    assert any("the last call of rank" in str(error) for error in found), found
 
 
 def test_a_failure_leaves_other_groups_alone(engine: str) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.driver import Links
-from ultraep_comm.engines.cuda.kernels import NOTICE
 from ultraep_comm.fabrics.nvshmem import Heap
 
 NOT_READY = 600
@@ -75,6 +73,10 @@ def _method(name: str) -> str:
     return "_driver" + re.sub("([A-Z])", r"_\1", name[2:]).lower()
 
 
+def _succeed(*_: object) -> int:
+    return 0
+
+
 class FakeKernels:
     library = 1
     nvshmem = (3, 4)
@@ -117,15 +119,13 @@ class FakeDevice:
         self.complete = True  # events complete as they are recorded
         self.capturing = 0
         self.launch_result = 0
-        self.on_launch: Callable[[str, list[int]], None] | None = None
         self.blocks_per_sm: dict[str, int] = {}  # by kernel, if not 1
         self.synchronized = 0  # waits for the whole device
         self.memory: list[torch.Tensor] = []
-        self.pages: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []  # of empty()
         self._events = 0
         self._functions = [
-            ctypes.CFUNCTYPE(_RESULT, *arguments)(getattr(self, _method(name)))
+            ctypes.CFUNCTYPE(_RESULT, *arguments)(getattr(self, _method(name), _succeed))
             for name, arguments in _ARGUMENTS.items()
         ]
         addresses = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self._functions)
@@ -138,8 +138,7 @@ class FakeDevice:
         return self.memory[-1]
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        self.pages.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        return self.pages[-1]
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
         memory = (ctypes.c_uint8 * num_bytes).from_address(address)
@@ -189,33 +188,7 @@ class FakeDevice:
         """Return the names of the kernels launched so far."""
         return [self.kernels.names[h] for what, h, _ in self.log if what == "launch"]
 
-    def launcher_page(self) -> torch.Tensor:
-        """Return the page-locked memory of the latest launcher; that of stages is small."""
-        return [page for page in self.pages if page.numel() > _core.cuda_stage_faults_bytes()][-1]
-
-    def fail(self, index: int, epoch: int, fault: int, *, root: int = -1) -> None:
-        """Fail the call of a launch's ``index``-th rank."""
-        layout = _core.cuda_layout()
-        status_bytes = -(-layout[3] // 128) * 128
-        at = self.launcher_page()[index * status_bytes :].numpy()
-        report = layout[4]
-        struct.pack_into("<i", at, report, fault)
-        struct.pack_into("<i", at, report + layout[7], root)
-        struct.pack_into("<Q", at, report + layout[7] + 4, epoch)
-        struct.pack_into("<Q", at, 0, epoch)
-
     # ---- the driver
-
-    def _driver_ctx_push_current(self, context: int) -> int:
-        return 0
-
-    def _driver_ctx_synchronize(self) -> int:
-        return 0
-
-    _driver_ctx_pop_current = _driver_event_destroy = _driver_ctx_push_current
-
-    def _driver_stream_synchronize(self, stream: int) -> int:
-        return 0
 
     def _driver_memcpy_hto_d(self, to: int, source: int, num_bytes: int) -> int:
         ctypes.memmove(to, source, num_bytes)
@@ -259,9 +232,6 @@ class FakeDevice:
         capture[0] = 9
         return 0
 
-    def _driver_thread_exchange_stream_capture_mode(self, mode: Any) -> int:
-        return 0
-
     def _driver_occupancy_max_active_blocks_per_multiprocessor(
         self, blocks: Any, kernel: int, threads: int, shared_bytes: int
     ) -> int:
@@ -280,14 +250,9 @@ class FakeDevice:
     def _launch(self, kernel: int, *rest: Any) -> int:
         if self.launch_result:
             return self.launch_result
-        grid_x, grid_y, stream, arguments = rest[0], rest[1], rest[7], rest[8]
-        name = self.kernels.names[kernel]
+        grid_x, grid_y, stream = rest[0], rest[1], rest[7]
         self.log.append(("launch", kernel, stream))
         self.grids.append((grid_x, grid_y))
-        words = 2 if name == NOTICE else 0
-        values = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(words)]
-        if self.on_launch is not None:
-            self.on_launch(name, values)
         return 0
 
     def _driver_get_error_name(self, result: int, name: Any) -> int:

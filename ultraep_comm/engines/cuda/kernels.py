@@ -168,8 +168,6 @@ DEFAULT_NUM_SMS = 64
 # for all. docs/engines.md has what fewer and more cost.
 BACKGROUND_NUM_SMS = 24
 PLAN_WARPS = 16  # at most; each runs its own probes, so two rounds suffice. Not measured
-NOTICE = "ultraep_replicate_notice"
-REDUCE = "ultraep_reduce"
 
 
 def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
@@ -225,11 +223,11 @@ def find_kernels(
     return {
         "kernel": kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
         "bank_kernel": kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
-        "notice": kernels.handle(NOTICE, 0),
+        "notice": kernels.handle("ultraep_replicate_notice", 0),
         "load": kernels.handle(f"ultraep_load{suffix}", load_bytes),
         "load_plan": plan,
         "plan_warps": plan_warps,
-        "reduce": kernels.handle(REDUCE, reduce_bytes) if adds else 0,
+        "reduce": kernels.handle("ultraep_reduce", reduce_bytes) if adds else 0,
     }
 
 
