@@ -353,6 +353,7 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
         on_host = uec.plan_replicas(found[0][0].cpu().clone(), group=layer.groups[0])
         # More ids than the working memory holds, and not those of the load.
         many = [layer.put(torch.zeros(70_000, 1, dtype=torch.int64)) for _ in layer.groups]
+        rows = layer.put(torch.ones(70_000, 5, dtype=torch.bool))
 
         def replicate(own: list[Any], plan: uec.Plan, **options: Any) -> Call:
             return lambda r: uec.replicate_experts(
@@ -375,7 +376,16 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
             (replicate(layer.bind(weights), plan, mode="x"), errors.InvalidArgumentError, "'x'"),
             (reroute(layer.ids, on_host), errors.UnsupportedError, "topk_ids has to be copied"),
             (reroute(cpu_ids, plan), errors.UnsupportedError, "the plan has to be copied"),
-            (reroute(many, plan), errors.UnsupportedError, "more working memory"),
+            (
+                reroute(many, plan),
+                errors.UnsupportedError,
+                "call reroute(topk_ids, plan, group=group) with 70000 ids once before",
+            ),
+            (
+                lambda r: uec.reroute_map(rows, None, plan, group=layer.groups[r]),
+                errors.UnsupportedError,
+                "call reroute_map(routing_map, probs, plan, group=group) with 70000 tokens once",
+            ),
             (lambda r: bound[r].update(weights[r]), errors.UnsupportedError, "before the replay"),
         ]
         for call, kind, text in cases:

@@ -96,98 +96,30 @@ def test_captures_order_their_own_streams_and_no_others(device: EmulatedDevice) 
     case.close()
 
 
-def test_what_cannot_be_captured_says_what_to_do(device: EmulatedDevice) -> None:
-    case = Case(0, num_ranks=2, num_experts=4, slots=1)
-    load = torch.full((2, 4), 100, dtype=torch.int32)
-    there, here = device.put(load), uec.plan_replicas(load, group=case.group)
-    ids = case.ids(load)
-    ids_there, routing = device.put(ids), device.put(torch.ones(400, 4, dtype=torch.bool))
-    device.begin_capture()
-    plan = uec.plan_replicas(there, group=case.group)
-    match = rf"call reroute\(topk_ids, plan, group=group\) with {ids.numel()} ids once before"
-    with pytest.raises(errors.UnsupportedError, match=match):
-        uec.reroute(ids_there, plan, group=case.group)
-    with pytest.raises(errors.UnsupportedError, match=r"reroute_map\(.* with 400 tokens once"):
-        uec.reroute_map(routing, None, plan, group=case.group)
-    with pytest.raises(errors.UnsupportedError, match="topk_ids has to be copied"):
-        uec.reroute(ids_there, here, group=case.group)
-    with pytest.raises(errors.UnsupportedError, match="the plan has to be copied"):
-        uec.reroute(ids, plan, group=case.group)
-    device.end_capture()
-    case.close()
-
-
 # ---- operators ----------------------------------------------------------------------------------
 
 
 def test_operators_stay_on_the_device(device: EmulatedDevice) -> None:
-    case = Case(3, num_ranks=3, num_experts=8, slots=2)
-    load = case.load(9)
-    t = case.group.topology
-    made = torch.ops.ultraep_comm.plan_replicas(
-        device.put(load), t.num_ranks, t.num_experts, t.slots_per_rank, 1.01, [], case.group.name
-    )
-    plan = uec.plan_replicas(device.put(load), group=case.group)
-    # A graph may write to what an operator has returned.
-    assert made[3].data_ptr() != plan.home.data_ptr()
-    assert made[4].data_ptr() != plan.domains.data_ptr()  # type: ignore[union-attr]
-    in_bank = torch.ops.ultraep_comm.plan_replicas_in_bank(
-        device.put(load),
-        *(t.num_ranks, t.num_experts, t.slots_per_rank, 1.01, []),
-        *(traced.ORDER, 0, case.group.name),
-    )
+    """A graph may write to what an operator has returned."""
+    case, operators = Case(3, num_ranks=3, num_experts=8, slots=2), torch.ops.ultraep_comm
+    load, name = device.put(case.load(9)), case.group.name
+    plan = uec.plan_replicas(load, group=case.group)
+    own = (plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains)
+    sizes = (3, 8, 2, 1.01, [])
+    made = operators.plan_replicas(load, *sizes, name)
+    *in_bank, to_fill = operators.plan_replicas_in_bank(load, *sizes, traced.ORDER, 0, name)
+    ids = device.put(torch.zeros(2, 1, dtype=torch.int64) - 1)
+    fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load)
+    assert device.is_on_device(operators.reroute(ids, *fields, name))
     device.synchronize()
-    assert all(map(device.is_on_device, in_bank))
-    for tensor, constant in zip(in_bank[3:5], (plan.home, plan.domains), strict=True):
-        assert torch.equal(tensor, constant)
-        assert tensor.data_ptr() != constant.data_ptr()
-    assert torch.equal(in_bank[5], in_bank[0] >= 0)
-    slot_expert, slot_quota, home_quota, home, _ = made
-    ids, routing = case.ids(load), case.map(load)
-    fields = (slot_expert, home, slot_quota, home_quota, device.put(load), case.group.name)
-    out = torch.ops.ultraep_comm.reroute(device.put(ids), *fields)
-    assert device.is_on_device(out)
-    width = t.num_ranks * t.instances_per_rank
-    physical, found = torch.ops.ultraep_comm.reroute_map(
-        device.put(routing), None, *fields[:-1], width, case.group.name
-    )
-    assert physical.numel() == 0
-    device.synchronize()
-    here = uec.plan_replicas(load, group=case.group)
-    assert torch.equal(out, uec.reroute(ids, here, group=case.group))
-    assert torch.equal(found, uec.reroute_map(routing, None, here, group=case.group)[0])
+    for tensors in (made, in_bank):
+        assert all(map(device.is_on_device, tensors))
+        for tensor, eager in zip(tensors, own, strict=True):
+            assert torch.equal(tensor, eager)
+            assert tensor.data_ptr() != eager.data_ptr()  # type: ignore[union-attr]
+    assert torch.equal(to_fill, in_bank[0] >= 0)
+    case.group.abort()  # the ids are not those of the load
     case.close()
-
-
-def test_fake_operators_give_tensors_where_their_inputs_are() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    where = torch.device("cuda", 0)
-    with FakeTensorMode():
-        load = torch.empty(3, 8, dtype=torch.int32, device=where)
-        order = torch.empty(1, dtype=torch.int64)
-        topk_ids = torch.empty(5, 2, dtype=torch.int64, device=where)
-        gathered = torch.ops.ultraep_comm.gather_load(topk_ids, 3, 8, order, "no group")
-        assert gathered.device == where
-        made = torch.ops.ultraep_comm.plan_replicas(load, 3, 8, 2, 1.01, [], "no group")
-        assert [t.device for t in made] == [where] * 5
-        made_in_bank = torch.ops.ultraep_comm.plan_replicas_in_bank(
-            load, 3, 8, 2, 1.01, [], order, 0, "no group"
-        )
-        assert [t.device for t in made_in_bank] == [where] * 6
-        assert made_in_bank[5].dtype == torch.bool
-        slot_expert, slot_quota, home_quota, home, _ = made
-        fields = (slot_expert, home, slot_quota, home_quota, load)
-        ids = torch.empty(5, 2, dtype=torch.int64, device=where)
-        assert torch.ops.ultraep_comm.reroute(ids, *fields, "no group").device == where
-        routing = torch.empty(5, 8, dtype=torch.bool, device=where)
-        probs = torch.empty(5, 8, device=where)
-        moved = torch.ops.ultraep_comm.reroute_map(routing, probs, *fields, 15, "no group")
-        assert [t.device for t in moved] == [where] * 2
-        grad = torch.ops.ultraep_comm.reroute_map_backward(
-            torch.empty(5, 15, device=where), routing, *fields, "no group"
-        )
-        assert grad.device == where
 
 
 def test_traced_calls_copy_nothing_to_the_cpu() -> None:
@@ -210,14 +142,21 @@ def test_traced_calls_copy_nothing_to_the_cpu() -> None:
         2, num_experts=8, slots_per_rank=2, expert=EXPERT, num_sms=1
     )
     where = torch.device("cuda", 0)
-    with FakeTensorMode(), Devices() as devices:
+    with FakeTensorMode(allow_non_fake_inputs=True), Devices() as devices:
         devices.seen = []
-        load = torch.empty(2, 8, dtype=torch.int32, device=where)
-        plan = traced.plan_replicas(load, group, 1.01, None)
         ids = torch.empty(5, 2, dtype=torch.int64, device=where)
+        load = traced.gather_load(ids, "topk_ids", group)
+        plan = traced.plan_replicas(load, group, 1.01, None, reuse=True)
+        assert plan.slots_to_fill is not None
+        assert plan.slots_to_fill.dtype == torch.bool
+        plan = traced.plan_replicas(load, group, 1.01, None)
         traced.reroute(ids, plan, group)
         routing = torch.empty(5, 8, dtype=torch.bool, device=where)
-        traced.reroute_map(routing, torch.empty(5, 8, device=where), plan, group)
+        probs = torch.empty(5, 8, device=where)
+        traced.reroute_map(routing, probs, plan, group)
+        torch.ops.ultraep_comm.reroute_map_backward(
+            torch.empty(5, 12, device=where), routing, *traced.fields_of(plan), group.name
+        )
     assert any("ultraep_comm.reroute_map" in name for name, _ in devices.seen)
     assert {device for _, device in devices.seen} == {where}
     for each in (group, *others):
