@@ -156,6 +156,9 @@ class Ranks:
         options |= {"num_experts": num_experts, "slots_per_rank": slots, "expert": expert}
         if engine == "processes":
             self.groups = [uec.new_group(group_here(num_ranks), engine="host", **options)]
+        elif engine in ("shm", "nvshmem", "torch"):  # a fabric: each rank has a process
+            made = "host" if engine == "shm" else "cuda"
+            self.groups = [uec.new_group(engine=made, fabric=engine, **options)]
         else:
             options["engine"] = "cuda" if engine == "emulated" else engine
             self.groups = uec.testing.new_loopback_groups(num_ranks, **options)
@@ -195,7 +198,7 @@ class Ranks:
 
     def finish(self) -> None:
         """Wait for the device, if there is one."""
-        if self.engine in ("cuda", "emulated"):
+        if self.engine in ("cuda", "emulated", "nvshmem", "torch"):
             device.find_device().synchronize()
 
     def hold(self) -> None:

@@ -9,6 +9,7 @@ work here, which is only so while no group has been made; else with 1.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -16,20 +17,21 @@ import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from loopback_ranks import Rank, hard_slots, load_of, random_slots
+from loopback_ranks import Ranks, load_of, put_plan
 from ranks import raised
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.bench.payload import SENTINEL, Payload
 
 REFUSED, MADE = 77, "a group was made"
 SIZES = {"w13": 200_003, "w2": 65_536, "bias": 1}
 EXPERTS, SLOTS = 6, 2
+MODES = ("push", "pull", "direct", "auto")
 GRACE = 30.0  # seconds for the other ranks, once one has failed
 _made: list[str] = []  # groups of this process
 
@@ -51,68 +53,53 @@ def outcome(statuses: Sequence[int | None]) -> int:
     return REFUSED if REFUSED in ended else int(None in statuses)
 
 
-def make_group(fabric: str, **options: float) -> uec.Group:
-    group = uec.new_group(
-        num_experts=EXPERTS,
-        slots_per_rank=SLOTS,
-        expert={name: ((size,), torch.uint8) for name, size in SIZES.items()},
-        engine="host" if fabric == "shm" else "cuda",
-        fabric=fabric,
-        **{"timeout": 60.0, **options},  # type: ignore[arg-type]
-    )
-    _made.append(group.name)
+def make_ranks(fabric: str, **options: Any) -> Ranks:
+    options = {"num_experts": EXPERTS, "slots": SLOTS, "timeout": 60.0, **options}
+    ranks = Ranks(fabric, dist.get_world_size(), SIZES, **options)
+    _made.append(ranks.groups[0].name)
     print(MADE, flush=True)
-    return group
-
-
-def plans(group: uec.Group) -> list[uec.Plan]:
-    home = group.topology.home.tolist()
-    shape = group.num_ranks, EXPERTS, SLOTS
-    rows = [*hard_slots(*shape, home), *(random_slots(seed, *shape, home) for seed in range(4))]
-    return [uec.Plan.from_slots(slots, num_experts=EXPERTS) for slots in rows]
+    return ranks
 
 
 def every_mode(fabric: str) -> None:
-    """All plans in all modes; the barriers are there only because slots are cleared."""
-    with make_group(fabric) as group:
-        rank, weights, epoch = Rank(group, Payload(1, SIZES)), group.empty_weights(), 0
-        for plan in plans(group):
-            for mode in ("push", "pull", "direct", "auto"):
-                epoch += 1
-                rank.fill(weights, epoch)
-                rank.slots().fill_(SENTINEL)
-                uec.replicate_experts(weights, plan, group=group, mode=mode)
-                wrong = int((rank.slots().cpu().numpy() != rank.expected(plan, epoch, None)).sum())
-                assert wrong == 0, (group.rank, mode, plan.slot_expert.tolist(), wrong)
-        ids = torch.tensor([[group.rank % EXPERTS, 0]], device=group.device)
-        load = uec.gather_load(ids, group=group)
-        assert load.sum(dim=1).tolist() == [2] * group.num_ranks
-    print(f"rank {dist.get_rank()}: {epoch} calls, every byte right", flush=True)
+    """All plans in all modes, from the CPU and from the device."""
+    with make_ranks(fabric) as ranks:
+        weights, (group,) = ranks.shared(), ranks.groups
+        for plan, mode in itertools.product(ranks.plans(range(4)), MODES):
+            for given in (plan, put_plan(group, plan)):
+                ranks.fill(weights)
+                ranks.call(weights, given, mode=mode)
+                wrong = ranks.wrong(plan)
+                assert wrong == [0], (group.rank, mode, plan.slot_expert.tolist(), wrong)
+    print(f"rank {dist.get_rank()}: {ranks.epoch} calls, every byte right", flush=True)
+
+
+def on_device(fabric: str) -> None:
+    """From ids to slots and physical ids, where the ids are; beside another group."""
+    from test_gpu_replicate import test_a_layer_from_routing_to_slots
+
+    with make_ranks(fabric):
+        test_a_layer_from_routing_to_slots(fabric, dist.get_world_size())
 
 
 def several_groups(fabric: str) -> None:
     """Two groups at once and one after them: memory is given back."""
     for _ in range(3):
-        with make_group(fabric) as one, make_group(fabric) as two:
-            for group in (one, two):
-                uec.replicate_experts(group.empty_weights(), plans(group)[-1], group=group)
-                if fabric != "shm":
-                    torch.cuda.synchronize()
+        with make_ranks(fabric) as one, make_ranks(fabric) as two:
+            for ranks in (one, two):
+                ranks.replicate(ranks.shared(), ranks.plans(range(1))[-1])
 
 
 def missing_rank(fabric: str) -> None:
     """The last rank never calls: the others' kernels time out, and their errors name it."""
-    group = make_group(fabric, timeout=1.0 if fabric == "shm" else 2.0)
-    last = group.num_ranks - 1
-    home = group.topology.home.tolist()
-    slots = [[e for e in range(EXPERTS) if home[e] != r][-SLOTS:] for r in range(group.num_ranks)]
+    ranks = make_ranks(fabric, timeout=1.0 if fabric == "shm" else 2.0)
+    (group,), (weights,), last = ranks.groups, ranks.stacked(), dist.get_world_size() - 1
     if group.rank == last:
         dist.barrier()  # until the others have seen it
         group.abort()
         group.close()
         return
-    weights = Rank(group, Payload(1, SIZES)).stacked()
-    plan = uec.Plan.from_slots(slots, num_experts=EXPERTS)
+    *_, plan, _ = ranks.plans(range(0))  # all slots are filled
     work = uec.replicate_experts(weights, plan, group=group, async_op=True)
     assert work is not None
     error = raised(work.synchronize)
@@ -126,54 +113,13 @@ def missing_rank(fabric: str) -> None:
     group.close()
 
 
-def on_device(fabric: str) -> None:
-    """From ids to slots and physical ids, where the ids are; what a GPU makes is what the CPU does.
-
-    On a GPU nothing of it leaves the device; plans that were made by hand stay there too.
-    """
-    with make_group(fabric) as group:
-        rank, weights = Rank(group, Payload(1, SIZES)), group.empty_weights()
-        bound, there = group.bind(weights), group.device
-        draw, epoch = torch.Generator().manual_seed(5), 0
-
-        def call(plan: uec.Plan, expected: uec.Plan, **options: str) -> None:
-            rank.fill(weights, epoch)
-            rank.slots().fill_(SENTINEL)
-            uec.replicate_experts(bound, plan, group=group, **options)
-            wrong = int((rank.slots().cpu().numpy() != rank.expected(expected, epoch, None)).sum())
-            assert wrong == 0, (group.rank, options, expected.slot_expert.tolist(), wrong)
-
-        for turn in range(6):
-            epoch += 1
-            all_ids = torch.randint(-1, EXPERTS, (group.num_ranks, 200, 2), generator=draw)
-            all_ids[torch.rand(all_ids.shape, generator=draw) < 0.5] = turn % EXPERTS
-            ids = all_ids[group.rank].to(there)
-            load = uec.gather_load(ids, group=group)
-            plan = uec.plan_replicas(load, group=group)
-            physical = uec.reroute(ids, plan, group=group)
-            assert load.device == plan.slot_expert.device == physical.device == ids.device
-            assert torch.equal(load.cpu(), load_of(all_ids, EXPERTS))
-            expected = uec.plan_replicas(load.cpu(), group=group)
-            assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
-            assert torch.equal(
-                physical.cpu(), uec.reroute(all_ids[group.rank], expected, group=group)
-            )
-            call(plan, expected)
-        for made in plans(group):
-            for mode in ("push", "pull", "direct", "auto"):
-                epoch += 1
-                moved = uec.Plan(slot_expert=made.slot_expert.to(there), home=made.home.to(there))
-                call(moved, made, mode=mode)
-    print(f"rank {dist.get_rank()}: {epoch} calls, every byte right", flush=True)
-
-
 def graph(fabric: str) -> None:
-    """The same captured once, and replayed with fresh ids and weights. The host has no graphs."""
-    with make_group(fabric) as group:
+    """The path captured once, and replayed with fresh ids and weights. The host has no graphs."""
+    with make_ranks(fabric) as ranks:
         if fabric == "shm":
             return
-        rank, weights = Rank(group, Payload(1, SIZES)), group.empty_weights()
-        bound, draw = group.bind(weights), torch.Generator().manual_seed(7)
+        weights, (group,) = ranks.shared(), ranks.groups
+        bound, draw = group.bind(weights[0]), torch.Generator().manual_seed(7)
         ids = torch.zeros(200, 2, dtype=torch.int64, device=group.device)
 
         def path() -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
@@ -190,12 +136,11 @@ def graph(fabric: str) -> None:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             _, plan, physical = path()
-        for epoch in range(1, 51):
+        for turn in range(50):
             all_ids = torch.randint(-1, EXPERTS, (group.num_ranks, 200, 2), generator=draw)
-            all_ids[torch.rand(all_ids.shape, generator=draw) < 0.5] = epoch % EXPERTS
+            all_ids[torch.rand(all_ids.shape, generator=draw) < 0.5] = turn % EXPERTS
             ids.copy_(all_ids[group.rank])
-            rank.fill(weights, epoch)
-            rank.slots().fill_(SENTINEL)
+            ranks.fill(weights)
             captured.replay()
             expected = uec.plan_replicas(load_of(all_ids, EXPERTS), group=group)
             torch.cuda.synchronize()
@@ -203,8 +148,7 @@ def graph(fabric: str) -> None:
             assert torch.equal(
                 physical.cpu(), uec.reroute(all_ids[group.rank], expected, group=group)
             )
-            wrong = int((rank.slots().cpu().numpy() != rank.expected(expected, epoch, None)).sum())
-            assert wrong == 0, (group.rank, epoch, wrong)
+            assert ranks.wrong(expected) == [0], (group.rank, turn)
         del captured
     print(f"rank {dist.get_rank()}: 50 replays, every byte right", flush=True)
 

@@ -281,8 +281,9 @@ def test_several_groups_at_once(any_engine: str) -> None:
                 assert not any(ranks.wrong(plan))
 
 
-def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
-    num_ranks, num_experts = 4, 24
+@pytest.mark.parametrize("num_ranks", [4])
+def test_a_layer_from_routing_to_slots(any_engine: str, num_ranks: int) -> None:
+    num_experts = 24
     with Ranks(any_engine, num_ranks, MIXED, num_experts=num_experts) as ranks:
         weights, groups = ranks.stacked(), ranks.groups
         generator = torch.Generator().manual_seed(3)
@@ -315,21 +316,15 @@ def test_a_layer_from_routing_to_slots(any_engine: str) -> None:
             alone = plan_alone(expected, slots_per_rank=2)
             for plan in plans:
                 assert torch.equal(plan.slot_expert.cpu(), alone.slot_expert)
-            assert plan.num_replicas > 0
+            assert plan.num_replicas > 0 or num_ranks == 1
             assert alone.imbalance < 1.05
             ranks.replicate(weights, plan)
-            # Each instance receives the quota that the plan gives it, over all sources.
-            quotas = torch.cat([alone.home_quota.view(num_ranks, -1), alone.slot_quota], 1)
-            rest = quotas.flatten().long()
             for group, own, on_device in zip(groups, own_ids, there, strict=True):
                 physical = uec.reroute(on_device, plan, group=group)
                 ranks.finish()
                 assert physical.device == on_device.device
                 assert physical.dtype == dtype
-                assert torch.equal(physical.cpu() == -1, own == -1)
-                rest -= torch.bincount(physical.cpu().flatten() + 1, minlength=len(rest) + 1)[1:]
-            assert not rest.any() or len(groups) < num_ranks
-            assert (rest >= 0).all()
+                assert torch.equal(physical.cpu(), uec.reroute(own, alone, group=group))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
