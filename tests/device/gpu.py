@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from process_ranks import REFUSED
+from process_ranks import MADE, REFUSED
 from ranks import run_python
 
 from ultraep_comm.errors import UltraEPError
@@ -57,11 +56,19 @@ def script_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-def run_process_ranks(*arguments: str) -> tuple[subprocess.CompletedProcess[str], str | None]:
-    """Run process_ranks.py; return also why it was refused, if it was."""
+def run_process_ranks(fabric: str, case: str, num_ranks: int, num_gpus: int) -> None:
+    """Run process_ranks.py; give up where the fabric does not work, as with a GPU for several."""
     script = str(Path(__file__).with_name("process_ranks.py"))
+    arguments = (fabric, case, str(num_ranks), str(num_gpus))
     done = run_python(script, *arguments, timeout=500, **script_environment())
     print(done.stdout, done.stderr, sep="\n")  # what happened, also where it skips
-    if done.returncode != REFUSED:
-        return done, None
-    return done, next(line[8:] for line in done.stdout.splitlines() if line.startswith("REFUSED"))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    starts = fabric == "nvshmem" and MADE not in done.stdout
+    if done.returncode == REFUSED or (done.returncode != 0 and starts):
+        last = (done.stdout + done.stderr).strip().splitlines()[-5:]
+        why = " | ".join(lines[:1] or ["it ended the processes as it started", *last])
+        what = f"{fabric} with {num_ranks} processes, {num_gpus} GPU: {why}"
+        if num_gpus > 1 and (fabric == "nvshmem" or torch.cuda.can_device_access_peer(0, 1)):
+            pytest.fail(what)
+        give_up(what)
+    assert done.returncode == 0, done.stderr

@@ -5,34 +5,17 @@ The host engine runs the same cases over shm.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import pytest
 import torch
-from gpu import NUM_GPUS, give_up, need_gpus, run_process_ranks
-from process_ranks import CASES, MADE
+from gpu import NUM_GPUS, need_gpus, run_process_ranks
+from process_ranks import CASES
 from tiers import sampled
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def unusable(what: str, num_gpus: int) -> NoReturn:
-    """Give up where several processes share a GPU, which NVSHMEM may refuse."""
-    if num_gpus > 1:
-        pytest.fail(what)
-    give_up(what)
-
-
 def run(engine: str, case: str, num_ranks: int, num_gpus: int = 1) -> None:
-    fabric = "nvshmem" if engine == "cuda" else "shm"
-    done, refusal = run_process_ranks(fabric, case, str(num_ranks), str(num_gpus))
-    if refusal is not None:
-        unusable(f"NVSHMEM with {num_ranks} processes, {num_gpus} GPU: {refusal}", num_gpus)
-    if engine == "cuda" and done.returncode != 0 and MADE not in done.stdout:
-        last = " | ".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-        what = f"NVSHMEM ended {num_ranks} processes, {num_gpus} GPU, as it started: {last}"
-        unusable(what, num_gpus)
-    assert done.returncode == 0, done.stderr
+    run_process_ranks("nvshmem" if engine == "cuda" else "shm", case, num_ranks, num_gpus)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ needed to know that the test itself is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graphs import MAKERS
 from loopback_ranks import put
 from stage_cases import Case, assert_same, order_gathers
 
@@ -152,20 +152,6 @@ def test_gradients(streams: str) -> None:
     case.close()
 
 
-def _capture(streams: str, call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Return what the captured call returned, and how to replay it."""
-    if streams == "emulated":
-        found: Any = device.find_device()
-        found.begin_capture()
-        result = call()
-        captured = found.end_capture()
-        return result, lambda: found.replay(captured)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return result, graph.replay
-
-
 def test_a_graph_plans_and_reroutes_anew_in_every_replay(streams: str) -> None:
     case = Case(7, num_ranks=4, num_experts=16, slots=2)
     most = 90 if streams == "cuda" else 4
@@ -184,7 +170,8 @@ def test_a_graph_plans_and_reroutes_anew_in_every_replay(streams: str) -> None:
 
     call()  # there is working memory from now on
     settle()
-    (plan, out, found, physical), replay = _capture(streams, call)
+    graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
+    (plan, out, found, physical), replay = graphs.capture(call)
     for _ in range(50 if streams == "cuda" else 5):
         fresh = case.load(most)
         fresh_ids = case.ids(fresh, torch.int64)

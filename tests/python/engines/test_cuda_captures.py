@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from emulated_device import EmulatedDevice
 from ranks import loopback, make_weights, prepare_all, start_all, wrong_bytes
 
 import ultraep_comm as uec
-from ultraep_comm import errors
+from ultraep_comm import _core, errors
 from ultraep_comm.group.group import session_of
 
 EXPERT = {"w": ((8,), torch.float32)}
@@ -283,33 +284,23 @@ def test_a_stage_that_the_driver_refuses_in_a_capture_leaves_the_group(
     emulated: EmulatedDevice, group: uec.Group
 ) -> None:
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
-    stages = session_of(group).engine
-    assert stages is not None
+    stages: Any = session_of(group).engine
+
+    def refuse(*_: object) -> None:
+        raise _core.DriverError("refused")
+
+    def plan(error: type[Exception], text: str) -> None:
+        refusing = SimpleNamespace(take_faults=stages._stages.take_faults, plan=refuse)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stages, "_stages", refusing)
+            with pytest.raises(error, match=text):
+                uec.plan_replicas(load, group=group)
+
     emulated.begin_capture()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "_stages", Refusing(stages._stages))
-        with pytest.raises(
-            errors.UnsupportedError, match=r"rank 0: the capture .* failed: refused"
-        ):
-            uec.plan_replicas(load, group=group)
+    plan(errors.UnsupportedError, r"rank 0: the capture .* failed: refused")
     uec.plan_replicas(load, group=group)
     emulated.end_capture()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "_stages", Refusing(stages._stages))
-        with pytest.raises(errors.DeviceError, match="refused"):
-            uec.plan_replicas(load, group=group)
-
-
-class Refusing:
-    """Stages whose launches the driver refuses."""
-
-    def __init__(self, stages: Any) -> None:
-        self.take_faults = stages.take_faults
-
-    def plan(self, *_: object) -> None:
-        from ultraep_comm import _core
-
-        raise _core.DriverError("refused")
+    plan(errors.DeviceError, "refused")
 
 
 # ---- closing -------------------------------------------------------------------------------------

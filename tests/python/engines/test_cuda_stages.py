@@ -161,30 +161,6 @@ def test_a_fault_fails_the_next_collective_call_on_every_rank(device: EmulatedDe
     case.close()
 
 
-def test_arguments_are_checked_at_once(device: EmulatedDevice) -> None:
-    case = Case(0, num_ranks=2, num_experts=4, slots=1)
-    load = device.put(torch.ones(2, 4, dtype=torch.int32))
-    with pytest.raises(errors.InvalidLoadError, match="shape"):
-        uec.plan_replicas(device.put(load[:, :3]), group=case.group)
-    with pytest.raises(errors.InvalidLoadError, match="int32 or int64"):
-        uec.plan_replicas(device.put(load.float()), group=case.group)
-    with pytest.raises(errors.InvalidArgumentError, match="target"):
-        uec.plan_replicas(load, group=case.group, target=0.9)
-    ids = device.put(torch.zeros(2, 1, dtype=torch.int64))
-    sums = uec.plan_replicas(device.put(load.sum(dim=0, dtype=torch.int32)), group=case.group)
-    with pytest.raises(errors.InvalidPlanError, match="cannot be rerouted"):
-        uec.reroute(ids, sums, group=case.group)
-    other = uec.Plan(
-        slot_expert=device.put(torch.full((2, 1), -1, dtype=torch.int32)),
-        home=device.put(torch.zeros(3, dtype=torch.int32)),
-    )
-    with pytest.raises(errors.InvalidPlanError, match="2 ranks, 1 slots and 3 experts"):
-        uec.reroute(ids, other, group=case.group)
-    with pytest.raises(errors.InvalidLoadError, match="int32 or int64"):
-        uec.reroute(device.put(ids.float()), sums, group=case.group)
-    case.close()
-
-
 def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> None:
     launched: list[int] = []
 
