@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
     "counts, array": (lambda g: uec.gather_load(counts=np.ones(2), group=g), "counts is a ndarray"),
     "load, float": (lambda g: uec.plan_replicas(LOAD.float(), group=g), r"pass load\.long\(\)"),
     "load, list": (lambda g: uec.plan_replicas([[3]], topology=g.topology), "load is list; exp"),
+    "load, experts": (lambda g: uec.plan_replicas(LOAD[..., :1], group=g), "for global sums"),
     "no group": (lambda _: uec.plan_replicas(LOAD), "neither of group= and topology=; expected"),
     "a topology too": (
         lambda g: uec.plan_replicas(LOAD, group=g, topology=g.topology),
