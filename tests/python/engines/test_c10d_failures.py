@@ -383,7 +383,7 @@ def test_an_error_of_the_backend_names_rank_expert_and_chunk(
     error = raised(works[0].wait)
     assert type(error) is (errors.PeerGoneError if posting else errors.TransferTimeoutError)
     assert (error.peer, error.root) == (1, 1)
-    assert "rank 1 for expert 2, piece 0" in str(error)
+    assert "`done` from rank 1 for expert 2, piece 0" in str(error)
     assert ("no route" if posting else "; every rank of the plan had called") in str(error)
     if posting:  # else rank 1 has sent what it has to
         error = raised(works[1].wait)
