@@ -226,7 +226,7 @@ void Engine::reject(const std::function<bool()>& interrupted) {
     report.fault = Fault::kRejected;
     report.wait.peer = config_.rank;
     report_fault(call, report);
-    settle_failure();
+    publish_failure();
     return;
   }
 }
@@ -240,7 +240,7 @@ void Engine::abort() {
   Report report;
   report.fault = Fault::kCancelled;
   report_fault(bare_call(completed_.load() + 1, {}), report);
-  settle_failure();
+  publish_failure();
 }
 
 void Engine::cancel() {

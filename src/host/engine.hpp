@@ -132,7 +132,7 @@ class Engine {
   Call bare_call(uint64_t epoch, CallRecord record) const;
   void cancel();
   void report_fault(const Call& call, Report report);
-  void settle_failure();
+  void publish_failure();
   void poll_peers();
   std::vector<PeerState> read_peer_states() const;
   void background_loop();

@@ -41,7 +41,7 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
   const uint64_t epoch = completed_.load() + 1;
   if (epoch > submitted_.load() || failed_.load() != 0) return;
   if (!execute(*calls_[epoch % kDepth], interrupted)) {
-    settle_failure();
+    publish_failure();
     return;
   }
   const Clock::duration now = Clock::now().time_since_epoch();
@@ -279,7 +279,7 @@ void Engine::report_fault(const Call& call, Report report) {
 
 // Ends the failed call and all after it. Only once its workers have drained: from here on the
 // caller may change or free what the call was reading.
-void Engine::settle_failure() {
+void Engine::publish_failure() {
   {
     const std::lock_guard lock(submit_mutex_);
     failed_.store(report_.epoch);

@@ -160,7 +160,7 @@ ultraep_add_device_mutant(device_clock_ignored HANGS FILE cuda/device/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
-  FIND [[    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;]]
+  FIND [[    if (i % kStepsPerLongPoll == 0 && is_cancelled(block)) fault = Fault::kCancelled;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh

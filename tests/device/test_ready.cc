@@ -198,7 +198,7 @@ void check_replays() {
     CHECK_EQ(ranks.ready(1)[0], uint64_t{1});  // not above 1, as by the first call with a number
   }
   // No kernel waits for words that a stream clears on a failed rank.
-  ranks.state(1).failed = ranks.state(1).settled = 1;
+  ranks.state(1).failed = ranks.state(1).failure_published = 1;
   ranks.ready(1)[0] = 0;
   ranks.launch(1, 0, false);
   CHECK_EQ(ranks.ready(1)[0], uec::cuda::kGroupFailed);

@@ -22,7 +22,7 @@
  *     publish             Storer::publish, finish_task
  *     finish              Finish::step
  *     returned            the caller has its slots, and changes its main weights
- *     fail                Engine::report_fault, announce_abort, settle_failure
+ *     fail                Engine::report_fault, announce_abort, publish_failure
  *   Mover                 a Mover's stores under way: load, then delivery to one rank at a time
  *   STUCK_..., BEYOND     check_call and check_flag; a flag is read again before its writer is
  *                         blamed, and as no flag follows a record that is ahead, one look at both

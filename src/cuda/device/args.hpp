@@ -89,8 +89,8 @@ struct alignas(16) RankState {
   uint64_t bad_id = 0;  // of the present load: bad_id_word()
   int32_t entered = 0;  // blocks in the present call
   int32_t left = 0;
-  int32_t failed = 0;   // for good
-  int32_t settled = 0;  // the failure has been reported
+  int32_t failed = 0;  // for good
+  int32_t failure_published = 0;
   Report report;
 };
 

@@ -133,7 +133,7 @@ UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
 template <class Memory>
 UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, const LoadCall& ids) {
   const RankState& state = *block.state;
-  if (Warp::leader()) {  // before the report, which settle() publishes
+  if (Warp::leader()) {  // before the report, which publish_failure() publishes
     auto* const status = reinterpret_cast<Status*>(state.status);
     const uint64_t position = bad_id_word(state.bad_id);
     const auto at = static_cast<int64_t>(position);
@@ -212,7 +212,7 @@ UEC_ROLE void finish_load(LoadShared& shared, bool done, bool has_call_number) {
     DeviceMemory<kFar> memory(block);
     if (!has_failed(block)) fail(block, memory, Fault::kCancelled, -1, Wait{});
     ptx::sync_warp();
-    if (!Warp::broadcast(state.settled)) settle(block, memory);
+    if (!Warp::broadcast(state.failure_published)) publish_failure(block, memory);
   }
   if (!Warp::leader()) return;
   if (done) {

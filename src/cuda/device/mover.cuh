@@ -131,7 +131,7 @@ class DeviceMover : public DeliveryPolicy {
 
   UEC_DEVICE uint32_t commit_and_wait_source(uint32_t) {
     ++commits_;
-    idle_looks_ = 0;
+    idle_polls_ = 0;
     ptx::bulk_commit();
     ptx::bulk_wait_read<1>();
     read_ = commits_ - 1;
@@ -164,7 +164,7 @@ class DeviceMover : public DeliveryPolicy {
     if (ticket > delivered_) {
       const uint32_t behind = commits_ - ticket;
       // The next tile may be on its way from memory, which takes a few looks.
-      if (behind < kCommitsInFlight && (!may_block || ++idle_looks_ <= kIdleLooks)) return false;
+      if (behind < kCommitsInFlight && (!may_block || ++idle_polls_ <= kIdlePolls)) return false;
       wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
       // Bulk stores and the release that will publish them are of different proxies.
       ptx::fence_proxy_async_global();
@@ -226,8 +226,8 @@ class DeviceMover : public DeliveryPolicy {
   Ring& ring_;
   uint8_t* tiles_;
   const BlockCall& block_;
-  static constexpr uint32_t kIdleLooks = 4;
-  uint32_t commits_ = 0, read_ = 0, delivered_ = 0, idle_looks_ = 0;
+  static constexpr uint32_t kIdlePolls = 4;
+  uint32_t commits_ = 0, read_ = 0, delivered_ = 0, idle_polls_ = 0;
 };
 
 }  // namespace uec::cuda

@@ -31,7 +31,7 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block) {
     }
     ptx::sync_warp();
     // Replays of graphs that outlive the group do nothing, and report nothing.
-    if (Warp::leader()) state.failed = state.settled = 1;
+    if (Warp::leader()) state.failed = state.failure_published = 1;
     return;
   }
   Wait wait;
@@ -41,7 +41,7 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block) {
   else
     fail(block, memory, Fault::kCancelled, -1, wait);
   ptx::sync_warp();
-  settle(block, memory);
+  publish_failure(block, memory);
 }
 
 }  // namespace uec::cuda

@@ -76,8 +76,8 @@ UEC_DEVICE bool may_begin(BlockCall& block, Memory& memory) {
   return fault == Fault::kNone;
 }
 
-inline constexpr uint32_t kStepsPerLook = 16;  // a look at a flag in memory costs a microsecond,
-inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memory more
+inline constexpr uint32_t kStepsPerPoll = 16;  // a poll of a flag in memory costs a microsecond,
+inline constexpr uint32_t kStepsPerLongPoll = 256;  // of one in the host's memory more
 
 // Nanoseconds that the current wait has lasted, once that is too long; else 0.
 template <class Memory>
@@ -117,11 +117,11 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memo
     }
     if (step != Step::kWaitsForPeer && Warp::leader()) clock.waiting = 0;
     if (step != Step::kProgress) ptx::pause();
-    if (i % kStepsPerLook != 0) continue;
+    if (i % kStepsPerPoll != 0) continue;
     if (has_failed(block)) return false;
     if (step != Step::kWaitsForPeer) continue;
     aborter = find_aborter(memory, block.call, &fault);
-    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;
+    if (i % kStepsPerLongPoll == 0 && is_cancelled(block)) fault = Fault::kCancelled;
     waited = expired(block, clock, memory);
     if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;
   }
@@ -133,7 +133,7 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memo
 // Ends the first failed call of a rank: by one warp, after all its blocks have drained, so that the
 // caller may change what they were reading.
 template <class Memory>
-UEC_DEVICE void settle(BlockCall& block, Memory& memory) {
+UEC_DEVICE void publish_failure(BlockCall& block, Memory& memory) {
   if (!Warp::leader()) return;
   RankState& state = *block.state;
   Report& report = state.report;
@@ -146,7 +146,7 @@ UEC_DEVICE void settle(BlockCall& block, Memory& memory) {
   while (elapsed(start, ptx::nanoseconds()) < grace && !chain_is_written(memory, block.call))
     ptx::pause();
   name_root(memory, block.call, &report);
-  state.settled = 1;
+  state.failure_published = 1;
   release_slots(state);
   auto* const status = reinterpret_cast<Status*>(state.status);
   status->report = report;
