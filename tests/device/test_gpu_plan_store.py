@@ -181,16 +181,27 @@ ENDS = [
 
 
 @pytest.mark.parametrize("end, text", ENDS)
-def test_ended_handles_are_refused_and_peers_told(
+def test_ended_handles_give_no_plan_and_peers_are_told(
     groups: list[uec.Group], end: Callable[[uec.PlanHandle], None], text: str
 ) -> None:
     weights = [make_weights(group) for group in groups]
     handles = [groups[0].save(plan_of(0), layer=5), groups[1].save(plan_of(0), layer=5)]
     newer = groups[0].save(plan_of(0), layer=5)  # an equal plan does not take its place
     end(handles[0])
+    for call in (
+        lambda: handles[0].plan,
+        lambda: uec.reroute(torch.zeros(1, dtype=torch.int64), handles[0], group=groups[0]),
+        lambda: uec.reroute_map(
+            torch.zeros(1, E, dtype=torch.bool), None, handles[0], group=groups[0]
+        ),
+    ):
+        error = handle_error(call)
+        assert is_named(error, 0, handles[0])
+        assert text in str(error)
+        handles[0].release()  # harmless, and not what has ended it
     prepare_all(groups, weights, 1)
     (work,) = start_all(groups[1:], weights, handles)
-    own = raised(lambda: start_all(groups[:1], weights, handles))
+    own = raised(lambda: start_all(groups[:1], weights, handles))  # the group has gone on till here
     told = raised(work.synchronize)
     assert isinstance(own, errors.PlanHandleError)
     assert is_named(own, 0, handles[0])
@@ -202,29 +213,6 @@ def test_ended_handles_are_refused_and_peers_told(
     assert [wrong_bytes(group, plan_of(2), 1) for group in groups[:1]] == [0]  # no slot is written
     assert newer.is_live
     assert not handles[0].is_live
-
-
-@pytest.mark.parametrize("end, text", ENDS)
-def test_ended_handles_give_no_plan(
-    groups: list[uec.Group], end: Callable[[uec.PlanHandle], None], text: str
-) -> None:
-    group = groups[1]
-    group.save(plan_of(0), layer=2).release()
-    handle = group.save(plan_of(1), layer=2)
-    end(handle)
-    calls = [
-        lambda: handle.plan,
-        lambda: uec.reroute(torch.zeros(1, dtype=torch.int64), handle, group=group),
-        lambda: uec.reroute_map(torch.zeros(1, E, dtype=torch.bool), None, handle, group=group),
-    ]
-    for call in calls:
-        error = handle_error(call)
-        assert is_named(error, 1, handle)
-        assert "microbatch 1" in str(error)
-        assert text in str(error)
-    handle.release()  # harmless, and not what has ended it
-    assert text in str(handle_error(calls[0]))
-    group.assert_idle()  # reroute and handle.plan are local: the group goes on
 
 
 def test_handles_of_other_groups_are_refused(

@@ -65,6 +65,7 @@ class Engine:
         wait_blocks: :meth:`wait` blocks the host until the call has finished.
     """
 
+    _native: _core.Engine | _core.CudaEngine | _core.C10dLedger  # its half in C++
     config: _core.EngineConfig
     layout: _core.EngineLayout
     fabric: Fabric
@@ -225,7 +226,7 @@ class Engine:
     @property
     def epoch(self) -> int:
         """Return the number of submitted calls."""
-        raise NotImplementedError
+        return self._native.epoch
 
     def health(self, *, waits: bool) -> _core.EngineHealth:
         """Return what the engine has done so far, as far as that needs no copy from a device.

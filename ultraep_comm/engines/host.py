@@ -28,42 +28,39 @@ _OF_CORE = (
 class HostEngine(Engine):
     """One rank of the host engine: threads that copy in shared memory."""
 
+    _native: _core.Engine
+
     def __init__(self, topology: Topology, rank: int, setup: Setup) -> None:
         super().__init__(topology, rank, setup)
-        self._core = core = _start_threads(rank, self.config)
+        self._native = core = _start_threads(rank, self.config)
         for name in _OF_CORE:
             setattr(self, name, getattr(core, name))
 
     def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
-        last = self._core.last_call(bank)
-        if not self._core.is_completed(last):
+        last = self._native.last_call(bank)
+        if not self._native.is_completed(last):
             return last
-        self._core.invalidate(bank)
+        self._native.invalidate(bank)
         return 0
 
     def gather(
         self, counted: torch.Tensor, load: torch.Tensor, objective: Objective | None = None
     ) -> tuple[int, None]:
         """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
-        return self._core.exchange(counted.data_ptr(), load.data_ptr()), None
+        return self._native.exchange(counted.data_ptr(), load.data_ptr()), None
 
     def is_completed(self, epoch: int, slot: int | None = None) -> bool:
         """Return whether a call has finished or failed, or has filled a slot."""
         if slot is None:
-            return self._core.is_completed(epoch)
-        return self._core.slot_ready(epoch, slot)
+            return self._native.is_completed(epoch)
+        return self._native.slot_ready(epoch, slot)
 
     def wait(self, epoch: int, slots: list[int] | None = None) -> bool:
         """Block until a call has finished, or has filled some slots; False if it has failed."""
         if slots is None:
-            return self._core.wait(epoch)
-        return self._core.wait_slots(epoch, slots)
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of submitted calls."""
-        return self._core.epoch
+            return self._native.wait(epoch)
+        return self._native.wait_slots(epoch, slots)
 
 
 def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -335,6 +336,8 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
 
 
 def _limits(rank: int, process_group: Any) -> None:
+    """What a device cannot do is said before slots are allocated."""
+
     def refused(device: FakeDevice, part: str, **options: Any) -> FakeNvshmem:
         runtime = FakeNvshmem()
         kind = errors.InvalidArgumentError if rank == 1 else errors.BootstrapError
@@ -369,11 +372,6 @@ def _limits(rank: int, process_group: Any) -> None:
     first.close()
 
 
-def test_what_a_device_cannot_do_is_said_on_every_rank(ranks: RankPool) -> None:
-    """Before slots are allocated."""
-    ranks.run(2, _limits)
-
-
 def test_eight_groups_of_64_ranks_fit_in_the_default_heap() -> None:
     """With experts of 37.75 MB: beside its slots a group needs little."""
     tile_bytes, segments = 32 << 10, [25_165_824, 12_582_912]
@@ -399,6 +397,7 @@ def test_eight_groups_of_64_ranks_fit_in_the_default_heap() -> None:
 
 
 def _finalised(rank: int, process_group: Any) -> None:
+    """An NVSHMEM that was finalised is initialised again."""
     runtime = FakeNvshmem()
     _with_nvshmem(process_group, FakeDevice(), runtime).close()
     runtime.initialized = False
@@ -408,12 +407,11 @@ def _finalised(rank: int, process_group: Any) -> None:
     assert not runtime.freed  # which has been, with everything else
 
 
-def test_nvshmem_that_was_finalised_is_initialised_again(ranks: RankPool) -> None:
-    ranks.run(2, _finalised)
-
-
-def test_nvshmem_errors_reach_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, _nvshmem_errors)
+@pytest.mark.parametrize(
+    "of", [_limits, _finalised, _nvshmem_errors], ids=["limits", "finalised", "errors"]
+)
+def test_both_ranks_learn_of_it(ranks: RankPool, of: Callable[[int, Any], None]) -> None:
+    ranks.run(2, of)
 
 
 def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:

@@ -76,6 +76,8 @@ class C10dEngine(Engine):
         call_timeout: as for `Options.config`.
     """
 
+    _native: _core.C10dLedger
+
     def __init__(
         self,
         topology: Topology,
@@ -86,7 +88,7 @@ class C10dEngine(Engine):
     ) -> None:
         super().__init__(topology, rank, setup)
         self._device = device = self.memory[0].local.device
-        self._ledger = ledger = _core.C10dLedger(self.config)
+        self._native = ledger = _core.C10dLedger(self.config)
         self.version, self.slots_to_fill = ledger.version, ledger.slots_to_fill  # type: ignore[method-assign]
         self._slots, self._grads = _find_slots(setup[0], self.config, self.memory[0].local)
         self._channel, (calls, alarms) = channels[0], channels[-2:]
@@ -169,8 +171,8 @@ class C10dEngine(Engine):
         """Submit a transfer or reduction of what ``bound`` refers to."""
         with self._changed:
             if self._refuses():
-                return self._ledger.reject(), _core.Mode.DIRECT
-            epoch, digest, mode, is_empty, rows = self._ledger.transfer(call)
+                return self._native.reject(), _core.Mode.DIRECT
+            epoch, digest, mode, is_empty, rows = self._native.transfer(call)
             # Rule: an empty call asks nobody. Its digest is in that of the next call that does.
             kind = None if is_empty else _Kind.CALL
             job = _Job(kind=kind, epoch=epoch, digest=digest, keep=bound)
@@ -182,7 +184,7 @@ class C10dEngine(Engine):
                 local = _find_rows(bound.tensors, list(grads), as_bytes=False)
                 job.movement = Reduction(steps, self._channel, digest, [*grads.values()], local)
                 if call.zero:
-                    read = self._ledger.slots_to_fill()[self.rank].nonzero()[0].tolist()
+                    read = self._native.slots_to_fill()[self.rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads.values() for slot in read]
             else:
                 self._counts["replicate"] += 1
@@ -205,8 +207,8 @@ class C10dEngine(Engine):
         """Exchange counts ``[E]`` into ``load [G, E]``, both on the CPU; return the epoch."""
         with self._changed:
             if self._refuses():
-                return self._ledger.reject(), None
-            epoch, digest = self._ledger.gather()
+                return self._native.reject(), None
+            epoch, digest = self._native.gather()
             self._counts["gather"] += 1
             counts = counted.numpy()
             job = _Job(kind=_Kind.CALL, epoch=epoch, digest=digest, counts=counts, table=load)
@@ -218,7 +220,7 @@ class C10dEngine(Engine):
         with self._changed:
             if self._closed or self._failed:
                 return
-            epoch = self._ledger.reject()
+            epoch = self._native.reject()
             self._counts["rejected"] += 1
             self._submit(_Job(kind=_Kind.REJECTED, epoch=epoch))
             self._owed = epoch
@@ -229,7 +231,7 @@ class C10dEngine(Engine):
     def _refuses(self) -> bool:
         """Return whether a call ends before it begins."""
         if self._closed and not self._failed:
-            self._set_failed(_core.Report(fault=_Fault.CANCELLED, epoch=self._ledger.epoch + 1))
+            self._set_failed(_core.Report(fault=_Fault.CANCELLED, epoch=self._native.epoch + 1))
         return self._failed != 0
 
     def _submit(self, job: _Job) -> None:
@@ -462,16 +464,16 @@ class C10dEngine(Engine):
     def residents(self, bank: int) -> IntArray:
         """Return int32 ``[G, S]``, what the slots of a bank hold after all submitted calls."""
         with self._changed:
-            held = self._ledger.residents(bank)
+            held = self._native.residents(bank)
             return np.full_like(held, -1) if self._failed else held
 
     def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version, unless a call fills it: return that."""
         with self._changed:
-            last = self._ledger.last_call(bank)
+            last = self._native.last_call(bank)
             if not self._is_over(last):
                 return last
-            self._ledger.invalidate(bank)
+            self._native.invalidate(bank)
             return 0
 
     # ---- failure and end --------------------------------------------------------------------
@@ -521,11 +523,6 @@ class C10dEngine(Engine):
     def report(self) -> _core.Report:
         """Return the report of the first failed call."""
         return self._report
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of submitted calls."""
-        return self._ledger.epoch
 
     def health(self, *, waits: bool) -> _core.EngineHealth:
         """Return what the engine has done so far; a backend does not say how long it waits."""

@@ -83,6 +83,7 @@ class CudaEngine(CudaStages):
         staging: symmetric memory for puts; None: no rank is far.
     """
 
+    _native: _core.CudaEngine
     wait_blocks = False
 
     def __init__(
@@ -103,7 +104,7 @@ class CudaEngine(CudaStages):
         self._current_stream = shared.device.current_stream
         self._staging = staging
         self._tables: list[torch.Tensor] = []  # of regions
-        self._engine = translated(
+        self._native = translated(
             _core.CudaEngine,
             self.config,
             shared.launcher,
@@ -112,15 +113,15 @@ class CudaEngine(CudaStages):
             staging=0 if staging is None else staging.data_ptr(),
         )
         for name in _OF_CORE:
-            setattr(self, name, getattr(self._engine, name))
+            setattr(self, name, getattr(self._native, name))
         for name in _TRANSLATED:
-            setattr(self, name, partial(translated, getattr(self._engine, name)))
+            setattr(self, name, partial(translated, getattr(self._native, name)))
 
     def add_region(self, bases: list[int], offset: list[int]) -> int:
         """Register main weights that peers can address; return the region's index."""
         table = self._device.allocate(8 * (len(bases) + len(offset)))
         self._tables.append(table)
-        return translated(self._engine.add_region, bases, offset, table.data_ptr())
+        return translated(self._native.add_region, bases, offset, table.data_ptr())
 
     def share_slots(
         self, allocate: Callable[[int], SharedRegion], num_bytes: int, places: Sequence[Place]
@@ -136,21 +137,21 @@ class CudaEngine(CudaStages):
             which is the requested one if the plan is on the device.
         """
         try:
-            return self._engine.transfer(call, self._current_stream())
+            return self._native.transfer(call, self._current_stream())
         except CORE_ERRORS as error:
             raise_typed(error)
 
     def residents(self, bank: int) -> IntArray:
         """Return int32 ``[G, S]``, what the slots of a bank hold; see `Engine`."""
-        return translated(self._engine.residents, bank, self._current_stream())
+        return translated(self._native.residents, bank, self._current_stream())
 
     def bank_table(self, bank: int) -> int:
         """Return the address of what the slots of a bank hold."""
-        return translated(self._engine.bank_table, bank, self._current_stream())
+        return translated(self._native.bank_table, bank, self._current_stream())
 
     def invalidate(self, bank: int) -> int:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
-        translated(self._engine.invalidate, bank, self._current_stream())
+        translated(self._native.invalidate, bank, self._current_stream())
         return 0
 
     def gather(
@@ -161,10 +162,10 @@ class CudaEngine(CudaStages):
         given = (counted.data_ptr(), counted.numel(), id_bytes, load.data_ptr())
         stream = self._current_stream()
         if objective is None or not self.plans_at_once:
-            return translated(self._engine.gather, *given, stream), None
+            return translated(self._native.gather, *given, stream), None
         memory, plan = self.plan_memory(load)
         return translated(
-            self._engine.gather_and_plan,
+            self._native.gather_and_plan,
             *given,
             memory.data_ptr(),
             self._stages,
@@ -176,8 +177,8 @@ class CudaEngine(CudaStages):
         """Make the current stream wait; False if the call is known to have failed."""
         try:
             if slots is None:
-                return self._engine.wait(epoch, self._current_stream())
-            return self._engine.wait_slots(epoch, slots, self._current_stream())
+                return self._native.wait(epoch, self._current_stream())
+            return self._native.wait_slots(epoch, slots, self._current_stream())
         except CORE_ERRORS as error:
             raise_typed(error)
 
@@ -185,21 +186,16 @@ class CudaEngine(CudaStages):
         """Return int64 ``[S]`` on the device, the words of ready.cuh; a view."""
         memory = self._shared.memory
         words = memory.narrow(
-            0, self._engine.ready(bank) - memory.data_ptr(), 8 * self.topology.slots_per_rank
+            0, self._native.ready(bank) - memory.data_ptr(), 8 * self.topology.slots_per_rank
         )
         return words.view(torch.int64)
 
     def is_completed(self, epoch: int, slot: int | None = None) -> bool:
         """Return whether a call has finished or failed."""
         try:
-            return self._engine.is_completed(epoch)
+            return self._native.is_completed(epoch)
         except CORE_ERRORS as error:
             raise_typed(error)
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of submitted calls."""
-        return self._engine.epoch
 
     @property
     def launch_counts(self) -> tuple[int, int]:
@@ -214,4 +210,4 @@ class CudaEngine(CudaStages):
     @property
     def bytes_stored(self) -> int:
         """Return the bytes stored by finished calls; synchronises with the device."""
-        return translated(lambda: self._engine.bytes_stored)
+        return translated(lambda: self._native.bytes_stored)
