@@ -12,8 +12,7 @@ from typing import Any
 
 import fakes
 import torch
-import torch.distributed as dist
-from token_exchange import Exchange
+from token_exchange import Exchange, exchange_counts
 
 Tensor = torch.Tensor
 
@@ -84,20 +83,14 @@ class AutoEPMoELayer(torch.nn.Module):
         rows = x[order // self.top_k]
         assert counts.shape == (self.num_experts,)
         sent = counts.view(self.ep_size, self.num_local_experts)
-        received = torch.empty_like(sent)
-        if self.ep_size == 1:
-            received.copy_(sent)
-        else:
-            dist.all_to_all_single(received, sent.contiguous(), group=self.ep_group)
+        received = exchange_counts(sent, self.ep_group)
         sizes = [c.sum(1).tolist() for c in (sent, received)]
-        if self.ep_size > 1:
-            rows = Exchange.apply(rows, self.ep_group, *sizes)
+        rows = Exchange.apply(rows, self.ep_group, *sizes)
         instance = torch.arange(self.num_local_experts).repeat(self.ep_size)
         order_here = instance.repeat_interleave(received.flatten()).argsort(stable=True)
         rows = torch.cat([rows[order_here], rows.new_zeros(SPARE, rows.shape[1])])
         out = self.experts(rows, received.sum(0))[:-SPARE][order_here.argsort()]
-        if self.ep_size > 1:
-            out = Exchange.apply(out, self.ep_group, *sizes[::-1])
+        out = Exchange.apply(out, self.ep_group, *sizes[::-1])
         out = out[order.argsort()].view(*ids.shape, -1) * scores[..., None]
         output = out.sum(1).view_as(hidden_states)
         return self._finalize_output(output, x, hidden_states, x.shape[1])

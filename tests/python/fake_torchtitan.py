@@ -13,28 +13,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fakes import differences_at, imported
-from token_exchange import Exchange
+from token_exchange import Exchange, Mesh, exchange_counts
 
 VERSION = "0.3.0"
 ADAPTER = "ultraep_comm.adapters.torchtitan"
-
-
-class Mesh:
-    """One dimension of a device mesh."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __deepcopy__(self, _memo: Any) -> Mesh:  # as of a DeviceMesh, of the same group
-        return Mesh(self._group)
-
-    def size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def get_group(self) -> Any:
-        return self._group
 
 
 class ParallelDims:
@@ -73,8 +56,7 @@ class AllToAllTokenDispatcher:
         if self.ep_mesh is None:
             return rows, counts, (token, scale, None, None)
         group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=group)
+        received = exchange_counts(counts, group)
         sizes = [c.view(ranks, -1).sum(1).tolist() for c in (counts, received)]
         local = torch.arange(len(counts) // ranks).repeat(ranks).repeat_interleave(received)
         by_expert = local.argsort(stable=True)

@@ -12,31 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 import fakes
 import torch
 import torch.distributed as dist
-from token_exchange import Exchange
+from token_exchange import Exchange, exchange_counts
 
 VERSION = "5.23.0"
 PATH = "transformers.distributed.expert_parallel"
 CONFIG = "transformers.distributed.configuration_utils"
 ADAPTER = "ultraep_comm.adapters.transformers"
-
-
-class Mesh:
-    """One dimension of a device mesh; of this rank alone without a group."""
-
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-
-    def __deepcopy__(self, _memo: Any) -> Mesh:  # as of a DeviceMesh, of the same group
-        return Mesh(self._group)
-
-    def size(self) -> int:
-        return 1 if self._group is None else dist.get_world_size(self._group)
-
-    def get_group(self) -> Any:
-        return self._group
-
-    def get_local_rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
 
 
 class EPImplementation:
@@ -74,8 +55,7 @@ class AllToAllEP(EPImplementation):
         experts, ranks = self.num_local_experts, self.ep_mesh.size()
         order = ids.flatten().argsort(stable=True)
         sent = torch.bincount(ids.flatten(), minlength=experts * ranks).view(ranks, experts)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.ep_mesh.get_group())
+        received = exchange_counts(sent, self.ep_mesh.get_group())
         sizes = (sent.sum(1).tolist(), received.sum(1).tolist())
         arrived = Exchange.apply(x[order // ids.shape[1]], self.ep_mesh.get_group(), *sizes)
         local = torch.arange(experts).repeat(ranks).repeat_interleave(received.flatten())[:, None]

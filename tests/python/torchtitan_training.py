@@ -36,6 +36,8 @@ from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.deepseek_v3 import model_registry  # noqa: E402
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402
 
+from ultraep_comm.adapters import checks  # noqa: E402
+
 NAME = "ultraep_comm.adapters.torchtitan.replicate"
 STEPS, BATCH, LENGTH = 3, 2, 64
 
@@ -232,14 +234,14 @@ def largest_new_tensor() -> dict[str, Any]:
         step(model, context, tokens)  # creates the group
         found = NewTensors()
         layer = next(iter(replicas(model).values()))
-        inner = layer._run_instances
+        inner = checks.run_grouped
 
         def watch(*args: Any) -> Any:
             with found:
                 return inner(*args)
 
-        layer._run_instances = watch
-        step(model, context, tokens)
+        with mock.patch.object(checks, "run_grouped", watch):
+            step(model, context, tokens)
         mains = min(p.to_local().numel() for p in layer.inner_experts.parameters())
         return {"largest": found.largest, "mains": mains, "replicas": layer.plan.num_replicas}
 

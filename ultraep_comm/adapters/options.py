@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.checks import agree, check_unchanged, name_code
+from ultraep_comm.adapters.checks import agree, check_experts, check_unchanged, name_code
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
@@ -62,13 +62,11 @@ def open_layer(
         experts: their module, which stays as it is: see :func:`check_unchanged`.
         hooks: likewise.
         live: microbatches whose passes overlap; each takes slots of its own.
-        options: of the layer, as for :class:`Replication`, and of its group, as for ``group_for``.
-            ``grads`` is float32 for weights that are trained.
+        options: as for :func:`check_options`, and the group's ``slots_per_rank``.
     """
     of_layer = {name: options.pop(name) for name in OF_LAYER if name in options}
-    options.setdefault("banks", live)
-    options.setdefault("grads", dict.fromkeys(find_trained(weights), torch.float32) or None)
-    group, layer = group_for(process_group, like=weights, **options)
+    grads = dict.fromkeys(find_trained(weights), torch.float32) or None
+    group, layer = group_for(process_group, like=weights, banks=live, grads=grads, **options)
     calls = Replication(group, layer=layer, live=live, **of_layer)
     check_unchanged(calls, experts, hooks=hooks)
     return calls
@@ -84,8 +82,9 @@ def calls_of(
     calls: Replication | None,
     process_group: dist.ProcessGroup,
     weights: Mapping[str, torch.Tensor],
-    check: Callable[[], None],
     experts: torch.nn.Module,
+    count: int,
+    instead: str,
     options: Mapping[str, Any],
     *,
     hooks: bool = True,
@@ -98,14 +97,15 @@ def calls_of(
         calls: what was returned before; None: nothing.
         process_group: the expert-parallel group.
         weights: this rank's main weights.
-        check: called before anything is created.
         experts: as for :func:`open_layer`; runs the same code on every rank.
+        count: as for :func:`check_experts`, which is done again: they may have been replaced.
+        instead: likewise.
         options: for :func:`open_layer`, with ``live`` and ``slots_per_rank``.
         hooks: likewise.
 
     Raises:
-        UnsupportedError: on a rank ``check`` raised it, or weights are trained that are neither
-            float32 nor bfloat16; or the experts were changed.
+        UnsupportedError: a rank's experts cannot be replicated, or are trained and neither float32
+            nor bfloat16; or the experts were changed.
     """
     trained = find_trained(weights)
     if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
@@ -114,7 +114,7 @@ def calls_of(
             return calls
 
     def describe(experts: torch.nn.Module) -> list[Any]:
-        check()
+        check_experts(experts, count, instead)
         if torch.is_grad_enabled():
             check_trained(weights, process_group.rank())
         return [sorted(trained), name_code(experts, hooks=hooks)]

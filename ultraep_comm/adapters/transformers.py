@@ -13,10 +13,8 @@ weights are never copied, and parameters, checkpoints and optimizers do not see 
 
 from __future__ import annotations
 
-import atexit
 import functools
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,8 +47,6 @@ PATCH_POINTS = {
     f"{_EP}:EPImplementationInterface.register": "key value",
 }
 _options: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
-_replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
-atexit.register(_replications.clear)  # caches may keep models until after Python's own end
 
 
 def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None:
@@ -98,6 +94,7 @@ class UltraEP(AllToAllEP):
         self._experts = experts
         self._options = _options
         self._num_local_experts: int = self.num_local_experts
+        self._calls: Replication | None = None
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), "transformers", _SETTING)
         if not self._is_alone:
@@ -107,8 +104,7 @@ class UltraEP(AllToAllEP):
     @property
     def group(self) -> uec.Group | None:
         """Return the group."""
-        calls = _replications.get(self)
-        return None if calls is None else calls.group
+        return None if self._calls is None else self._calls.group
 
     @breaks_graph
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -150,19 +146,19 @@ class UltraEP(AllToAllEP):
 
     def _layer(self, weights: Weights) -> Replication:
         """Return the layer's calls; collective at first, and when other weights are trained."""
-        ranks, known = self.ep_mesh.get_group(), _replications.get(self)
-        # Hooks are around the dispatch.
-        calls = calls_of(
-            known, ranks, weights, self._check, self._experts, self._options, hooks=False
+        self._calls = calls = calls_of(
+            self._calls,
+            self.ep_mesh.get_group(),
+            weights,
+            self._experts,
+            self._num_local_experts,
+            _INSTEAD,
+            self._options,
+            hooks=False,  # they are around the dispatch
         )
         # The dispatch sees a model of this many experts on every rank.
         self.num_local_experts = calls.group.topology.instances_per_rank
-        _replications[self] = calls
         return calls
-
-    def _check(self) -> None:
-        # They may have been replaced.
-        check_experts(self._experts, self._num_local_experts, _INSTEAD)
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, weights: Weights, slots: Weights
