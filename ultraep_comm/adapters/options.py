@@ -81,22 +81,20 @@ def find_trained(weights: Weights) -> list[str]:
 def calls_of(
     calls: Replication | None,
     process_group: dist.ProcessGroup,
-    weights: Mapping[str, torch.Tensor],
     experts: torch.nn.Module,
     count: int,
     instead: str,
     options: Mapping[str, Any],
     *,
     hooks: bool = True,
-) -> Replication:
-    """Return a layer's calls; collective at first, and when other weights are trained.
+) -> tuple[Replication, dict[str, torch.Tensor]]:
+    """Return a layer's calls and weights; collective at first, and when others are trained.
 
     For layers whose experts' module has a parameter for each segment.
 
     Args:
         calls: what was returned before; None: nothing.
         process_group: the expert-parallel group.
-        weights: this rank's main weights.
         experts: as for :func:`open_layer`; runs the same code on every rank.
         count: as for :func:`check_experts`, which is done again: they may have been replaced.
         instead: likewise.
@@ -107,11 +105,12 @@ def calls_of(
         UnsupportedError: a rank's experts cannot be replicated, or are trained and neither float32
             nor bfloat16; or the experts were changed.
     """
+    weights: dict[str, torch.Tensor] = dict(experts.named_parameters(recurse=False))
     trained = find_trained(weights)
     if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
         check_unchanged(calls, experts, hooks=hooks)
         if not trained or set(trained) == calls.group.slot_grads.keys():
-            return calls
+            return calls, weights
 
     def describe(experts: torch.nn.Module) -> list[Any]:
         check_experts(experts, count, instead)
@@ -120,4 +119,4 @@ def calls_of(
         return [sorted(trained), name_code(experts, hooks=hooks)]
 
     agree(process_group, describe, [experts])
-    return open_layer(process_group, weights, experts, hooks=hooks, **options)
+    return open_layer(process_group, weights, experts, hooks=hooks, **options), weights

@@ -118,11 +118,9 @@ class ReplicatedRoutedExperts(RoutedExperts):
             raise UnsupportedError(
                 "plans have no SPMD types; expected debug.spmd_typechecking=False with replicas"
             )
-        weights = dict(self.inner_experts.named_parameters(recurse=False))
-        self._calls = calls_of(
+        self._calls, weights = calls_of(
             self._calls,
             dispatcher.ep_mesh.get_group(),
-            weights,
             self.inner_experts,
             self._num_local_experts,
             _INSTEAD,

@@ -84,6 +84,8 @@ class UltraEP(AllToAllEP):
             microbatch, and where there is one expert-parallel rank, which needs no replicas.
     """
 
+    num_local_experts: int  # as the dispatch sees it
+
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         """Check the experts of a layer; the first microbatch opens the group.
 
@@ -93,7 +95,7 @@ class UltraEP(AllToAllEP):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._experts = experts
         self._options = _options
-        self._num_local_experts: int = self.num_local_experts
+        self._num_local_experts = self.num_local_experts
         self._calls: Replication | None = None
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), "transformers", _SETTING)
@@ -122,9 +124,18 @@ class UltraEP(AllToAllEP):
         if self._is_alone:
             output: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return output
-        weights = dict(self._experts.named_parameters(recurse=False))
+        self._calls, weights = calls_of(
+            self._calls,
+            self.ep_mesh.get_group(),
+            self._experts,
+            self._num_local_experts,
+            _INSTEAD,
+            self._options,
+            hooks=False,  # they are around the dispatch
+        )
+        self.num_local_experts = self._calls.group.topology.instances_per_rank
         own = self._own_rows(len(top_k_index))
-        run = self._layer(weights).begin(weights, top_k_index[own])
+        run = self._calls.begin(weights, top_k_index[own])
         self.plan, physical_ids = run.plan, run.topk_ids
         assert physical_ids is not None
         if len(physical_ids) != len(top_k_index):
@@ -143,22 +154,6 @@ class UltraEP(AllToAllEP):
         most = -(-num_tokens // self.tp_mesh.size())
         start = min(self.tp_mesh.get_local_rank() * most, num_tokens)
         return slice(start, min(start + most, num_tokens))
-
-    def _layer(self, weights: Weights) -> Replication:
-        """Return the layer's calls; collective at first, and when other weights are trained."""
-        self._calls = calls = calls_of(
-            self._calls,
-            self.ep_mesh.get_group(),
-            weights,
-            self._experts,
-            self._num_local_experts,
-            _INSTEAD,
-            self._options,
-            hooks=False,  # they are around the dispatch
-        )
-        # The dispatch sees a model of this many experts on every rank.
-        self.num_local_experts = calls.group.topology.instances_per_rank
-        return calls
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, weights: Weights, slots: Weights

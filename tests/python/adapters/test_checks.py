@@ -23,7 +23,6 @@ from ultraep_comm.adapters.checks import (
     check_signature,
     check_signatures,
     check_unchanged,
-    check_version,
     is_alone,
     warn_idle,
 )
@@ -52,7 +51,7 @@ def test_other_versions_are_a_warning(
     monkeypatch.setattr(importlib.metadata, "version", lambda _: installed)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        check_version("transformers", "5.23")
+        check_signatures("transformers", "5.23", {})
     assert (found == []) == is_tried
     if not is_tried:
         assert f"version 5.23; {installed} is installed" in str(found[0].message)
@@ -60,7 +59,7 @@ def test_other_versions_are_a_warning(
 
 def test_a_missing_framework_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"needs no-such-framework 1\.0;"):
-        check_version("no-such-framework", "1.0")
+        check_signatures("no-such-framework", "1.0", {})
 
 
 def test_another_distribution_may_have_a_framework(
@@ -73,9 +72,9 @@ def test_another_distribution_may_have_a_framework(
     }.items():
         (tmp_path / "framework_cpu-0.32.0.dist-info" / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    check_version("framework", "0.32")
+    check_signatures("framework", "0.32", {})
     with pytest.warns(UserWarning, match=r"version 0\.33; 0\.32\.0 is installed"):
-        check_version("framework", "0.33")
+        check_signatures("framework", "0.33", {})
 
 
 def test_another_signature_is_an_error() -> None:
