@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from new_tensors import NewTensors
 from trained_alike import apart, choosing, full, rerouted, run_cases
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed asks for it
@@ -315,26 +314,6 @@ def checkpoints() -> dict[str, Any]:
     return {"files": files, "continued": losses}
 
 
-def largest_new_tensor() -> dict[str, Any]:
-    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
-    engine, layers = make(Case(), True)
-    ids = torch.arange(4)[None] + 3
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    found, inner = NewTensors(), layers[0]._forward
-
-    def watch(*args: Any) -> Any:
-        with found:
-            return inner(*args)
-
-    layers[0]._forward = watch
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    mains = min(p.numel() for p in layers[0].experts.parameters())
-    replicas = layers[0].replica_plan.num_replicas
-    del layers[0]._forward
-    end(engine, layers)
-    return {"largest": found.largest, "by": found.by, "mains": mains, "replicas": replicas}
-
-
 def versions() -> dict[str, str]:
     names = ("deepspeed", "transformers", "torch", "ultraep_comm")
     return {name: importlib.metadata.version(name) for name in names}
@@ -342,7 +321,6 @@ def versions() -> dict[str, str]:
 
 OTHERS = {
     "checkpoints": checkpoints,
-    "new tensors": largest_new_tensor,
     "versions": versions,
 }
 

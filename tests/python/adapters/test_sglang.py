@@ -10,6 +10,7 @@ import fake_sglang
 import pytest
 import torch
 import torch.distributed as dist
+from eplb_rows import count_wrong, make_rows, random_map
 from fake_sglang import FusedMoE, faked
 from ranks import MAX_RANKS, RankPool, raised
 
@@ -17,7 +18,6 @@ from ultraep_comm import errors
 from ultraep_comm.adapters import rows
 from ultraep_comm.adapters import sglang as adapter
 
-KINDS = ((torch.bfloat16, (5, 8)), (torch.uint8, (7, 3)), (torch.float32, ()))
 UPDATER = "eplb.expert_location_updater"
 
 
@@ -29,28 +29,11 @@ def start(sglang: Any) -> None:
 # ---- EPLB ----------------------------------------------------------------------------------
 
 
-def make_layer(own: list[int]) -> list[torch.Tensor]:
-    """Return a layer's tensors: every element depends on the expert and on its place."""
-    made = []
-    for dtype, shape in KINDS:
-        each = torch.arange(torch.Size(shape).numel()).view(shape)
-        made.append(torch.stack([(e * 37 + each * 11) % 251 for e in own]).to(dtype))
-    made[0] = made[0].transpose(1, 2).contiguous().transpose(1, 2)
-    return made
-
-
-def random_map(generator: torch.Generator, experts: int, count: int) -> list[int]:
-    rest = torch.randint(experts, (count - experts,), generator=generator)
-    found = torch.cat([torch.arange(experts), rest])
-    mixed: list[int] = found[torch.randperm(count, generator=generator)].tolist()
-    return mixed
-
-
 def update_often(rank: int, _: Any, experts: int, local: int) -> list[Any]:
     generator = torch.Generator().manual_seed(experts)  # the same on every rank
     count, mine = local * MAX_RANKS, slice(rank * local, (rank + 1) * local)
     old, wrong, lines = random_map(generator, experts, count), 0, 0
-    layer, missing, metrics = make_layer(old[mine]), [], []
+    layer, missing, metrics = make_rows(old[mine]), [], []
     handler = logging.Handler()
     handler.emit = lambda record: metrics.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("ultraep_comm")
@@ -74,8 +57,7 @@ def update_often(rank: int, _: Any, experts: int, local: int) -> list[Any]:
                 debug=turn > 0,
                 log_metrics=turn == 0,
             )
-            pairs = zip(layer, make_layer(new[mine]), strict=True)
-            wrong += sum(not torch.equal(a, b) for a, b in pairs)
+            wrong += count_wrong(layer, new[mine])
             changed = sum(a != b for a, b in zip(old[mine], new[mine], strict=True))
             lines += (found is None) != (turn == 0) or (turn > 0 and len(found) != changed)
             old = new
@@ -297,8 +279,6 @@ def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> 
                 fake_sglang.STATE.locations = None
             elif kind == "bias":
                 model[0].w2_bias = torch.zeros(3)
-            elif kind == "buffer":
-                model[0].register_buffer("table", torch.zeros(3))
             elif kind == "derived":
                 model[0].quant_method = SimpleNamespace(alphas=[torch.arange(6.0)])
             elif kind == "constant":
@@ -323,7 +303,6 @@ def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> 
         ("location", -1, "leave --init-expert-location"),
         ("no slots", -1, "set --ep-num-redundant-experts to a multiple of 2"),
         ("bias", 1, "tensor w2_bias"),
-        ("buffer", 1, "buffer table"),
         (
             "derived",
             1,

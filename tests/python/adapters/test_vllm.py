@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from eplb_rows import count_wrong, make_rows, random_map
 from fake_vllm import FakeBase, FakeElastic, faked, original
 from ranks import RankPool, own_group, raised
 
@@ -22,48 +23,9 @@ from ultraep_comm.adapters import vllm as adapter
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 
 G, L, LAYERS = 4, 3, 3
-KINDS = {  # one dtype each, shapes of one expert; () is one scale for each expert
-    torch.bfloat16: (5, 8),
-    torch.float8_e4m3fn: (33,),
-    torch.uint8: (7, 3),
-    torch.float32: (),
-    torch.int32: (2,),
-}
 
 
 # ---- rearrangements ------------------------------------------------------------------------
-
-
-def expert_bytes(layer: int, kind: int, expert: int, shape: Sequence[int], dtype: Any) -> Any:
-    seed = (layer * 100 + kind) * 1000 + expert
-    count = int(np.prod(shape)) * dtype.itemsize
-    data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, np.uint8))
-    return data.view(dtype).view(tuple(shape))
-
-
-def make_layer(layer: int, own: Sequence[int]) -> list[torch.Tensor]:
-    """Return a layer's tensors, with rows as vLLM has them: [L, *shape], and one transposed."""
-    tensors = [
-        torch.stack([expert_bytes(layer, i, e, shape, dtype) for e in own])
-        for i, (dtype, shape) in enumerate(KINDS.items())
-    ]
-    tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
-    return tensors
-
-
-def wrong_rows(layer: int, tensors: list[torch.Tensor], own: Sequence[int]) -> int:
-    pairs = zip(tensors, make_layer(layer, own), strict=True)
-    as_bytes = [[t.contiguous().view(torch.uint8) for t in pair] for pair in pairs]
-    return sum(
-        int((a != b).any()) for a, b in ((x[i], y[i]) for x, y in as_bytes for i in range(L))
-    )
-
-
-def random_map(rng: np.random.Generator) -> np.ndarray:
-    """Return the experts in all physical rows: each of 8 somewhere, others at random."""
-    rest = rng.integers(0, 8, G * L - 8)
-    result: np.ndarray = rng.permutation(np.concatenate([np.arange(8), rest]))
-    return result
 
 
 def flows(old: np.ndarray, new: np.ndarray, rng: np.random.Generator) -> list[tuple[int, ...]]:
@@ -111,9 +73,10 @@ def move(
 
 def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, int, list[str]]:
     """Return experts moved as counted here and by the mover, wrong rows, and uses of a stream."""
-    rng = np.random.default_rng(len(how))  # the same on every rank
-    maps = [random_map(rng) for _ in range(LAYERS)]
-    weights = [make_layer(n, maps[n].reshape(G, L)[rank]) for n in range(LAYERS)]
+    rng = np.random.default_rng(len(how))  # the same on every rank, as the next one
+    generator = torch.Generator().manual_seed(len(how))
+    maps = [np.array(random_map(generator, 8, G * L)) for _ in range(LAYERS)]
+    weights = [make_rows(maps[n].reshape(G, L)[rank], n) for n in range(LAYERS)]
     buffer = [torch.empty_like(w) for w in weights[0]]
     given, stream, count = list(buffer), [], 0
     with faked() as state:
@@ -134,7 +97,7 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
         nonlocal count
         for _ in range(4):
             for layer in range(LAYERS):
-                new = random_map(rng)
+                new = np.array(random_map(generator, 8, G * L))
                 all_flows = flows(maps[layer], new, rng)
                 parts = 2 if how == "batches" else 1
                 batches = [all_flows[i::parts] for i in range(parts)]
@@ -151,7 +114,7 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
         else:
             run()
     mine = [m.reshape(G, L)[rank] for m in maps]
-    wrong = sum(wrong_rows(n, weights[n], mine[n]) for n in range(LAYERS))
+    wrong = sum(count_wrong(weights[n], mine[n], n) for n in range(LAYERS))
     return count, mover.moved - start, wrong, stream
 
 

@@ -228,25 +228,41 @@ def config() -> Iterator[Any]:
         yield made
 
 
-def spoil(layer: Any, kind: str) -> None:
-    if kind == "no rows":
-        layer.w13_bias = torch.nn.Parameter(torch.zeros(P + 1, H), requires_grad=False)
-    elif kind == "shared rows":
-        shared = torch.zeros(H).expand(P, H)
-        layer.w13_bias = torch.nn.Parameter(shared[:, :], requires_grad=False)
-    elif kind == "no scale":
-        layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
-        del layer.w13_weight_scale
-        layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
-    elif kind == "derived":
-        layer.quant_method.moe_kernel.fused_experts.g1_alphas = torch.arange(float(P))
-    elif kind == "opaque":
-        config = layer.quant_method.moe_kernel.fused_experts.quant_config
-        config._w1.scale = object()
-    elif kind == "inside":
-        layer.norm = torch.nn.LayerNorm(H)
-    elif kind == "other constant":
-        layer.w13_input_scale.data = torch.tensor(0.25)
+def without_scale(layer: Any) -> None:
+    layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
+    del layer.w13_weight_scale
+    layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
+
+
+def give_bias(layer: Any, value: torch.Tensor) -> None:
+    layer.w13_bias = torch.nn.Parameter(value, requires_grad=False)
+
+
+# What happens to the second layer of rank 1, and what every rank is told.
+SPOILED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no rows": (
+        lambda m: give_bias(m, torch.zeros(P + 1, H)),
+        "a parameter w13_bias of shape (5, 6), without a row for each of 4",
+    ),
+    "shared rows": (
+        lambda m: give_bias(m, torch.zeros(H).expand(P, H)[:, :]),
+        "a parameter w13_bias of shape (4, 6), whose rows share memory",
+    ),
+    "no scale": (
+        without_scale,
+        "w13_weight is of torch.float8_e4m3fn, and no parameter w13_...scale exists",
+    ),
+    "opaque": (
+        lambda m: setattr(
+            m.quant_method.moe_kernel.fused_experts.quant_config._w1, "scale", object()
+        ),
+        "its quant_method.moe_quant_config._w1.scale is a object, which would stay",
+    ),
+    "inside": (
+        lambda m: m.add_module("norm", torch.nn.LayerNorm(H)),
+        "a parameter norm.weight of shape (6,), of a module inside",
+    ),
+}
 
 
 def set_up(rank: int, group: Any, kind: str) -> str:
@@ -254,96 +270,60 @@ def set_up(rank: int, group: Any, kind: str) -> str:
     with faked("batch", make_fake(settings)):
         adapter.register()
         layers = [make_layer(settings, rank, number=n) for n in range(2)]
-        before = [p.data_ptr() for layer in layers for p in layer.parameters()]
         if rank == 1:
-            spoil(layers[1], kind)
-            before = [p.data_ptr() for layer in layers for p in layer.parameters()]
+            SPOILED[kind][0](layers[1])
+        before = [p.data_ptr() for layer in layers for p in layer.parameters()]
         error = raised(lambda: add_model(layers, group))
         assert before == [p.data_ptr() for layer in layers for p in layer.parameters()]
         assert all(layer.replicas is None for layer in layers)
     return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("no rows", "a parameter w13_bias of shape (5, 6), without a row for each of 4"),
-        ("shared rows", "a parameter w13_bias of shape (4, 6), whose rows share memory"),
-        ("no scale", "w13_weight is of torch.float8_e4m3fn, and no parameter w13_...scale exists"),
-        (
-            "derived",
-            "its quant_method.moe_kernel.fused_experts.g1_alphas of shape (4,) with"
-            " [0.0, 1.0, 2.0, 3.0] has other values for each of 4 experts, and is in no parameter",
-        ),
-        ("opaque", "its quant_method.moe_quant_config._w1.scale is a object, which would stay"),
-        ("inside", "a parameter norm.weight of shape (6,), of a module inside"),
-    ],
-)
-def test_what_would_stay_behind_is_an_error_on_every_rank(
-    ranks: RankPool, kind: str, says: str
-) -> None:
+@pytest.mark.parametrize("kind", SPOILED)
+def test_what_would_stay_behind_is_an_error_on_every_rank(ranks: RankPool, kind: str) -> None:
     for text in ranks.run(G, set_up, kind):
         assert text.startswith("UnsupportedError: MoE layer 1 of expert-parallel rank 1 cannot")
-        assert says in text
+        assert SPOILED[kind][1] in text
 
 
-def test_constants_of_all_experts_are_those_of_all_ranks(ranks: RankPool) -> None:
-    for text in ranks.run(G, set_up, "other constant"):
-        assert text == (
-            "UnsupportedError: expert-parallel rank 1 has MoE layers with experts"
-            " [['w13_input_scale', 0.25]], and rank 0 [['w13_input_scale', 0.5]], in layer 1;"
-            " expected the same on every rank"
-        )
+def parallel(layer: Any) -> Any:
+    return layer.moe_config.moe_parallel_config
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c, _: vars(c.parallel_config).update(use_ubatching=True), "dual-batch overlap"),
-        (lambda _, m: vars(m.moe_parallel_config).update(pcp_size=2), "context_parallel_size=2"),
+        (lambda m: setattr(m.vllm_config.parallel_config, "use_ubatching", True), "dual-batch"),
+        (lambda m: setattr(parallel(m), "pcp_size", 2), "prefill_context_parallel_size=2"),
         (
-            lambda _, m: vars(m.moe_parallel_config).update(use_moonep_kernels=True),
+            lambda m: setattr(parallel(m), "use_moonep_kernels", True),
             "all2all_backend='allgather_reducescatter' dispatches inside",
         ),
-        (lambda _, m: vars(m).update(is_lora_enabled=True), "LoRA"),
-        (lambda _, m: vars(m).update(num_logical_experts=G * P), "no row for a replica"),
-    ],
-)
-def test_settings_that_are_refused(
-    config: Any, change: Callable[[Any, Any], None], says: str
-) -> None:
-    layer = make_layer(config)
-    assert checks.describe(layer)
-    change(config, layer.moe_config)
-    assert says in str(raised(lambda: checks.describe(layer)))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+        (lambda m: setattr(m.moe_config, "is_lora_enabled", True), "LoRA"),
+        (lambda m: setattr(m.moe_config, "num_logical_experts", G * P), "no row for a replica"),
+        (lambda m: setattr(m.quant_method, "is_monolithic", True), "its kernel routes by itself"),
         (
-            lambda layer: setattr(layer.quant_method, "is_monolithic", True),
-            "its kernel routes by itself",
-        ),
-        (
-            lambda layer: setattr(layer.expert_map_manager, "num_fused_shared_experts", 1),
+            lambda m: setattr(m.expert_map_manager, "num_fused_shared_experts", 1),
             "shared experts fused with routed ones",
         ),
         (
-            lambda layer: setattr(layer.expert_map_manager, "placement_strategy", "round_robin"),
+            lambda m: setattr(m.expert_map_manager, "placement_strategy", "round_robin"),
             "expert_placement_strategy='round_robin'",
         ),
         (
-            lambda layer: layer.vllm_config.compilation_config.static_forward_context.update(
-                {layer.layer_name: SimpleNamespace(router=object())}
+            lambda m: m.vllm_config.compilation_config.static_forward_context.update(
+                {m.layer_name: SimpleNamespace(router=object())}
             ),
             "its router is a object",
         ),
     ],
 )
-def test_layers_that_are_refused(config: Any, change: Callable[[Any], None], says: str) -> None:
+def test_settings_and_layers_that_are_refused(
+    config: Any, change: Callable[[Any], None], says: str
+) -> None:
     layer = make_layer(config)
     assert layer.moe_config.require_decomposed_backend
+    assert checks.describe(layer)
     change(layer)
     assert says in str(raised(lambda: checks.describe(layer)))
 

@@ -7,7 +7,6 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from fake_vllm_batch import (
     make_layer,
     registered,
 )
-from ranks import RankPool, raised
+from ranks import RankPool, own_group, raised
 
 from ultraep_comm.adapters import vllm as adapter
 from ultraep_comm.adapters.vllm import checks
@@ -281,9 +280,7 @@ def test_constants_are_compared_at_set_up_and_after_a_reload(
 def load_alone(rank: int, group: Any, path: str) -> str:
     """Load weights again on rank 0 alone, over a process group that is not used afterwards."""
     del group
-    backend = dist.ProcessGroupGloo(dist.FileStore(path, G), rank, G, timedelta(seconds=100))
-    own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
-    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    own = own_group(rank, G, path)
     config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
     with faked("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
         adapter.register()
