@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trained_alike import apart, choosing, full, rerouted, run_cases
+from trained_alike import choosing, full, rerouted, run_cases, worst
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed asks for it
 
@@ -261,13 +261,6 @@ def compare(case: Case) -> dict[str, Any]:
         "arrivals": [sorted(run.arrivals) for run in (plain, ours)],
         "imbalance": ours.imbalance,
     }
-
-
-def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return how far tensors are apart on any rank."""
-    difference = torch.tensor(apart(found, wanted))
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    return difference.item()
 
 
 def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
