@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import importlib.util
+import json
 import logging
 import warnings
 import weakref
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 import torch
 from ranks import RankPool, raised, run_python
@@ -31,6 +34,7 @@ from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
+FAKES = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -175,8 +179,8 @@ def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
     bodies = {"same": "return []", "moved": "return ['f takes a, b']", "gone": "import no_such"}
     for name, body in bodies.items():
         (tmp_path / f"fake_{name}.py").write_text(f"def differences():\n    {body}\n")
-    fakes = [str(tmp_path / f"fake_{name}.py") for name in bodies]
-    done = run_python(str(TOOLS / "compare_fakes.py"), *fakes)
+    paths = [str(tmp_path / f"fake_{name}.py") for name in bodies]
+    done = run_python(str(TOOLS / "compare_fakes.py"), *paths)
     assert done.returncode == 1
     assert done.stdout.splitlines() == [
         "same: as the adapter expects it",
@@ -184,7 +188,31 @@ def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
         "  f takes a, b",
         "gone: not installed (No module named 'no_such')",
     ]
-    assert run_python(str(TOOLS / "compare_fakes.py"), fakes[0]).returncode == 0
+    assert run_python(str(TOOLS / "compare_fakes.py"), paths[0]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "framework", ["deepspeed", "megatron", "sglang", "torchtitan", "transformers", "vllm"]
+)
+def test_a_fake_is_like_the_installed_release(framework: str) -> None:
+    fake = FAKES / f"fake_{framework}.py"
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: see docs/frameworks.md")
+    done = run_python(str(TOOLS / "compare_fakes.py"), str(fake))
+    if ": not installed" in done.stdout:  # another release, without what the adapter needs
+        pytest.skip(done.stdout)
+    assert done.stdout == f"{framework}: as the adapter expects it\n", done.stdout + done.stderr
+
+
+def test_differences_are_found() -> None:
+    def loads(s: str, encoding: str) -> None: ...
+
+    def no_such() -> None: ...
+
+    (first, second) = fakes.differences({"json": [loads, no_such, json.dumps]})
+    assert first.startswith("json:loads takes ['s', 'cls',")
+    assert first.endswith("here ['s', 'encoding']")
+    assert second == "json:no_such takes None, here []"
 
 
 class Layer(torch.nn.Module):
