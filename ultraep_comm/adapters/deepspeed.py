@@ -74,8 +74,9 @@ def replicate(engine: Any, /, slots_per_rank: int = 2, **options: Any) -> list[A
     for layer in layers:
         weights = dict(layer.experts.named_parameters())
         layer.replicas = open_layer(
-            layer.ep_group, weights, layer.experts, slots_per_rank=slots_per_rank, **options
+            layer.ep_group, weights, slots_per_rank=slots_per_rank, **options
         )
+        checks.check_unchanged(layer.replicas, layer.experts)
         layer.replica_plan = None
         layer.__class__ = _layer_class(layer.__class__)
     return layers

@@ -90,8 +90,9 @@ def replicate(
     for layer in layers:
         experts = layer.experts.local_experts
         calls = open_layer(
-            layer.ep_group, _weights(experts), experts, slots_per_rank=slots_per_rank, **options
+            layer.ep_group, _weights(experts), slots_per_rank=slots_per_rank, **options
         )
+        checks.check_unchanged(calls, experts)
         _change(layer, calls)
     return layers
 

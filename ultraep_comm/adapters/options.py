@@ -28,11 +28,9 @@ def check_options(what: str, options: Mapping[str, Any], *others: str) -> None:
 
     Args:
         what: was given them, for the error.
-        options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
-            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
-            :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
-            ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
-            its default there.
+        options: :data:`OF_LAYER`, as for :class:`ultraep_comm.nn.Replication`, and
+            :data:`OF_GROUP`, as for :func:`ultraep_comm.new_group`. What is not given has its
+            default there.
         others: what else there is, for the error.
 
     Raises:
@@ -46,30 +44,20 @@ def check_options(what: str, options: Mapping[str, Any], *others: str) -> None:
 
 
 def open_layer(
-    process_group: dist.ProcessGroup,
-    weights: Weights,
-    experts: torch.nn.Module,
-    *,
-    hooks: bool = True,
-    live: int = 1,
-    **options: Any,
+    process_group: dist.ProcessGroup, weights: Weights, *, live: int = 1, **options: Any
 ) -> Replication:
     """Create or join the group of a layer, and return the layer's calls. Collective.
 
     Args:
         process_group: the expert-parallel group.
         weights: this rank's main weights.
-        experts: their module, which stays as it is: see :func:`check_unchanged`.
-        hooks: likewise.
         live: microbatches whose passes overlap; each takes slots of its own.
         options: as for :func:`check_options`, and the group's ``slots_per_rank``.
     """
     of_layer = {name: options.pop(name) for name in OF_LAYER if name in options}
     grads = dict.fromkeys(find_trained(weights), torch.float32) or None
     group, layer = group_for(process_group, like=weights, banks=live, grads=grads, **options)
-    calls = Replication(group, layer=layer, live=live, **of_layer)
-    check_unchanged(calls, experts, hooks=hooks)
-    return calls
+    return Replication(group, layer=layer, live=live, **of_layer)
 
 
 def find_trained(weights: Weights) -> list[str]:
@@ -95,11 +83,11 @@ def calls_of(
     Args:
         calls: what was returned before; None: nothing.
         process_group: the expert-parallel group.
-        experts: as for :func:`open_layer`; runs the same code on every rank.
+        experts: their module, which runs the same code on every rank, and stays as it is.
         count: as for :func:`check_experts`, which is done again: they may have been replaced.
         instead: likewise.
         options: for :func:`open_layer`, with ``live`` and ``slots_per_rank``.
-        hooks: likewise.
+        hooks: as for :func:`check_unchanged`.
 
     Raises:
         UnsupportedError: a rank's experts cannot be replicated, or are trained and neither float32
@@ -119,4 +107,6 @@ def calls_of(
         return [sorted(trained), name_code(experts, hooks=hooks)]
 
     agree(process_group, describe, [experts])
-    return open_layer(process_group, weights, experts, hooks=hooks, **options), weights
+    calls = open_layer(process_group, weights, **options)
+    check_unchanged(calls, experts, hooks=hooks)
+    return calls, weights
