@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,31 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, *ctx.back), None, None, None
 
 
-def exchange_counts(sent: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return how many rows each rank sends here, of how many go to each, ``[ranks, ...]``."""
+class Sent(NamedTuple):
+    """Tokens that were sent to the ranks of their experts."""
+
+    rows: torch.Tensor  # that came here, by rank and local expert
+    local: torch.Tensor  # the expert of each
+    counts: torch.Tensor  # of each local expert
+    order: torch.Tensor
+    sizes: list[list[int]]
+    mesh: Mesh
+
+    def give_back(self, rows: torch.Tensor, top_k: int) -> torch.Tensor:
+        """Return the rows' outputs to their tokens: ``[T, k, H]``."""
+        back = Exchange.apply(rows, self.mesh.get_group(), *self.sizes[::-1])
+        each: torch.Tensor = back[self.order.argsort()].view(-1, top_k, back.shape[1])
+        return each
+
+
+def send(x: torch.Tensor, ids: torch.Tensor, num_experts: int, mesh: Mesh) -> Sent:
+    """Send tokens ``[T, H]`` to the ranks of their experts ``[T, k]``."""
+    order, ranks, group = ids.flatten().argsort(stable=True), mesh.size(), mesh.get_group()
+    sent = torch.bincount(ids.flatten(), minlength=num_experts).view(ranks, -1)
     received = sent.clone()
     if group is not None:
-        dist.all_to_all_single(received, sent.contiguous(), group=group)
-    return received
+        dist.all_to_all_single(received, sent, group=group)
+    sizes = [counts.sum(1).tolist() for counts in (sent, received)]
+    rows = Exchange.apply(x[order // ids.shape[1]], group, *sizes)
+    local = torch.arange(sent.shape[1]).repeat(ranks).repeat_interleave(received.flatten())
+    return Sent(rows, local, received.sum(0), order, sizes, mesh)
