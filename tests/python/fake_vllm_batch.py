@@ -174,7 +174,7 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
 
 def make_config(**options: Any) -> Any:
     return SimpleNamespace(
-        additional_config={"ultraep": options},
+        additional_config={"ultraep": {"engine": "host"} | options},
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(use_ubatching=False),
     )
@@ -243,9 +243,16 @@ def load(layer: Any, rank: int, number: int, version: int) -> dict[str, torch.Te
 
 
 @contextmanager
-def registered() -> Iterator[Any]:
-    """Return settings of a vLLM in which the plugin is, for two rows and more on a rank."""
-    made = make_config()
-    with faked("batch", make_fake(made)):
+def registered(rank: int = 0, count: int = 1, group: Any = None, **options: Any) -> Iterator[Any]:
+    """Return a rank's layers in a vLLM that has the plugin; ``options`` are the plugin's."""
+    GROUP[0], gathers = group, options.pop("gathers", False)
+    config = make_config(**options)
+    with faked("batch", make_fake(config)):
         adapter.register()
-        yield made
+        yield [make_layer(config, rank, gathers=gathers, number=n) for n in range(count)]
+
+
+def run_batch(layer: Any, ids: torch.Tensor) -> None:
+    """Fill a layer's slots for a batch of ids."""
+    layer.replicas.begin(ids)
+    layer.replicas.wait()

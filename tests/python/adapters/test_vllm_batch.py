@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from fake_vllm import FakeElastic, faked
 from fake_vllm_batch import (
-    GROUP,
     LAYERS,
     NAMES,
     PADDING,
@@ -28,8 +27,8 @@ from fake_vllm_batch import (
     load,
     make_config,
     make_fake,
-    make_layer,
     registered,
+    run_batch,
 )
 from ranks import RankPool, raised
 
@@ -58,11 +57,8 @@ def run_dense(every: dict[str, torch.Tensor], x: Any, weights: Any, ids: Any) ->
 
 
 def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> list[Any]:
-    GROUP[0] = group
-    config, found = make_config(target=1.0, engine="host"), []
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layers = [make_layer(config, rank, gathers=gathers, number=n) for n in range(LAYERS)]
+    found = []
+    with registered(rank, LAYERS, group, gathers=gathers, target=1.0) as layers:
         for n, layer in enumerate(layers):
             load(layer, rank, n, 0)
             if holds:  # a kernel that has tensors of its own with a parameter's memory
@@ -76,7 +72,7 @@ def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> 
             for n, layer in enumerate(layers):
                 every = load(layer, rank, n, number // 2)  # new weights before the last one
                 x, weights, ids = draw(10 * number + n, rank if gathers else 0)
-                router = config.compilation_config.static_forward_context[layer.layer_name].router
+                router = checks.find_router(layer)
                 router.eplb_state.num_unpadded_tokens_tensors[0].fill_(real)
                 with torch.inference_mode():
                     rows = router._apply_eplb_mapping(ids)
@@ -126,11 +122,7 @@ def test_outputs_are_those_without_replicas(
 
 def run_lonely(rank: int, group: Any, min_tokens: int) -> list[Any]:
     """All tokens go to rank 0's experts: with plans others compute, without they have nothing."""
-    GROUP[0] = group
-    config = make_config(min_tokens=min_tokens, engine="host")
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layer = make_layer(config, rank, gathers=True)
+    with registered(rank, 1, group, gathers=True, min_tokens=min_tokens) as (layer,):
         every = load(layer, rank, 0, 0)
         add_model([layer], group)
         x, weights, ids = draw(0, rank)
@@ -152,11 +144,8 @@ def test_small_batches_move_nothing(ranks: RankPool) -> None:
 
 def run_padded(rank: int, group: Any, gathers: bool) -> list[Any]:
     """Run batches whose padding vLLM tells by a mask; the number is the one of an earlier batch."""
-    GROUP[0] = group
-    config, found = make_config(target=1.0, engine="host"), []
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layer = make_layer(config, rank, gathers=gathers)
+    found = []
+    with registered(rank, 1, group, gathers=gathers, target=1.0) as (layer,):
         every = load(layer, rank, 0, 0)
         add_model([layer], group)
         for real in (40, 0, T):  # the second is a dummy run
@@ -181,17 +170,13 @@ def test_padding_counts_in_no_batch(ranks: RankPool, gathers: bool) -> None:
 
 def differ_in_layout(rank: int, group: Any) -> int:
     """Run layers of two layouts, which vLLM's own EPLB cannot move."""
-    config = make_config(engine="host")
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layers = [make_layer(config, rank, number=n) for n in range(3)]
+    with registered(rank, 3) as layers:
         layers[1].w13_bias = torch.nn.Parameter(torch.zeros(P, H + 1), requires_grad=False)
         add_model(layers, group)
         ids = torch.zeros(4, K, dtype=torch.int64)
         for layer in layers:
             layer.w13_bias.fill_(rank)
-            layer.replicas.begin(ids)
-            layer.replicas.wait()
+            run_batch(layer, ids)
             held = layer.replica_plan.slot_expert[rank]
             homes = layer.w13_bias[M:][held >= 0][:, 0]
             assert torch.equal(homes, (held[held >= 0] // M).to(torch.float32))
@@ -204,10 +189,7 @@ def test_layers_may_have_different_layouts(ranks: RankPool) -> None:
 
 def come_again(rank: int, group: Any) -> int:
     """Set up a model after vLLM failed behind another's first layers."""
-    settings = make_config(engine="host")
-    with faked("batch", make_fake(settings)):
-        adapter.register()
-        layers = [make_layer(settings, rank, number=n) for n in range(3)]
+    with registered(rank, 3) as layers:
         for layer in layers[:2]:
             layer.get_expert_weights()
         del layer, layers[0]
@@ -223,8 +205,8 @@ def test_a_failed_set_up_leaves_no_layers_behind(ranks: RankPool) -> None:
 
 
 @pytest.fixture
-def config() -> Iterator[Any]:
-    with registered() as made:
+def layer() -> Iterator[Any]:
+    with registered() as (made,):
         yield made
 
 
@@ -266,10 +248,7 @@ SPOILED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def set_up(rank: int, group: Any, kind: str) -> str:
-    settings = make_config(engine="host")
-    with faked("batch", make_fake(settings)):
-        adapter.register()
-        layers = [make_layer(settings, rank, number=n) for n in range(2)]
+    with registered(rank, 2) as layers:
         if rank == 1:
             SPOILED[kind][0](layers[1])
         before = [p.data_ptr() for layer in layers for p in layer.parameters()]
@@ -319,18 +298,16 @@ def parallel(layer: Any) -> Any:
     ],
 )
 def test_settings_and_layers_that_are_refused(
-    config: Any, change: Callable[[Any], None], says: str
+    layer: Any, change: Callable[[Any], None], says: str
 ) -> None:
-    layer = make_layer(config)
     assert layer.moe_config.require_decomposed_backend
     assert checks.describe(layer)
     change(layer)
     assert says in str(raised(lambda: checks.describe(layer)))
 
 
-def test_layers_of_other_classes_are_refused(config: Any) -> None:
+def test_layers_of_other_classes_are_refused(layer: Any) -> None:
     group = SimpleNamespace(size=lambda: 2)
-    layer = make_layer(config)
     other = SimpleNamespace(get_expert_weights=lambda: [torch.zeros(1)])
     for layers in ([layer, other], [other]):
         with pytest.raises(
@@ -343,8 +320,8 @@ def test_layers_of_other_classes_are_refused(config: Any) -> None:
         )
 
 
-def test_options(config: Any) -> None:
-    layer = make_layer(config)
+def test_options(layer: Any) -> None:
+    config = layer.vllm_config
     config.additional_config = {"ultraep": {"cost": {"token": 1e-9, "expert_byte": 1e-12}}}
     assert checks.read_options(layer)["cost"].token == 1e-9
     config.additional_config = {"ultraep": {"slots": 2}}
@@ -353,14 +330,10 @@ def test_options(config: Any) -> None:
 
 
 def move(rank: int, group: Any) -> str:
-    config = make_config(engine="host")
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layer = make_layer(config, rank)
+    with registered(rank) as (layer,):
         add_model([layer], group)
         ids = torch.zeros(4, K, dtype=torch.int64)
-        layer.replicas.begin(ids)
-        layer.replicas.wait()
+        run_batch(layer, ids)
         layer.w13_bias.data = layer.w13_bias.data.clone()
         error = raised(lambda: layer.replicas.begin(ids))
     return f"{type(error).__name__}: {error}"
@@ -374,8 +347,8 @@ def test_weights_that_have_moved_are_an_error(ranks: RankPool) -> None:
 # ---- the plugin ----------------------------------------------------------------------------
 
 
-def test_rows_are_mains_then_slots(config: Any) -> None:
-    del config
+@pytest.mark.usefixtures("layer")
+def test_rows_are_mains_then_slots() -> None:
     state = sys.modules["vllm.distributed.eplb.eplb_state"].EplbState
     rows = state.build_initial_global_physical_to_logical_map
     assert rows(8, 8) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1]
@@ -413,8 +386,7 @@ def test_other_releases_are_noticed() -> None:
         adapter.register()
 
 
-def test_where_it_leaves_vllm_alone(config: Any) -> None:
-    layer = make_layer(config)
+def test_where_it_leaves_vllm_alone(layer: Any) -> None:
     layer.moe_config.moe_parallel_config.ep_size = 1
     alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
     assert layer.get_expert_weights() == ["vLLM's"]
