@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +23,13 @@ from ultraep_comm.adapters import sglang as adapter
 UPDATER = "eplb.expert_location_updater"
 
 
-def start(sglang: Any) -> None:
-    adapter.register()
-    sglang("plugins.hook_registry").HookRegistry.apply_hooks()
+@contextlib.contextmanager
+def serving(mode: str, group: Any = None, redundant: int = 0) -> Iterator[Any]:
+    """Return the modules of an SGLang that has the plugin, by path."""
+    with faked(mode, group, redundant) as sglang:
+        adapter.register()
+        sglang("plugins.hook_registry").HookRegistry.apply_hooks()
+        yield sglang
 
 
 # ---- EPLB ----------------------------------------------------------------------------------
@@ -39,8 +45,7 @@ def update_often(rank: int, _: Any, experts: int, local: int) -> list[Any]:
     logger = logging.getLogger("ultraep_comm")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    with faked("eplb") as sglang:
-        start(sglang)
+    with serving("eplb") as sglang:
         module = sglang(UPDATER)
         assert module.create_temp_buffers(layer) == []
         for turn in range(6):
@@ -88,8 +93,7 @@ def refuse(rank: int, _: Any, kind: str) -> list[str]:
         new = old[1:] + old[:1]
     elif kind == "nowhere":
         new[3] = missing
-    with faked("eplb") as sglang, pytest.MonkeyPatch.context() as context:
-        start(sglang)
+    with serving("eplb") as sglang, pytest.MonkeyPatch.context() as context:
         if kind == "elastic" and rank == 1:
             context.setattr(fake_sglang.ElasticEPStateManager, "state", object())
         update = sglang(UPDATER).update_expert_weights_single_layer
@@ -183,8 +187,7 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
     """Return errors of outputs, plans' imbalances before and after, and rows computed."""
     generator = torch.Generator().manual_seed(6)  # all ranks have the same tokens
     found, imbalances, computed = [], [], []
-    with faked("batch", group, SLOTS * group.size()) as sglang:
-        start(sglang)
+    with serving("batch", group, SLOTS * group.size()) as sglang:
         config = locate(sglang, rank)
         model, whole = make_model(rank, group)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -255,8 +258,7 @@ def test_outputs_are_those_without_replicas_and_ranks_compute_as_much(
 
 def set_up_wrong(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
     redundant = {"no slots": 0, "uneven": -EXPERTS % 3}.get(kind, SLOTS * group.size())
-    with faked("batch", group, redundant) as sglang:
-        start(sglang)
+    with serving("batch", group, redundant) as sglang:
         settings = fake_sglang.STATE.config
         if kind == "location":
             settings.moe.init_expert_location = "file.json"
@@ -338,8 +340,7 @@ def test_ranks_with_unequal_shares_are_refused(ranks: RankPool) -> None:
 
 def misuse(rank: int, group: dist.ProcessGroup) -> list[Any]:
     x, scale, ids = torch.zeros(4, 8), torch.zeros(4, 1), torch.zeros(4, 1, dtype=torch.int32)
-    with faked("batch", group, SLOTS * group.size()) as sglang:
-        start(sglang)
+    with serving("batch", group, SLOTS * group.size()) as sglang:
         config = locate(sglang, rank)
         model, _ = make_model(rank, group)
         draft = FusedMoE(EXPERTS + SLOTS * group.size(), 8, 5, 0)
@@ -375,8 +376,7 @@ def test_other_releases_are_noticed() -> None:
 
 
 def leave_alone(rank: int, group: dist.ProcessGroup) -> list[Any]:
-    with faked("batch", group, 2) as sglang:
-        start(sglang)
+    with serving("batch", group, 2) as sglang:
         config = locate(sglang, rank)
         model = torch.nn.ModuleList([FusedMoE(EXPERTS + 2, 8, 5, 0)])
         prepare(sglang, model, config)
@@ -386,8 +386,7 @@ def leave_alone(rank: int, group: dist.ProcessGroup) -> list[Any]:
 
 def test_one_rank_is_left_alone(ranks: RankPool) -> None:
     assert ranks.run(1, leave_alone) == [[[*range(EXPERTS), 0, 1], False]]
-    with faked("eplb") as sglang:
-        start(sglang)
+    with serving("eplb") as sglang:
         module, world = sglang(UPDATER), dist.group.WORLD
         try:
             dist.group.WORLD = dist.ProcessGroup(dist.HashStore(), 0, 1)

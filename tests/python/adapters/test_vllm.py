@@ -25,6 +25,14 @@ from ultraep_comm.fabrics.rendezvous import Rendezvous
 G, L, LAYERS = 4, 3, 3
 
 
+def make_mover(group: Any, weights: Any, buffer: Any) -> Any:
+    """Return what vLLM with the plugin makes in place of a communicator."""
+    with faked() as state:
+        adapter.register()
+        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
+        return state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+
+
 # ---- rearrangements ------------------------------------------------------------------------
 
 
@@ -79,14 +87,7 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
     weights = [make_rows(maps[n].reshape(G, L)[rank], n) for n in range(LAYERS)]
     buffer = [torch.empty_like(w) for w in weights[0]]
     given, stream, count = list(buffer), [], 0
-    with faked() as state:
-        adapter.register()
-        mover = state.create_eplb_communicator(
-            group_coordinator=SimpleNamespace(cpu_group=group, device_group=group),
-            backend="torch_nccl",
-            expert_weights=weights,
-            expert_buffer=buffer,
-        )
+    mover = make_mover(group, weights, buffer)
     assert isinstance(mover, FakeBase)
     assert not mover.needs_profile_buffer_reservation
     assert all(a is not b and a.shape == b.shape for a, b in zip(buffer, given, strict=True))
@@ -150,11 +151,7 @@ def make_bad(kind: str) -> tuple[list[list[torch.Tensor]], Any]:
 
 def set_up(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
     weights, buffer = make_bad(kind if where in (rank, -1) else "")
-    with faked() as state:
-        adapter.register()
-        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
-        make = state.create_eplb_communicator
-        error = raised(lambda: make(coordinator, "torch_nccl", weights, buffer))
+    error = raised(lambda: make_mover(group, weights, buffer))
     return f"{type(error).__name__}: {error}"
 
 
@@ -187,10 +184,7 @@ def test_rows_with_gaps_are_an_error(ranks: RankPool) -> None:
 def disagree(rank: int, group: dist.ProcessGroup, kind: str) -> list[str]:
     weights = [[torch.full((2, 3), float(rank))]]
     buffer = [torch.empty(2, 3)]
-    with faked() as state:
-        adapter.register()
-        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
-        mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+    mover = make_mover(group, weights, buffer)
     mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
     if rank == 0:
         expert = 7 if kind == "no such expert" else 2
@@ -228,13 +222,11 @@ def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
     del group
     own = own_group(rank, 2, path)
     weights, buffer = [[torch.zeros(2, 3)]], [torch.empty(2, 3)]
-    with faked() as state, pytest.MonkeyPatch.context() as short:
+    with pytest.MonkeyPatch.context() as short:
         short.setenv("ULTRAEP_TIMEOUT", "2")
-        adapter.register()
-        coordinator = SimpleNamespace(cpu_group=own, device_group=own)
         with pytest.MonkeyPatch.context() as patient:  # set-up may take longer on a busy machine
             patient.setattr(checks, "Rendezvous", lambda group, **_: Rendezvous(group))
-            mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+            mover = make_mover(own, weights, buffer)
         mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
         if rank == 1:
             return []
