@@ -80,7 +80,7 @@ class FakeMethod:
         return output[own : own + len(x)] if gathers else output
 
 
-def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[str, Any]]:
+def make_fake(config: Any, **changed: Any) -> dict[str, dict[str, Any]]:
     """Return the contents of the modules that the adapter uses."""
     registry: dict[str, type] = {}
 
@@ -144,18 +144,6 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
         def rearrange(self, is_profile: bool = False, rank_mapping: Any = None) -> None:
             raise AssertionError("experts move")
 
-    def get_current_vllm_config() -> Any:
-        return config
-
-    def get_ep_group() -> Any:
-        return SimpleNamespace(world_size=ranks or G)
-
-    def is_forward_context_available() -> bool:
-        return PADDING[0] is not None
-
-    def get_forward_context() -> Any:
-        return SimpleNamespace(is_padding=PADDING[0])
-
     parts = {"BaseRouter": FakeRouter, "FusedMoEExpertsModular": FakeKernel} | changed
     return {
         f"{MOE}.routed_experts": {"RoutedExperts": RoutedExperts},
@@ -163,11 +151,11 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
         f"{MOE}.modular_kernel": {"FusedMoEExpertsModular": parts["FusedMoEExpertsModular"]},
         "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
         "vllm.forward_context": {
-            "is_forward_context_available": is_forward_context_available,
-            "get_forward_context": get_forward_context,
+            "is_forward_context_available": lambda: PADDING[0] is not None,
+            "get_forward_context": lambda: SimpleNamespace(is_padding=PADDING[0]),
         },
-        "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
-        "vllm.distributed.parallel_state": {"get_ep_group": get_ep_group},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.distributed.parallel_state": {"get_ep_group": lambda: SimpleNamespace(world_size=G)},
         "vllm.distributed.eplb.eplb_state": {"EplbState": EplbState},
     }
 

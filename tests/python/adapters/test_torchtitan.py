@@ -11,9 +11,9 @@ from typing import Any
 import fake_torchtitan as fake
 import pytest
 import torch
-from changed_experts import hook
 from fake_torchtitan import adapter
 from ranks import RankPool, raised, run_training
+from test_training import hook
 from tiers import cases, sampled
 from training_layers import E, G, OnTorchtitan, on
 
@@ -36,7 +36,7 @@ def hooked_on_one_rank(rank: int, pg: Any) -> str:
 def test_ranks_whose_experts_run_other_code_are_refused(ranks: RankPool) -> None:
     (text,) = set(ranks.run(G, hooked_on_one_rank))
     assert text.startswith("expert-parallel rank 1 has MoE layers with experts")
-    assert "forward_hooks: changed_experts.hook" in text
+    assert "forward_hooks: test_training.hook" in text
 
 
 def loaded(made: Any) -> None:
