@@ -9,7 +9,6 @@ import json
 import logging
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,35 +232,6 @@ def test_a_layer_whose_hooks_refer_to_it_is_freed() -> None:
     gc.collect()
     assert alive() is None
     group.close()
-
-
-# ---- an exchange of an adapter --------------------------------------------------------------
-
-MEETS = """
-import os, signal, sys, torch.distributed as dist
-from ultraep_comm.adapters.checks import gather_json
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-assert gather_json(dist.group.WORLD, rank) == [0, 1]
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    gather_json(dist.group.WORLD, rank)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}", flush=True)
-os._exit(0)  # gloo would wait for its peer
-"""
-
-
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    def run(rank: int) -> str:
-        return run_python("-c", MEETS, str(rank), str(tmp_path / "store")).stdout
-
-    with ThreadPoolExecutor(2) as threads:
-        said, _ = threads.map(run, range(2))
-    assert said.startswith(
-        "BootstrapError: rank 0: cannot continue, because rank 1 failed: its process"
-    )
 
 
 def agree_on(rank: int, group: Any, layers: list[list[Any]]) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_deepspeed import AutoEPMoELayer, DeepSpeedEngine
 from ranks import RankPool, raised, run_training
+from test_training import parametrise
 from tiers import cases, sampled
 from training_layers import D, F, G, K, M, OnDeepSpeed, deepspeed_adapter, on
 
@@ -49,19 +50,6 @@ def test_experts_may_be_frozen_and_tokens_are_counted(ranks: RankPool) -> None:
     ranks.run(G, freeze_and_step)
 
 
-class LowRank(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = torch.nn.Parameter(torch.ones(F, 1)), torch.nn.Parameter(torch.ones(1, D))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.a @ self.b
-
-
-def with_lora(layer: Any) -> None:
-    torch.nn.utils.parametrize.register_parametrization(layer.experts, "w1", LowRank())
-
-
 def with_replicas(layer: Any) -> None:
     layer.replicas = None
 
@@ -80,7 +68,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "shape": (with_larger, "data-parallel rank 1 has MoE layers with experts"),
     "frozen in part": (lambda m: m.experts.w1.requires_grad_(False), "are frozen"),
     "half": (lambda m: m.experts.half(), "'w1' need gradients and are torch.float16; expected"),
-    "lora": (with_lora, "it has a ParametrizedGroupedExperts; expected GroupedExperts"),
+    "lora": (
+        lambda m: parametrise(m.experts),
+        "it has a ParametrizedGroupedExperts; expected GroupedExperts",
+    ),
     "other layer": (
         lambda m: setattr(m, "__class__", type("Mine", (AutoEPMoELayer,), {})),
         "it has a Mine; expected AutoEPMoELayer",

@@ -133,6 +133,10 @@ def hook(_module: Any, _given: Any, output: torch.Tensor) -> torch.Tensor:
     return 2 * output
 
 
+def parametrise(experts: torch.nn.Module) -> None:
+    parametrize.register_parametrization(experts, "w1", Doubled())
+
+
 def subclass(experts: torch.nn.Module) -> None:
     experts.__class__ = type("Other", (type(experts),), {})
 
@@ -143,7 +147,7 @@ def add_row(experts: Any) -> None:
 
 # The change, and what the error names.
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "parametrised": (lambda e: parametrize.register_parametrization(e, "w1", Doubled()), "class"),
+    "parametrised": (parametrise, "class"),
     "lora": (lambda e: e.add_module("lora", torch.nn.Linear(2, 2)), "lora.class"),
     "class": (subclass, "class"),
     "parameter": (add_row, "parameters"),
