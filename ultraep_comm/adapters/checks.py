@@ -109,13 +109,13 @@ def warn_idle(framework: str, setting: str) -> None:
         )
 
 
-def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
+def check_experts(experts: torch.nn.Module, count: int, remedy: str) -> None:
     """Check that a module keeps all of an expert in rows of its own parameters.
 
     Args:
         experts: the module of a rank's experts, with one parameter for each segment.
         count: M, this rank's experts.
-        instead: the way out, for the error.
+        remedy: what to do, for the error.
 
     Raises:
         UnsupportedError: replicas would come without a scale, a bias or something else.
@@ -139,7 +139,7 @@ def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
         raise UnsupportedError(
             f"{type(experts).__name__} cannot be replicated: it has {'; '.join(wrong) or 'nothing'}"
             f". Expected parameters of this module alone, with a row for each of a rank's {count}"
-            f" experts, their scales and biases among them; {instead}"
+            f" experts, their scales and biases among them; {remedy}"
         )
 
 

@@ -71,7 +71,7 @@ def calls_of(
     process_group: dist.ProcessGroup,
     experts: torch.nn.Module,
     count: int,
-    instead: str,
+    remedy: str,
     options: Mapping[str, Any],
     *,
     hooks: bool = True,
@@ -85,7 +85,7 @@ def calls_of(
         process_group: the expert-parallel group.
         experts: their module, which runs the same code on every rank, and stays as it is.
         count: as for :func:`check_experts`, which is done again: they may have been replaced.
-        instead: likewise.
+        remedy: likewise.
         options: for :func:`open_layer`, with ``live`` and ``slots_per_rank``.
         hooks: as for :func:`check_unchanged`.
 
@@ -101,7 +101,7 @@ def calls_of(
             return calls, weights
 
     def describe(experts: torch.nn.Module) -> list[Any]:
-        check_experts(experts, count, instead)
+        check_experts(experts, count, remedy)
         if torch.is_grad_enabled():
             check_trained(weights, process_group.rank())
         return [sorted(trained), name_code(experts, hooks=hooks)]

@@ -30,7 +30,7 @@ from ultraep_comm.nn.traced import breaks_graph
 Tensor = torch.Tensor
 
 _SETTING = "expert_parallel_degree above 1"
-_INSTEAD = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
+_REMEDY = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
 _MOE = "torchtitan.models.common.moe"
 _DISPATCHER = "torchtitan.models.common.token_dispatcher:AllToAllTokenDispatcher"
 _INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
@@ -91,7 +91,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
             self.token_dispatcher.num_experts += mesh.size() * self._options["slots_per_rank"]
         super().parallelize(parallel_dims)
         if mesh is not None:
-            checks.check_experts(self.inner_experts, self._num_local_experts, _INSTEAD)
+            checks.check_experts(self.inner_experts, self._num_local_experts, _REMEDY)
 
     @breaks_graph
     def forward(
@@ -123,7 +123,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
             dispatcher.ep_mesh.get_group(),
             self.inner_experts,
             self._num_local_experts,
-            _INSTEAD,
+            _REMEDY,
             self._options,
         )
         run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))

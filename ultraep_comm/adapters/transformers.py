@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 Weights = dict[str, Tensor]
 
 NAME = "ultraep"
-_INSTEAD = 'use ep_implementation="all_to_all" for this model'
+_REMEDY = 'use ep_implementation="all_to_all" for this model'
 _EP = "transformers.distributed.expert_parallel"
 _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _SETTING = "ep_size above 1 in DistributedConfig"
@@ -100,7 +100,7 @@ class UltraEP(AllToAllEP):
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), "transformers", _SETTING)
         if not self._is_alone:
-            check_experts(experts, self._num_local_experts, _INSTEAD)
+            check_experts(experts, self._num_local_experts, _REMEDY)
         setattr(experts, NAME, self)
 
     @property
@@ -129,7 +129,7 @@ class UltraEP(AllToAllEP):
             self.ep_mesh.get_group(),
             self._experts,
             self._num_local_experts,
-            _INSTEAD,
+            _REMEDY,
             self._options,
             hooks=False,  # they are around the dispatch
         )
@@ -151,9 +151,9 @@ class UltraEP(AllToAllEP):
 
     def _own_rows(self, num_tokens: int) -> slice:
         """Return which tokens the dispatch takes here of those that a TP group shares."""
-        most = -(-num_tokens // self.tp_mesh.size())
-        start = min(self.tp_mesh.get_local_rank() * most, num_tokens)
-        return slice(start, min(start + most, num_tokens))
+        share = -(-num_tokens // self.tp_mesh.size())
+        start = min(self.tp_mesh.get_local_rank() * share, num_tokens)
+        return slice(start, min(start + share, num_tokens))
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, weights: Weights, slots: Weights
