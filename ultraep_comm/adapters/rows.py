@@ -46,7 +46,7 @@ def plan_update(
 ) -> tuple[list[int], list[int]]:
     """Return, for the G * L physical rows, the row that each slot gets, and each row's slot.
 
-    A rank gets an expert once: from itself, its domain, or the rank that gives least, in this order.
+    A rank gets an expert once: from itself, else its domain, else the rank that gives least.
 
     Args:
         old: the expert in every row.
