@@ -50,6 +50,7 @@ def train(made: Any, recompute: bool | None) -> list[tuple[float, float]]:
         assert set(arrivals.values()) == {microbatch + 1}
         groups = [made.group_of(layer) for layer in made.layers]
         assert groups[0] is groups[1]
+        assert len(groups[0].banks) == 1
         groups[0].assert_idle()
         plans += [made.plan_of(layer) for layer in made.layers]
         for r in range(G):
