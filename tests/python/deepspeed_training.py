@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from new_tensors import NewTensors
-from trained_alike import apart, choosing, full, rerouted, run_cases
+from trained_alike import choosing, full, rerouted, run_cases, worst
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed asks for it
 
@@ -32,42 +31,16 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
 )
+from tiny_models import make_model
 
 from ultraep_comm.adapters.deepspeed import replicate
 
-STEPS, BATCH, LENGTH, LAYERS, EXPERTS, HOT = 3, 4, 16, 2, 8, 1
-
-
-COMMON = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-}
-CONFIGS = {  # by AutoEP's preset
-    "qwen3_moe": partial(
-        tf.Qwen3MoeConfig, moe_intermediate_size=48, num_experts=EXPERTS, norm_topk_prob=True
-    ),
-    "mixtral": partial(tf.MixtralConfig, num_local_experts=EXPERTS),
-    "deepseek_v3": partial(
-        tf.DeepseekV3Config,
-        moe_intermediate_size=48,
-        n_routed_experts=EXPERTS,
-        n_group=2,
-        topk_group=2,
-        n_shared_experts=1,
-        first_k_dense_replace=0,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
+STEPS, BATCH, LENGTH = 3, 4, 16
+# By AutoEP's preset: the size of experts, and what is not as in all tiny models.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "qwen3_moe": (48, {"norm_topk_prob": True}),
+    "mixtral": (64, {}),
+    "deepseek_v3": (48, {"first_k_dense_replace": 0}),
 }
 
 
@@ -118,16 +91,8 @@ def make(case: Case, replicated: bool) -> tuple[Any, list[Any]]:
     for of in ("EXPERT_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"):
         for known in (f"_{of}", f"_{of}_RANKS"):
             getattr(groups, known).clear()  # as in a process of its own
-    torch.manual_seed(0)
-    config = CONFIGS[case.model](**COMMON)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, value in model.named_parameters():
-        if "experts" in name or "mlp.gate." in name:
-            value.data.normal_(0, 0.2)
-        if "embed_tokens" in name:
-            value.data.normal_()[:, :4] += 0.7
-        if name.endswith("mlp.gate.weight"):
-            value.data[HOT, :4] += 1
+    inner, more = MODELS[case.model]
+    model = make_model(case.model, inner, **more)
     if case.checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=case.checkpointing)
     engine, *_ = deepspeed.initialize(
@@ -264,13 +229,6 @@ def compare(case: Case) -> dict[str, Any]:
     }
 
 
-def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return how far tensors are apart on any rank."""
-    difference = torch.tensor(apart(found, wanted))
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    return difference.item()
-
-
 def of_experts(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: g for n, g in grads.items() if ".experts." in n}
 
@@ -315,26 +273,6 @@ def checkpoints() -> dict[str, Any]:
     return {"files": files, "continued": losses}
 
 
-def largest_new_tensor() -> dict[str, Any]:
-    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
-    engine, layers = make(Case(), True)
-    ids = torch.arange(4)[None] + 3
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    found, inner = NewTensors(), layers[0]._forward
-
-    def watch(*args: Any) -> Any:
-        with found:
-            return inner(*args)
-
-    layers[0]._forward = watch
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    mains = min(p.numel() for p in layers[0].experts.parameters())
-    replicas = layers[0].replica_plan.num_replicas
-    del layers[0]._forward
-    end(engine, layers)
-    return {"largest": found.largest, "by": found.by, "mains": mains, "replicas": replicas}
-
-
 def versions() -> dict[str, str]:
     names = ("deepspeed", "transformers", "torch", "ultraep_comm")
     return {name: importlib.metadata.version(name) for name in names}
@@ -342,7 +280,6 @@ def versions() -> dict[str, str]:
 
 OTHERS = {
     "checkpoints": checkpoints,
-    "new tensors": largest_new_tensor,
     "versions": versions,
 }
 

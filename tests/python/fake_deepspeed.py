@@ -12,8 +12,7 @@ from typing import Any
 
 import fakes
 import torch
-import torch.distributed as dist
-from token_exchange import Exchange
+from token_exchange import Mesh, send
 
 Tensor = torch.Tensor
 
@@ -80,25 +79,13 @@ class AutoEPMoELayer(torch.nn.Module):
         scores, ids, counts = self.router(x, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        order = ids.flatten().argsort(stable=True)
-        rows = x[order // self.top_k]
-        assert counts.shape == (self.num_experts,)
-        sent = counts.view(self.ep_size, self.num_local_experts)
-        received = torch.empty_like(sent)
-        if self.ep_size == 1:
-            received.copy_(sent)
-        else:
-            dist.all_to_all_single(received, sent.contiguous(), group=self.ep_group)
-        sizes = [c.sum(1).tolist() for c in (sent, received)]
-        if self.ep_size > 1:
-            rows = Exchange.apply(rows, self.ep_group, *sizes)
-        instance = torch.arange(self.num_local_experts).repeat(self.ep_size)
-        order_here = instance.repeat_interleave(received.flatten()).argsort(stable=True)
-        rows = torch.cat([rows[order_here], rows.new_zeros(SPARE, rows.shape[1])])
-        out = self.experts(rows, received.sum(0))[:-SPARE][order_here.argsort()]
-        if self.ep_size > 1:
-            out = Exchange.apply(out, self.ep_group, *sizes[::-1])
-        out = out[order.argsort()].view(*ids.shape, -1) * scores[..., None]
+        sent = send(x, ids, self.num_experts, Mesh(self.ep_group))
+        assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=self.num_experts))
+        assert len(sent.counts) == self.num_local_experts
+        by_expert = sent.local.argsort(stable=True)
+        rows = torch.cat([sent.rows[by_expert], x.new_zeros(SPARE, x.shape[1])])
+        out = self.experts(rows, sent.counts)[:-SPARE][by_expert.argsort()]
+        out = sent.give_back(out, self.top_k) * scores[..., None]
         output = out.sum(1).view_as(hidden_states)
         return self._finalize_output(output, x, hidden_states, x.shape[1])
 

@@ -13,28 +13,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fakes import differences_at, imported
-from token_exchange import Exchange
+from token_exchange import Mesh, send
 
 VERSION = "0.3.0"
 ADAPTER = "ultraep_comm.adapters.torchtitan"
-
-
-class Mesh:
-    """One dimension of a device mesh."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __deepcopy__(self, _memo: Any) -> Mesh:  # as of a DeviceMesh, of the same group
-        return Mesh(self._group)
-
-    def size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def get_group(self) -> Any:
-        return self._group
 
 
 class ParallelDims:
@@ -65,31 +48,21 @@ class AllToAllTokenDispatcher:
         topk_expert_ids_TK: Any,
         num_local_tokens_per_expert_E: Any,
     ) -> Any:
-        ids, counts = topk_expert_ids_TK.flatten(), num_local_tokens_per_expert_E
-        assert torch.equal(counts, torch.bincount(ids, minlength=self.num_experts))
-        order = ids.argsort(stable=True)
-        token, scale = order // topk_expert_ids_TK.shape[1], topk_scores_TK.flatten()[order]
-        rows = x_TD[token]
-        if self.ep_mesh is None:
-            return rows, counts, (token, scale, None, None)
-        group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=group)
-        sizes = [c.view(ranks, -1).sum(1).tolist() for c in (counts, received)]
-        local = torch.arange(len(counts) // ranks).repeat(ranks).repeat_interleave(received)
-        by_expert = local.argsort(stable=True)
-        rows = Exchange.apply(rows, group, *sizes)[by_expert]
-        spare = rows.new_full((self._spare, rows.shape[1]), 7.0)
-        here = received.view(ranks, -1).sum(0)
-        return torch.cat([rows, spare]), here, (token, scale, sizes, by_expert)
+        ids, counts = topk_expert_ids_TK, num_local_tokens_per_expert_E
+        assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=self.num_experts))
+        sent = send(x_TD, ids, self.num_experts, self.ep_mesh or Mesh())
+        by_expert = sent.local.argsort(stable=True)
+        spare = x_TD.new_full((self._spare, x_TD.shape[1]), 7.0)
+        return (
+            torch.cat([sent.rows[by_expert], spare]),
+            sent.counts,
+            (sent, by_expert, topk_scores_TK),
+        )
 
     def combine(self, routed_output_RD: Any, metadata: Any, x_TD: Any) -> Any:
-        token, scale, sizes, by_expert = metadata
-        rows = routed_output_RD
-        if by_expert is not None:
-            rows = rows[: len(by_expert)][by_expert.argsort()]
-            rows = Exchange.apply(rows, self.ep_mesh.get_group(), *sizes[::-1])
-        return torch.zeros_like(x_TD).index_add(0, token, rows * scale[:, None])
+        sent, by_expert, scale = metadata
+        rows = routed_output_RD[: len(by_expert)][by_expert.argsort()]
+        return (sent.give_back(rows, scale.shape[1]) * scale[..., None]).sum(1)
 
 
 class GroupedExperts(torch.nn.Module):

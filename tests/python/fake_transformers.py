@@ -7,36 +7,17 @@ the rows for its experts with local ids, and the combination takes the outputs b
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import fakes
 import torch
 import torch.distributed as dist
-from token_exchange import Exchange
+from token_exchange import send
 
 VERSION = "5.23.0"
 PATH = "transformers.distributed.expert_parallel"
 CONFIG = "transformers.distributed.configuration_utils"
 ADAPTER = "ultraep_comm.adapters.transformers"
-
-
-class Mesh:
-    """One dimension of a device mesh; of this rank alone without a group."""
-
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-
-    def __deepcopy__(self, _memo: Any) -> Mesh:  # as of a DeviceMesh, of the same group
-        return Mesh(self._group)
-
-    def size(self) -> int:
-        return 1 if self._group is None else dist.get_world_size(self._group)
-
-    def get_group(self) -> Any:
-        return self._group
-
-    def get_local_rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
 
 
 class EPImplementation:
@@ -48,14 +29,6 @@ class EPImplementation:
 
     def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         raise NotImplementedError
-
-
-class State(NamedTuple):
-    scale: torch.Tensor
-    order: torch.Tensor
-    sizes: tuple[list[int], list[int]]
-    rows: slice
-    num_tokens: int
 
 
 class AllToAllEP(EPImplementation):
@@ -71,25 +44,17 @@ class AllToAllEP(EPImplementation):
         rows = slice(self.tp_mesh.get_local_rank() * most, None)
         rows = slice(rows.start, rows.start + most)
         x, ids, scale = hidden_states[rows], top_k_index[rows], top_k_weights[rows]
-        experts, ranks = self.num_local_experts, self.ep_mesh.size()
-        order = ids.flatten().argsort(stable=True)
-        sent = torch.bincount(ids.flatten(), minlength=experts * ranks).view(ranks, experts)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.ep_mesh.get_group())
-        sizes = (sent.sum(1).tolist(), received.sum(1).tolist())
-        arrived = Exchange.apply(x[order // ids.shape[1]], self.ep_mesh.get_group(), *sizes)
-        local = torch.arange(experts).repeat(ranks).repeat_interleave(received.flatten())[:, None]
-        ones = torch.ones(local.shape, dtype=x.dtype)
-        return arrived, local, ones, State(scale, order, sizes, rows, num_tokens)
+        sent = send(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh)
+        ones = torch.ones(len(sent.rows), 1, dtype=x.dtype)
+        return sent.rows, sent.local[:, None], ones, (sent, scale, rows, num_tokens)
 
     def _combine_tokens(self, expert_output: Any, state: Any) -> Any:
-        back = Exchange.apply(expert_output, self.ep_mesh.get_group(), *state.sizes[::-1])
-        each = back[state.order.argsort()].view(*state.scale.shape, back.shape[1])
-        output = (each * state.scale[..., None]).sum(1)
+        sent, scale, rows, num_tokens = state
+        output = (sent.give_back(expert_output, scale.shape[1]) * scale[..., None]).sum(1)
         if self.tp_mesh.size() == 1:
             return output
-        whole = output.new_zeros(state.num_tokens, output.shape[1])
-        whole[state.rows] = output
+        whole = output.new_zeros(num_tokens, output.shape[1])
+        whole[rows] = output
         dist.all_reduce(whole, group=self.tp_mesh.get_group())
         return whole
 

@@ -80,7 +80,7 @@ class FakeMethod:
         return output[own : own + len(x)] if gathers else output
 
 
-def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[str, Any]]:
+def make_fake(config: Any, **changed: Any) -> dict[str, dict[str, Any]]:
     """Return the contents of the modules that the adapter uses."""
     registry: dict[str, type] = {}
 
@@ -144,18 +144,6 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
         def rearrange(self, is_profile: bool = False, rank_mapping: Any = None) -> None:
             raise AssertionError("experts move")
 
-    def get_current_vllm_config() -> Any:
-        return config
-
-    def get_ep_group() -> Any:
-        return SimpleNamespace(world_size=ranks or G)
-
-    def is_forward_context_available() -> bool:
-        return PADDING[0] is not None
-
-    def get_forward_context() -> Any:
-        return SimpleNamespace(is_padding=PADDING[0])
-
     parts = {"BaseRouter": FakeRouter, "FusedMoEExpertsModular": FakeKernel} | changed
     return {
         f"{MOE}.routed_experts": {"RoutedExperts": RoutedExperts},
@@ -163,18 +151,18 @@ def make_fake(config: Any, ranks: Any = None, **changed: Any) -> dict[str, dict[
         f"{MOE}.modular_kernel": {"FusedMoEExpertsModular": parts["FusedMoEExpertsModular"]},
         "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
         "vllm.forward_context": {
-            "is_forward_context_available": is_forward_context_available,
-            "get_forward_context": get_forward_context,
+            "is_forward_context_available": lambda: PADDING[0] is not None,
+            "get_forward_context": lambda: SimpleNamespace(is_padding=PADDING[0]),
         },
-        "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
-        "vllm.distributed.parallel_state": {"get_ep_group": get_ep_group},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.distributed.parallel_state": {"get_ep_group": lambda: SimpleNamespace(world_size=G)},
         "vllm.distributed.eplb.eplb_state": {"EplbState": EplbState},
     }
 
 
 def make_config(**options: Any) -> Any:
     return SimpleNamespace(
-        additional_config={"ultraep": options},
+        additional_config={"ultraep": {"engine": "host"} | options},
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(use_ubatching=False),
     )
@@ -243,9 +231,16 @@ def load(layer: Any, rank: int, number: int, version: int) -> dict[str, torch.Te
 
 
 @contextmanager
-def registered() -> Iterator[Any]:
-    """Return settings of a vLLM in which the plugin is, for two rows and more on a rank."""
-    made = make_config()
-    with faked("batch", make_fake(made)):
+def registered(rank: int = 0, count: int = 1, group: Any = None, **options: Any) -> Iterator[Any]:
+    """Return a rank's layers in a vLLM that has the plugin; ``options`` are the plugin's."""
+    GROUP[0], gathers = group, options.pop("gathers", False)
+    config = make_config(**options)
+    with faked("batch", make_fake(config)):
         adapter.register()
-        yield made
+        yield [make_layer(config, rank, gathers=gathers, number=n) for n in range(count)]
+
+
+def run_batch(layer: Any, ids: torch.Tensor) -> None:
+    """Fill a layer's slots for a batch of ids."""
+    layer.replicas.begin(ids)
+    layer.replicas.wait()

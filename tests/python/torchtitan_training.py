@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from new_tensors import NewTensors
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
@@ -224,32 +223,11 @@ def compare(case: Case) -> dict[str, Any]:
         }
 
 
-def largest_new_tensor() -> dict[str, Any]:
-    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
-    with without_rounding():
-        model, context = make(Case(), True)
-        tokens = torch.Generator().manual_seed(5 + dist.get_rank())
-        step(model, context, tokens)  # creates the group
-        found = NewTensors()
-        layer = next(iter(replicas(model).values()))
-        inner = layer._run_instances
-
-        def watch(*args: Any) -> Any:
-            with found:
-                return inner(*args)
-
-        layer._run_instances = watch
-        step(model, context, tokens)
-        mains = min(p.to_local().numel() for p in layer.inner_experts.parameters())
-        return {"largest": found.largest, "mains": mains, "replicas": layer.plan.num_replicas}
-
-
 def main(path: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     on_cpus()
-    cases = {name: partial(compare, case) for name, case in CASES.items()}
-    run_cases(path, names, cases | {"new tensors": largest_new_tensor})
+    run_cases(path, names, {name: partial(compare, case) for name, case in CASES.items()})
 
 
 if __name__ == "__main__":

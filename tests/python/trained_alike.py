@@ -40,6 +40,13 @@ def apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor])
     return worst
 
 
+def worst(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Return how far tensors are apart on any rank."""
+    difference = torch.tensor(apart(found, wanted))
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    return difference.item()
+
+
 @contextlib.contextmanager
 def choosing(given: list[torch.Tensor] | None) -> Iterator[list[torch.Tensor]]:
     """Record what routers choose, or let them choose what was recorded.

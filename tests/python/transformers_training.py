@@ -10,62 +10,30 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers as tf
 from new_tensors import NewTensors
+from tiny_models import make_model
 from trained_alike import apart, full, run_cases
 from transformers.distributed import DistributedConfig
 
 from ultraep_comm.adapters import transformers as adapter
 
-RANKS, EXPERTS, HOT = 4, 8, 1
-COMMON = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": 2,
+# The size of experts, and of the configuration what is not as in all tiny models.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "qwen3_moe": (32, {}),
+    "gptoss": (32, {}),
+    "mixtral": (32, {}),
+    "deepseek_v3": (32, {"first_k_dense_replace": 1}),
 }
-CONFIGS = {
-    "qwen3": partial(tf.Qwen3MoeConfig, moe_intermediate_size=32, num_experts=EXPERTS, head_dim=8),
-    "gptoss": partial(
-        tf.GptOssConfig,
-        intermediate_size=32,
-        num_local_experts=EXPERTS,
-        head_dim=8,
-        sliding_window=16,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "mixtral": partial(tf.MixtralConfig, intermediate_size=32, num_local_experts=EXPERTS),
-    "dsv3": partial(
-        tf.DeepseekV3Config,
-        moe_intermediate_size=32,
-        n_routed_experts=EXPERTS,
-        n_group=2,
-        topk_group=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        head_dim=8,
-    ),
-}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @dataclass(frozen=True)
@@ -86,37 +54,21 @@ class Case:
 
 
 CASES = {
-    "qwen3": Case("qwen3"),
+    "qwen3": Case("qwen3_moe"),
     "gptoss": Case("gptoss", experts="eager"),
     "mixtral, two copies of an expert": Case("mixtral", ep=2, experts="batched_mm"),
-    "dsv3": Case("dsv3"),
-    "shared batches": Case("qwen3", fsdp=2, tp=2),
-    "recomputed": Case("qwen3", checkpointing={"use_reentrant": False}),
+    "dsv3": Case("deepseek_v3"),
+    "shared batches": Case("qwen3_moe", fsdp=2, tp=2),
+    "recomputed": Case("qwen3_moe", checkpointing={"use_reentrant": False}),
     "recomputed, reentrant": Case("gptoss", checkpointing={"use_reentrant": True}),
-    "adamw": Case("qwen3", optimizer="adamw", experts="eager", learning_rate=1e-3),
-    "compiled": Case("qwen3", compiled=True),
-    "bf16": Case("qwen3", dtype=torch.bfloat16),
-    "routers alone": Case("qwen3", trained="mlp.gate."),
-    "no replicas for few tokens": Case("qwen3", options={"min_tokens": 10_000}),
+    "adamw": Case("qwen3_moe", optimizer="adamw", experts="eager", learning_rate=1e-3),
+    "compiled": Case("qwen3_moe", compiled=True),
+    "bf16": Case("qwen3_moe", dtype=torch.bfloat16),
+    "routers alone": Case("qwen3_moe", trained="mlp.gate."),
+    "no replicas for few tokens": Case("qwen3_moe", options={"min_tokens": 10_000}),
     # Two tokens in a group of four: half of the ranks have none.
-    "ranks without tokens": Case("qwen3", fsdp=1, tp=4, batch=(1, 2), learning_rate=0.01),
+    "ranks without tokens": Case("qwen3_moe", fsdp=1, tp=4, batch=(1, 2), learning_rate=0.01),
 }
-
-
-def save_models(folder: Path) -> None:
-    """Write a model of each kind, whose routers prefer one expert."""
-    for name, config in CONFIGS.items():
-        torch.manual_seed(0)
-        sizes = {} if name in ("gptoss", "mixtral") else {"intermediate_size": 64}
-        model = tf.AutoModelForCausalLM.from_config(config(**COMMON | sizes))
-        for key, value in model.named_parameters():
-            if "experts" in key or "router" in key or "mlp.gate." in key:
-                value.data.normal_(0, 0.2)
-            if "embed_tokens" in key:
-                value.data.normal_()[:, :4] += 0.7
-            if key.endswith(("mlp.gate.weight", "router.weight")):
-                value.data[HOT, :4] += 1
-        model.save_pretrained(folder / name)
 
 
 @dataclass
@@ -208,29 +160,19 @@ def compare(folder: Path, case: Case) -> dict[str, Any]:
     return result
 
 
-@contextmanager
-def watched() -> Iterator[NewTensors]:
-    """Watch what the layers of a model create in their forward pass."""
+def largest_new_tensor(folder: Path) -> dict[str, Any]:
+    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
+    case = Case("qwen3_moe", batch=(1, 4))
+    model = load(folder, case, adapter.NAME)
+    ids = torch.arange(4)[None] + 3
+    model(input_ids=ids, labels=ids).loss.backward()  # creates the group
     found, call = NewTensors(), adapter.UltraEP.__call__
 
     def watch(self: Any, *tensors: torch.Tensor) -> Any:
         with found:
             return call(self, *tensors)
 
-    adapter.UltraEP.__call__ = watch
-    try:
-        yield found
-    finally:
-        adapter.UltraEP.__call__ = call
-
-
-def largest_new_tensor(folder: Path) -> dict[str, Any]:
-    """Return the largest tensor that a layer creates, and the size of the smallest main weight."""
-    case = Case("qwen3", batch=(1, 4))
-    model = load(folder, case, adapter.NAME)
-    ids = torch.arange(4)[None] + 3
-    model(input_ids=ids, labels=ids).loss.backward()  # creates the group
-    with watched() as found:
+    with mock.patch.object(adapter.UltraEP, "__call__", watch):
         model(input_ids=ids, labels=ids).loss.backward()
     mains = min(p.to_local().numel() for n, p in model.named_parameters() if "experts" in n)
     layer = next(iter(adapter.layers(model).values()))
@@ -245,7 +187,8 @@ def main(path: str, names: list[str]) -> None:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
-        save_models(Path(folder[0]))
+        for name, (inner, more) in MODELS.items():
+            make_model(name, inner, **IDS, **more).save_pretrained(Path(folder[0]) / name)
     dist.barrier()
     cases: dict[str, Any] = {n: partial(compare, Path(folder[0]), c) for n, c in CASES.items()}
     cases["new tensors"] = partial(largest_new_tensor, Path(folder[0]))

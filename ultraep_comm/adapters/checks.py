@@ -32,15 +32,19 @@ _LOGGER = logging.getLogger("ultraep_comm")
 _NEEDS_NO_SCALE = re.compile("scale|zero|mask")  # in the name of a one-byte tensor
 
 
-def check_version(package: str, tried: str) -> None:
-    """Warn unless the installed version of a framework is the one that was tried.
+def check_signatures(package: str, tried: str, points: Mapping[str, str]) -> dict[str, Any]:
+    """Check a framework's release: warn of another version, and raise for other signatures.
 
     Args:
         package: the distribution's name.
-        tried: such as "5.23", with all of its patch releases.
+        tried: the version that was tried, such as "5.23", with all of its patch releases.
+        points: all that an adapter counts on, by path, as for :func:`check_signature`.
+
+    Returns:
+        What the paths name.
 
     Raises:
-        UnsupportedError: the framework is not installed.
+        UnsupportedError: the framework is not installed, or has other signatures.
     """
     try:
         installed = importlib.metadata.version(package)
@@ -56,12 +60,13 @@ def check_version(package: str, tried: str) -> None:
         warnings.warn(
             f"ultraep_comm's adapter for {package} was tried with version {tried};"
             f" {installed} is installed",
-            stacklevel=4,
+            stacklevel=3,
         )
+    return {path: check_signature(path, parameters) for path, parameters in points.items()}
 
 
 def check_signature(path: str, parameters: str) -> Any:
-    """Return what ``path`` names, for :func:`find`, if it still begins with these parameters.
+    """Return what ``path`` names, for :func:`find`, if its parameters begin like "self tokens".
 
     Raises:
         UnsupportedError: it takes others.
@@ -74,16 +79,6 @@ def check_signature(path: str, parameters: str) -> Any:
             " framework that was tried: see docs/frameworks.md"
         )
     return function
-
-
-def check_signatures(package: str, tried: str, points: Mapping[str, str]) -> dict[str, Any]:
-    """Do :func:`check_version`, and :func:`check_signature` for all that an adapter counts on.
-
-    Returns:
-        What the paths of ``points`` name; their values are parameters, such as "self tokens".
-    """
-    check_version(package, tried)
-    return {path: check_signature(path, parameters) for path, parameters in points.items()}
 
 
 def even_ranks(num_experts: int) -> str:
@@ -114,13 +109,13 @@ def warn_idle(framework: str, setting: str) -> None:
         )
 
 
-def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
+def check_experts(experts: torch.nn.Module, count: int, remedy: str) -> None:
     """Check that a module keeps all of an expert in rows of its own parameters.
 
     Args:
         experts: the module of a rank's experts, with one parameter for each segment.
         count: M, this rank's experts.
-        instead: the way out, for the error.
+        remedy: what to do, for the error.
 
     Raises:
         UnsupportedError: replicas would come without a scale, a bias or something else.
@@ -144,7 +139,7 @@ def check_experts(experts: torch.nn.Module, count: int, instead: str) -> None:
         raise UnsupportedError(
             f"{type(experts).__name__} cannot be replicated: it has {'; '.join(wrong) or 'nothing'}"
             f". Expected parameters of this module alone, with a row for each of a rank's {count}"
-            f" experts, their scales and biases among them; {instead}"
+            f" experts, their scales and biases among them; {remedy}"
         )
 
 

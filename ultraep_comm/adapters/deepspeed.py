@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ultraep_comm.adapters import checks
-from ultraep_comm.adapters.options import open_layer
+from ultraep_comm.adapters.options import check_options, open_layer
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.nn.traced import breaks_graph
 from ultraep_comm.system import undocumented
@@ -51,20 +51,19 @@ def replicate(engine: Any, /, slots_per_rank: int = 2, **options: Any) -> list[A
     Args:
         engine: as of ``deepspeed.initialize`` with ``expert_parallel``.
         slots_per_rank: S.
-        options: of layers, as for ``Replication`` (``target``, ``cost``, ``min_tokens``), and of
-            their group, as for ``new_group``, its ``engine`` among them. ``grads`` is float32
-            unless the experts are frozen.
+        options: as for :func:`ultraep_comm.adapters.options.check_options`.
 
     Returns:
         The layers that have replicas now: none if expert parallelism has one rank. In each
         ``replica_plan`` is the plan of the last pass; None at first.
 
     Raises:
-        InvalidArgumentError: this is no engine, or its model has no AutoEP layers.
+        InvalidArgumentError: another option, no engine, or a model without AutoEP layers.
         UnsupportedError: this version of DeepSpeed, the engine, or a layer on any rank does not go
             with replicas. No layer was changed.
     """
     checks.check_signatures("deepspeed", "0.19.8", PATCH_POINTS)
+    check_options("replicate", options, "slots_per_rank")
     kind = checks.find(_LAYER)
     _check_body(kind)
     layers = _find_layers(engine, kind)
@@ -75,8 +74,9 @@ def replicate(engine: Any, /, slots_per_rank: int = 2, **options: Any) -> list[A
     for layer in layers:
         weights = dict(layer.experts.named_parameters())
         layer.replicas = open_layer(
-            layer.ep_group, weights, layer.experts, slots_per_rank=slots_per_rank, **options
+            layer.ep_group, weights, slots_per_rank=slots_per_rank, **options
         )
+        checks.check_unchanged(layer.replicas, layer.experts)
         layer.replica_plan = None
         layer.__class__ = _layer_class(layer.__class__)
     return layers

@@ -112,15 +112,15 @@ class Held:
     """
 
     def __init__(
-        self, layer: Any, segments: Iterable[Tensor], rows: int, instead: str, *apart: Any
+        self, layer: Any, segments: Iterable[Tensor], rows: int, remedy: str, *apart: Any
     ) -> None:
-        """Look at all that a layer holds but for ``apart``.
+        """Look at all that a layer holds, except for ``apart``.
 
         Args:
             layer: its module.
             segments: its parameters with a row for each of this rank's experts.
             rows: L, the number of these.
-            instead: the way out, for the error.
+            remedy: what to do, for the error.
             apart: what is of no layer.
 
         Raises:
@@ -137,7 +137,7 @@ class Held:
                 problem = self._find_problem(path, value)
             except RuntimeError as error:  # a sparse tensor, or one that was packed
                 problem = f"cannot be read: {str(error).splitlines()[0]}"
-            refuse((problem, f"its {path} {problem}; {instead}"))
+            refuse((problem, f"its {path} {problem}; {remedy}"))
 
     def _find_problem(self, path: str, value: Any) -> str:
         """Return why replicas would compute something else; an empty text: they would not."""

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ultraep_comm.adapters import checks
-from ultraep_comm.adapters.options import open_layer
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.adapters.options import check_options, open_layer
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.replication import LayerPass
 from ultraep_comm.nn.traced import breaks_graph
@@ -58,8 +57,6 @@ _REFUSED = {
 def replicate(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     slots_per_rank: int = 2,
-    *,
-    live: int = 1,
     **options: Any,
 ) -> list[Any]:
     """Give every ``MoELayer`` of a built model replicas for each of its microbatches. Collective.
@@ -71,24 +68,19 @@ def replicate(
     Args:
         model: a module, or the chunks of a virtual pipeline.
         slots_per_rank: S.
-        live: 1: Megatron's dispatchers keep the state of one microbatch. Its schedules alternate
-            whole forward and backward passes, and need no more.
-        options: of layers, as for ``Replication`` (``target``, ``cost``, ``min_tokens``), and of
-            their group, as for ``new_group``. ``grads`` is float32 unless the experts are frozen.
+        options: as for :func:`ultraep_comm.adapters.options.check_options`.
 
     Returns:
         The layers that have replicas now: none if expert parallelism has one rank. In each
         ``replica_plan`` is the plan of the last pass; None at first.
 
     Raises:
+        InvalidArgumentError: another option.
         UnsupportedError: this version of megatron-core, or a setting of a layer on any rank of its
             expert-parallel group, does not go with replicas. No layer was changed.
     """
     checks.check_signatures("megatron-core", "0.16", PATCH_POINTS)
-    if live != 1:
-        raise UnsupportedError(
-            f"live={live}; expected 1: Megatron's dispatchers keep the state of one microbatch"
-        )
+    check_options("replicate", options, "slots_per_rank")
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, checks.find(_LAYER))]
     layers = [m for m in layers if not checks.is_alone(m.ep_group, "Megatron", _SETTING)]
@@ -98,8 +90,9 @@ def replicate(
     for layer in layers:
         experts = layer.experts.local_experts
         calls = open_layer(
-            layer.ep_group, _weights(experts), experts, slots_per_rank=slots_per_rank, **options
+            layer.ep_group, _weights(experts), slots_per_rank=slots_per_rank, **options
         )
+        checks.check_unchanged(calls, experts)
         _change(layer, calls)
     return layers
 

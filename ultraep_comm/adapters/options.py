@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.checks import agree, check_unchanged, name_code
+from ultraep_comm.adapters.checks import agree, check_experts, check_unchanged, name_code
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
@@ -28,11 +28,9 @@ def check_options(what: str, options: Mapping[str, Any], *others: str) -> None:
 
     Args:
         what: was given them, for the error.
-        options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
-            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
-            :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
-            ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
-            its default there.
+        options: :data:`OF_LAYER`, as for :class:`ultraep_comm.nn.Replication`, and
+            :data:`OF_GROUP`, as for :func:`ultraep_comm.new_group`. What is not given has its
+            default there.
         others: what else there is, for the error.
 
     Raises:
@@ -46,32 +44,20 @@ def check_options(what: str, options: Mapping[str, Any], *others: str) -> None:
 
 
 def open_layer(
-    process_group: dist.ProcessGroup,
-    weights: Weights,
-    experts: torch.nn.Module,
-    *,
-    hooks: bool = True,
-    live: int = 1,
-    **options: Any,
+    process_group: dist.ProcessGroup, weights: Weights, *, live: int = 1, **options: Any
 ) -> Replication:
     """Create or join the group of a layer, and return the layer's calls. Collective.
 
     Args:
         process_group: the expert-parallel group.
         weights: this rank's main weights.
-        experts: their module, which stays as it is: see :func:`check_unchanged`.
-        hooks: likewise.
         live: microbatches whose passes overlap; each takes slots of its own.
-        options: of the layer, as for :class:`Replication`, and of its group, as for ``group_for``.
-            ``grads`` is float32 for weights that are trained.
+        options: as for :func:`check_options`, and the group's ``slots_per_rank``.
     """
     of_layer = {name: options.pop(name) for name in OF_LAYER if name in options}
-    options.setdefault("banks", live)
-    options.setdefault("grads", dict.fromkeys(find_trained(weights), torch.float32) or None)
-    group, layer = group_for(process_group, like=weights, **options)
-    calls = Replication(group, layer=layer, live=live, **of_layer)
-    check_unchanged(calls, experts, hooks=hooks)
-    return calls
+    grads = dict.fromkeys(find_trained(weights), torch.float32) or None
+    group, layer = group_for(process_group, like=weights, banks=live, grads=grads, **options)
+    return Replication(group, layer=layer, live=live, **of_layer)
 
 
 def find_trained(weights: Weights) -> list[str]:
@@ -83,41 +69,44 @@ def find_trained(weights: Weights) -> list[str]:
 def calls_of(
     calls: Replication | None,
     process_group: dist.ProcessGroup,
-    weights: Mapping[str, torch.Tensor],
-    check: Callable[[], None],
     experts: torch.nn.Module,
+    count: int,
+    remedy: str,
     options: Mapping[str, Any],
     *,
     hooks: bool = True,
-) -> Replication:
-    """Return a layer's calls; collective at first, and when other weights are trained.
+) -> tuple[Replication, dict[str, torch.Tensor]]:
+    """Return a layer's calls and weights; collective at first, and when others are trained.
 
     For layers whose experts' module has a parameter for each segment.
 
     Args:
         calls: what was returned before; None: nothing.
         process_group: the expert-parallel group.
-        weights: this rank's main weights.
-        check: called before anything is created.
-        experts: as for :func:`open_layer`; runs the same code on every rank.
+        experts: their module, which runs the same code on every rank, and stays as it is.
+        count: as for :func:`check_experts`, which is done again: they may have been replaced.
+        remedy: likewise.
         options: for :func:`open_layer`, with ``live`` and ``slots_per_rank``.
-        hooks: likewise.
+        hooks: as for :func:`check_unchanged`.
 
     Raises:
-        UnsupportedError: on a rank ``check`` raised it, or weights are trained that are neither
-            float32 nor bfloat16; or the experts were changed.
+        UnsupportedError: a rank's experts cannot be replicated, or are trained and neither float32
+            nor bfloat16; or the experts were changed.
     """
+    weights: dict[str, torch.Tensor] = dict(experts.named_parameters(recurse=False))
     trained = find_trained(weights)
     if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
         check_unchanged(calls, experts, hooks=hooks)
         if not trained or set(trained) == calls.group.slot_grads.keys():
-            return calls
+            return calls, weights
 
     def describe(experts: torch.nn.Module) -> list[Any]:
-        check()
+        check_experts(experts, count, remedy)
         if torch.is_grad_enabled():
             check_trained(weights, process_group.rank())
         return [sorted(trained), name_code(experts, hooks=hooks)]
 
     agree(process_group, describe, [experts])
-    return open_layer(process_group, weights, experts, hooks=hooks, **options)
+    calls = open_layer(process_group, weights, **options)
+    check_unchanged(calls, experts, hooks=hooks)
+    return calls, weights

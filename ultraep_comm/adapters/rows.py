@@ -46,7 +46,7 @@ def plan_update(
 ) -> tuple[list[int], list[int]]:
     """Return, for the G * L physical rows, the row that each slot gets, and each row's slot.
 
-    A rank gets an expert once: from itself, else from its domain, else from whoever gives least.
+    A rank gets an expert once: from itself, else its domain, else the rank that gives least.
 
     Args:
         old: the expert in every row.
@@ -95,10 +95,10 @@ def find_problem(layers: Sequence[Sequence[torch.Tensor]]) -> str:
     return ""
 
 
-def raise_problems(problems: Sequence[str], variable: str, way_out: str) -> None:
+def raise_problems(problems: Sequence[str], variable: str, remedy: str) -> None:
     """Raise UnsupportedError if a rank, of all that were asked, has found a problem."""
     for rank, problem in enumerate(problems):
         if problem:
             raise UnsupportedError(
-                f"{variable}=eplb: expert-parallel rank {rank} {problem}; {way_out}"
+                f"{variable}=eplb: expert-parallel rank {rank} {problem}; {remedy}"
             )

@@ -21,16 +21,16 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 import ultraep_comm as uec
-from ultraep_comm.adapters.checks import check_experts, check_signatures, is_alone, run_grouped
+from ultraep_comm.adapters import checks
 from ultraep_comm.adapters.options import calls_of, check_options
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 from ultraep_comm.nn.traced import breaks_graph
 
 Tensor = torch.Tensor
-Weights = dict[str, Tensor]
 
 _SETTING = "expert_parallel_degree above 1"
+_REMEDY = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
 _MOE = "torchtitan.models.common.moe"
 _DISPATCHER = "torchtitan.models.common.token_dispatcher:AllToAllTokenDispatcher"
 _INPUTS = "x_BLD topk_scores_BLK topk_expert_ids_BLK num_local_tokens_per_expert_E"
@@ -91,7 +91,7 @@ class ReplicatedRoutedExperts(RoutedExperts):
             self.token_dispatcher.num_experts += mesh.size() * self._options["slots_per_rank"]
         super().parallelize(parallel_dims)
         if mesh is not None:
-            self._check()
+            checks.check_experts(self.inner_experts, self._num_local_experts, _REMEDY)
 
     @breaks_graph
     def forward(
@@ -108,16 +108,23 @@ class ReplicatedRoutedExperts(RoutedExperts):
         dispatcher = self.token_dispatcher
         if self._is_alone is None:
             mesh = getattr(dispatcher, "ep_mesh", None)
-            self._is_alone = is_alone(mesh and mesh.get_group(), "torchtitan", _SETTING)
+            self._is_alone = checks.is_alone(mesh and mesh.get_group(), "torchtitan", _SETTING)
         if self._is_alone:
             output: Tensor = super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
             return output
-        weights = dict(self.inner_experts.named_parameters(recurse=False))
-        ranks = dispatcher.ep_mesh.get_group()
-        self._calls = calls_of(
-            self._calls, ranks, weights, self._check_again, self.inner_experts, self._options
+        if self._calls is None and spmd_types.is_type_checking():
+            raise UnsupportedError(
+                "plans have no SPMD types; expected debug.spmd_typechecking=False with replicas"
+            )
+        self._calls, weights = calls_of(
+            self._calls,
+            dispatcher.ep_mesh.get_group(),
+            self.inner_experts,
+            self._num_local_experts,
+            _REMEDY,
+            self._options,
         )
         run = self._calls.begin(weights, topk_expert_ids_BLK.flatten(0, 1))
         self.plan, ids = run.plan, run.topk_ids
@@ -128,25 +135,9 @@ class ReplicatedRoutedExperts(RoutedExperts):
         rows, counts, metadata = dispatcher.dispatch(x, topk_scores_BLK.flatten(0, 1), ids, counts)
         rows, weights, slots = run.before_experts(rows)
         with maybe_set_sparse_mesh():
-            rows = self._run_instances(rows, counts, weights, slots)
+            rows = checks.run_grouped(self.inner_experts, rows, counts, weights, slots)
         out = dispatcher.combine(run.after_experts(rows), metadata, x)
         return run.after_combine(out).view(len(x_BLD), -1, x_BLD.shape[-1])
-
-    def _run_instances(
-        self, rows: Tensor, counts: Tensor, weights: Weights, slots: Weights
-    ) -> Tensor:
-        return run_grouped(self.inner_experts, rows, counts, weights, slots)
-
-    def _check(self) -> None:
-        instead = "train this model without the override ultraep_comm.adapters.torchtitan.replicate"
-        check_experts(self.inner_experts, self._num_local_experts, instead)
-
-    def _check_again(self) -> None:
-        self._check()  # they may have been replaced
-        if spmd_types.is_type_checking():
-            raise UnsupportedError(
-                "plans have no SPMD types; expected debug.spmd_typechecking=False with replicas"
-            )
 
 
 def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options: Any) -> Any:
@@ -182,4 +173,4 @@ def layers(model: nn.Module) -> dict[str, ReplicatedRoutedExperts]:
     return {name: layer for name, layer in found if isinstance(layer, ReplicatedRoutedExperts)}
 
 
-check_signatures("torchtitan", "0.3", PATCH_POINTS)
+checks.check_signatures("torchtitan", "0.3", PATCH_POINTS)

@@ -13,10 +13,8 @@ weights are never copied, and parameters, checkpoints and optimizers do not see 
 
 from __future__ import annotations
 
-import atexit
 import functools
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,7 +31,7 @@ Tensor = torch.Tensor
 Weights = dict[str, Tensor]
 
 NAME = "ultraep"
-_INSTEAD = 'use ep_implementation="all_to_all" for this model'
+_REMEDY = 'use ep_implementation="all_to_all" for this model'
 _EP = "transformers.distributed.expert_parallel"
 _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _SETTING = "ep_size above 1 in DistributedConfig"
@@ -49,8 +47,6 @@ PATCH_POINTS = {
     f"{_EP}:EPImplementationInterface.register": "key value",
 }
 _options: dict[str, Any] = {"slots_per_rank": 2, "live": 1}
-_replications: WeakKeyDictionary[UltraEP, Replication] = WeakKeyDictionary()
-atexit.register(_replications.clear)  # caches may keep models until after Python's own end
 
 
 def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None:
@@ -88,6 +84,8 @@ class UltraEP(AllToAllEP):
             microbatch, and where there is one expert-parallel rank, which needs no replicas.
     """
 
+    num_local_experts: int  # as the dispatch sees it
+
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         """Check the experts of a layer; the first microbatch opens the group.
 
@@ -97,18 +95,18 @@ class UltraEP(AllToAllEP):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._experts = experts
         self._options = _options
-        self._num_local_experts: int = self.num_local_experts
+        self._num_local_experts = self.num_local_experts
+        self._calls: Replication | None = None
         self.plan: uec.Plan | None = None
         self._is_alone = is_alone(ep_mesh.get_group(), "transformers", _SETTING)
         if not self._is_alone:
-            check_experts(experts, self._num_local_experts, _INSTEAD)
+            check_experts(experts, self._num_local_experts, _REMEDY)
         setattr(experts, NAME, self)
 
     @property
     def group(self) -> uec.Group | None:
         """Return the group."""
-        calls = _replications.get(self)
-        return None if calls is None else calls.group
+        return None if self._calls is None else self._calls.group
 
     @breaks_graph
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -126,9 +124,18 @@ class UltraEP(AllToAllEP):
         if self._is_alone:
             output: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return output
-        weights = dict(self._experts.named_parameters(recurse=False))
+        self._calls, weights = calls_of(
+            self._calls,
+            self.ep_mesh.get_group(),
+            self._experts,
+            self._num_local_experts,
+            _REMEDY,
+            self._options,
+            hooks=False,  # they are around the dispatch
+        )
+        self.num_local_experts = self._calls.group.topology.instances_per_rank
         own = self._own_rows(len(top_k_index))
-        run = self._layer(weights).begin(weights, top_k_index[own])
+        run = self._calls.begin(weights, top_k_index[own])
         self.plan, physical_ids = run.plan, run.topk_ids
         assert physical_ids is not None
         if len(physical_ids) != len(top_k_index):
@@ -144,25 +151,9 @@ class UltraEP(AllToAllEP):
 
     def _own_rows(self, num_tokens: int) -> slice:
         """Return which tokens the dispatch takes here of those that a TP group shares."""
-        most = -(-num_tokens // self.tp_mesh.size())
-        start = min(self.tp_mesh.get_local_rank() * most, num_tokens)
-        return slice(start, min(start + most, num_tokens))
-
-    def _layer(self, weights: Weights) -> Replication:
-        """Return the layer's calls; collective at first, and when other weights are trained."""
-        ranks, known = self.ep_mesh.get_group(), _replications.get(self)
-        # Hooks are around the dispatch.
-        calls = calls_of(
-            known, ranks, weights, self._check, self._experts, self._options, hooks=False
-        )
-        # The dispatch sees a model of this many experts on every rank.
-        self.num_local_experts = calls.group.topology.instances_per_rank
-        _replications[self] = calls
-        return calls
-
-    def _check(self) -> None:
-        # They may have been replaced.
-        check_experts(self._experts, self._num_local_experts, _INSTEAD)
+        share = -(-num_tokens // self.tp_mesh.size())
+        start = min(self.tp_mesh.get_local_rank() * share, num_tokens)
+        return slice(start, min(start + share, num_tokens))
 
     def _run_instances(
         self, rows: Tensor, ids: Tensor, scale: Tensor, weights: Weights, slots: Weights

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import importlib.util
+import json
 import logging
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 import torch
 from ranks import RankPool, raised, run_python
@@ -23,7 +25,6 @@ from ultraep_comm.adapters.checks import (
     check_signature,
     check_signatures,
     check_unchanged,
-    check_version,
     is_alone,
     warn_idle,
 )
@@ -32,6 +33,7 @@ from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
+FAKES = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_other_versions_are_a_warning(
     monkeypatch.setattr(importlib.metadata, "version", lambda _: installed)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        check_version("transformers", "5.23")
+        check_signatures("transformers", "5.23", {})
     assert (found == []) == is_tried
     if not is_tried:
         assert f"version 5.23; {installed} is installed" in str(found[0].message)
@@ -60,7 +62,7 @@ def test_other_versions_are_a_warning(
 
 def test_a_missing_framework_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"needs no-such-framework 1\.0;"):
-        check_version("no-such-framework", "1.0")
+        check_signatures("no-such-framework", "1.0", {})
 
 
 def test_another_distribution_may_have_a_framework(
@@ -73,9 +75,9 @@ def test_another_distribution_may_have_a_framework(
     }.items():
         (tmp_path / "framework_cpu-0.32.0.dist-info" / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    check_version("framework", "0.32")
+    check_signatures("framework", "0.32", {})
     with pytest.warns(UserWarning, match=r"version 0\.33; 0\.32\.0 is installed"):
-        check_version("framework", "0.33")
+        check_signatures("framework", "0.33", {})
 
 
 def test_another_signature_is_an_error() -> None:
@@ -176,8 +178,8 @@ def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
     bodies = {"same": "return []", "moved": "return ['f takes a, b']", "gone": "import no_such"}
     for name, body in bodies.items():
         (tmp_path / f"fake_{name}.py").write_text(f"def differences():\n    {body}\n")
-    fakes = [str(tmp_path / f"fake_{name}.py") for name in bodies]
-    done = run_python(str(TOOLS / "compare_fakes.py"), *fakes)
+    paths = [str(tmp_path / f"fake_{name}.py") for name in bodies]
+    done = run_python(str(TOOLS / "compare_fakes.py"), *paths)
     assert done.returncode == 1
     assert done.stdout.splitlines() == [
         "same: as the adapter expects it",
@@ -185,7 +187,31 @@ def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
         "  f takes a, b",
         "gone: not installed (No module named 'no_such')",
     ]
-    assert run_python(str(TOOLS / "compare_fakes.py"), fakes[0]).returncode == 0
+    assert run_python(str(TOOLS / "compare_fakes.py"), paths[0]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "framework", ["deepspeed", "megatron", "sglang", "torchtitan", "transformers", "vllm"]
+)
+def test_a_fake_is_like_the_installed_release(framework: str) -> None:
+    fake = FAKES / f"fake_{framework}.py"
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: see docs/frameworks.md")
+    done = run_python(str(TOOLS / "compare_fakes.py"), str(fake))
+    if ": not installed" in done.stdout:  # another release, without what the adapter needs
+        pytest.skip(done.stdout)
+    assert done.stdout == f"{framework}: as the adapter expects it\n", done.stdout + done.stderr
+
+
+def test_differences_are_found() -> None:
+    def loads(s: str, encoding: str) -> None: ...
+
+    def no_such() -> None: ...
+
+    (first, second) = fakes.differences({"json": [loads, no_such, json.dumps]})
+    assert first.startswith("json:loads takes ['s', 'cls',")
+    assert first.endswith("here ['s', 'encoding']")
+    assert second == "json:no_such takes None, here []"
 
 
 class Layer(torch.nn.Module):
@@ -206,35 +232,6 @@ def test_a_layer_whose_hooks_refer_to_it_is_freed() -> None:
     gc.collect()
     assert alive() is None
     group.close()
-
-
-# ---- an exchange of an adapter --------------------------------------------------------------
-
-MEETS = """
-import os, signal, sys, torch.distributed as dist
-from ultraep_comm.adapters.checks import gather_json
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-assert gather_json(dist.group.WORLD, rank) == [0, 1]
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    gather_json(dist.group.WORLD, rank)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}", flush=True)
-os._exit(0)  # gloo would wait for its peer
-"""
-
-
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    def run(rank: int) -> str:
-        return run_python("-c", MEETS, str(rank), str(tmp_path / "store")).stdout
-
-    with ThreadPoolExecutor(2) as threads:
-        said, _ = threads.map(run, range(2))
-    assert said.startswith(
-        "BootstrapError: rank 0: cannot continue, because rank 1 failed: its process"
-    )
 
 
 def agree_on(rank: int, group: Any, layers: list[list[Any]]) -> str:

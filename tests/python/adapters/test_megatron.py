@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import fake_megatron
-import megatron_cases
+import megatron_training
 import pytest
 import torch
-from ranks import RankPool, forkserver, raised, run_python
-from tiers import sampled
+from ranks import RankPool, raised, run_training
+from tiers import cases, sampled
 
 from ultraep_comm.adapters import megatron
 
-WORLD = 4
 needs_megatron = pytest.mark.skipif(
     not list(importlib.metadata.distributions(name="megatron-core")),
     reason="megatron-core is not installed: pip install megatron-core==0.16.1",
@@ -50,9 +50,15 @@ class Model(torch.nn.Module):
         return x
 
 
-def on_the_stand_in(rank: int, pg: Any, run: Callable[[Any], Any]) -> Any:
+@contextlib.contextmanager
+def adapter() -> Iterator[Any]:
     version = mock.patch.object(importlib.metadata, "version", return_value="0.16.1")
     with fake_megatron.installed(), version:
+        yield megatron
+
+
+def on_the_stand_in(rank: int, pg: Any, run: Callable[[Any], Any]) -> Any:
+    with adapter():
         return run(pg)
 
 
@@ -166,7 +172,6 @@ def refusals(pg: Any) -> dict[str, str]:
         if pg.rank() == 1:
             change(model.layers[1])
         note(name, model)
-    note("live", Model(pg), live=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_megatron.MoELayer, "combine", lambda self, output, shared: output)
         path = "megatron.core.transformer.moe.moe_layer:MoELayer.combine"
@@ -184,7 +189,6 @@ def test_what_cannot_work_is_an_error_on_every_rank(ranks: RankPool) -> None:
     for name, text in says.items():
         assert text in found[0][name], name
         assert "expert-parallel rank 1" in found[0][name]
-    assert "live=2; expected 1" in found[0]["live"]
     assert "takes ['self', 'output', 'shared']" in found[0]["signature"]
 
 
@@ -282,82 +286,38 @@ def test_one_rank_stays_as_it_is(ranks: RankPool) -> None:
 # ---- on megatron-core ---------------------------------------------------------------------------
 
 
+PROGRAM = Path(megatron_training.__file__)
+QUICK = ["weights gathered late", "recomputed", "bf16", "biases", "ranks that would get no tokens"]
+RUN = cases(QUICK, list(megatron_training.CASES))
+
+
 @pytest.fixture(scope="module")
-def core() -> Iterator[Callable[[str], list[Any]]]:
-    """Four processes with megatron-core; a call returns each rank's result."""
-    context, pipes, processes = forkserver(), [], []
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        for rank in range(WORLD):
-            here, there = context.Pipe()
-            arguments = (rank, WORLD, store, there)
-            process = context.Process(target=megatron_cases.serve, args=arguments, daemon=True)
-            process.start()
-            pipes.append(here)
-            processes.append(process)
-
-        def run(name: str) -> list[Any]:
-            for pipe in pipes:
-                pipe.send(name)
-            answers = []
-            for rank, pipe in enumerate(pipes):
-                assert pipe.poll(200), f"rank {rank} does not answer"
-                answers.append(pipe.recv())
-            assert not any(error for _, error in answers), next(e for _, e in answers if e)
-            return [result for result, _ in answers]
-
-        yield run
-        for pipe, process in zip(pipes, processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-        for process in processes:
-            process.join(10)
-            process.kill()
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_training(PROGRAM, [*RUN, "allocations"], tmp_path_factory.mktemp("megatron"))
 
 
 @needs_megatron
-def test_the_stand_in_is_like_the_installed_release() -> None:
-    code = "import fake_megatron; print(*fake_megatron.differences(), sep='\\n')"
-    found = run_python("-W", "ignore", "-c", code, PYTHONPATH=str(Path(__file__).parents[1]))
-    assert found.stdout.strip() == "", found.stdout + found.stderr
-    assert found.returncode == 0, found.stderr
-
-
-FIRST = ("weights gathered late", "recomputed", "bf16", "biases", "ranks that would get no tokens")
-
-
-@needs_megatron
-@pytest.mark.parametrize("name", sampled(megatron_cases.CASES, lambda name: name in FIRST))
-def test_training_is_that_without_replicas(
-    core: Callable[[str], list[Any]], name: str, record_property: Callable[[str, Any], None]
-) -> None:
-    found = core(name)
-    plain, replicated = found[0]["losses"]
-    before = [b for b, _, _ in found[0]["plans"]]
-    after = [a for _, a, _ in found[0]["plans"]]
-    record_property(
-        "summary",
-        f"megatron-core, {name}: losses {plain} without and {replicated} with replicas; imbalance"
-        f" {max(before):.2f} to {max(after):.2f}",
-    )
-    rounding = {"bf16": 2e-2}.get(name, 2e-6)
-    for own in found:
-        # Every microbatch brings each parameter one gradient, which has that of the replicas.
-        assert own["arrivals"] == {megatron_cases.STEPS * megatron_cases.MICROBATCHES}
-        assert own["differences"]["first gradients"] < rounding
-        assert own["differences"]["losses"] < (1e-3 if name == "bf16" else 1e-6)
-        if name != "bf16":  # where rounding also changes routes
-            for what in ("main_grads", "weights", "optimizer"):
-                assert own["differences"][what] < 2e-3, what
-    if name != "ranks that get no tokens":
+@pytest.mark.parametrize("case", sampled(megatron_training.CASES, QUICK.__contains__))
+def test_training_is_that_without_replicas(results: dict[str, Any], case: str) -> None:
+    found = SimpleNamespace(**results[case])
+    exact = case != "bf16"
+    for plain, replicated in zip(*found.losses, strict=True):
+        assert replicated == pytest.approx(plain, rel=1e-6 if exact else 1e-3)
+    # Every microbatch brings each parameter one gradient, which has that of the replicas.
+    assert found.arrivals == [megatron_training.STEPS * megatron_training.MICROBATCHES]
+    assert found.first_gradients < (2e-6 if exact else 2e-2)
+    if exact:  # where rounding does not change routes
+        assert max(*found.main_grads, found.weights, found.optimizer) < 2e-3
+    before, after, replicas = zip(*found.plans, strict=True)
+    if case != "ranks that get no tokens":
         assert max(after) < 1.02 < max(before)
-        assert all(number > 0 for _, _, number in found[0]["plans"][:2])
+        assert min(replicas[:2]) > 0
     else:
         assert max(before) == max(after) == 2.0
 
 
 @needs_megatron
-def test_no_pass_copies_the_main_weights(core: Callable[[str], list[Any]]) -> None:
-    for own in core("allocations"):
-        assert own["control"] == own["stack"]
-        assert own["pass"] < own["stack"] / 2
+def test_no_pass_copies_the_main_weights(results: dict[str, Any]) -> None:
+    found = SimpleNamespace(**results["allocations"])
+    assert found.control == found.stack
+    assert found.largest < found.stack / 2

@@ -2,100 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import fake_deepspeed
-import fake_torchtitan
-import fake_transformers
 import pytest
-import test_deepspeed
-import test_torchtitan
-import test_transformers
+import test_megatron
 import torch
-from changed_experts import CHANGES, change_after, check
 from new_tensors import NewTensors
-from ranks import RankPool
+from ranks import RankPool, raised
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+from training_layers import FRAMEWORKS, LAYERS, G, M, on
 
-from ultraep_comm.adapters import checks, deepspeed
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.adapters.checks import warn_idle
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
-G = 4
-
-
-class OnTransformers:
-    """A layer with replicas, and what its forward pass is given."""
-
-    def __init__(self, api: Any, rank: int, pg: Any, **options: Any) -> None:
-        api.configure(**options)
-        (self.layer,) = test_transformers.make_layers(api, rank, pg, None, 1)
-        api.configure()  # for the next one
-        self.rank, self.experts = rank, self.layer._experts
-        self.runner = self.layer, "_run_instances"
-        self.x = test_transformers.tokens(rank)
-
-    @property
-    def given(self) -> tuple[torch.Tensor, ...]:
-        ids, scale = test_transformers.batch(self.rank, 0, len(self.x))
-        return ids, scale.to(self.x.dtype)
-
-    @property
-    def plan(self) -> Any:
-        return self.layer.plan
-
-    @property
-    def group(self) -> Any:
-        return self.layer.group
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x, *self.given)
-        return y
-
-
-class OnTorchtitan(OnTransformers):
-    def __init__(self, api: Any, rank: int, pg: Any, **options: Any) -> None:
-        self.layer = test_torchtitan.make(api, pg, test_torchtitan.own(rank, 0), **options)
-        self.rank, self.experts = rank, self.layer.inner_experts
-        self.runner = self.layer, "_run_instances"
-        self.x = test_torchtitan.tokens(rank)
-
-    @property
-    def given(self) -> tuple[torch.Tensor, ...]:
-        scores, ids, counts = test_torchtitan.routing(self.rank, 0)
-        return scores.to(self.x.dtype), ids, counts
-
-
-class OnDeepSpeed(OnTransformers):
-    given = ()
-
-    def __init__(self, api: Any, rank: int, pg: Any, **options: Any) -> None:
-        self.layer, _ = api.replicate(test_deepspeed.engine_of(pg), **options)
-        self.rank, self.experts = rank, self.layer.experts
-        self.runner = checks, "run_grouped"
-        self.x = test_deepspeed.tokens(rank)[:1, :2]
-
-    @property
-    def plan(self) -> Any:
-        return self.layer.replica_plan
-
-    @property
-    def group(self) -> Any:
-        return self.layer.replicas.group
-
-
-@contextlib.contextmanager
-def deepspeed_adapter() -> Iterator[Any]:
-    with fake_deepspeed.installed(), test_deepspeed.VERSION:
-        yield deepspeed
-
-
-FRAMEWORKS: dict[str, tuple[Any, Any]] = {
-    "transformers": (fake_transformers.adapter, OnTransformers),
-    "torchtitan": (fake_torchtitan.adapter, OnTorchtitan),
-    "deepspeed": (deepspeed_adapter, OnDeepSpeed),
-}
+lazy = pytest.mark.parametrize("framework", ["transformers", "torchtitan"])  # groups: in a pass
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -103,19 +27,147 @@ def framework(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def on(
-    rank: int, pg: Any, framework: str, run: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
+def train(made: Any, recompute: bool | None) -> list[tuple[float, float]]:
+    model = made.model
+    owned = dict(model.named_parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    arrivals = dict.fromkeys(owned, 0)
+    for name, parameter in owned.items():
+
+        def count(_: Any, name: str = name) -> None:
+            arrivals[name] += 1
+
+        parameter.register_post_accumulate_grad_hook(count)
+    groups = [made.group_of(layer) for layer in made.layers]
+    every, plans = made.alone(), []
+    for microbatch in range(2):
+        x = made.tokens(made.rank, microbatch)
+        with torch.no_grad():
+            without_gradients = made.run(made.layers, x, made.rank)
+        y = made.run(made.layers, x.requires_grad_(), made.rank, recompute)
+        assert torch.equal(without_gradients, y)
+        y.square().sum().backward()
+        assert set(arrivals.values()) == {microbatch + 1}
+        groups = [made.group_of(layer) for layer in made.layers]
+        assert groups[0] is groups[1]
+        assert len(groups[0].banks) == 1
+        groups[0].assert_idle()
+        plans += [made.plan_of(layer) for layer in made.layers]
+        for r in range(G):
+            theirs = made.tokens(r, microbatch).requires_grad_()
+            wanted = made.run(every, theirs, r)
+            wanted.square().sum().backward()
+            if r == made.rank:
+                torch.testing.assert_close(y, wanted)
+                torch.testing.assert_close(x.grad, theirs.grad, rtol=1e-4, atol=made.rounding)
+    for layer, whole in zip(made.layers, every, strict=True):
+        for name, weight in made.experts_of(layer).named_parameters():
+            right = getattr(made.experts_of(whole), name).grad
+            mine = right[made.rank * M : (made.rank + 1) * M]
+            torch.testing.assert_close(weight.grad, mine, rtol=1e-4, atol=made.rounding)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(owned[name] is value for name, value in model.named_parameters())
+    return [(p.imbalance_before, p.imbalance) for p in plans]
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_outputs_and_gradients_are_those_without_ranks(
+    ranks: RankPool, framework: str, recompute: bool | None
+) -> None:
+    found = ranks.run(G, on, framework, train, recompute)[0]
+    assert len(found) == 2 * LAYERS
+    for before, after in found:
+        assert after < 1.2
+        assert before > 1.4
+
+
+def test_one_rank_needs_no_replicas(framework: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_idle.cache_clear()
     adapter, kind = FRAMEWORKS[framework]
     with adapter() as api:
-        made = kind(api, rank, pg, engine="host", timeout=60.0, **options)
-        found = run(made, *args)
-        made.group.abort()
-        return found
+        made = kind(api, 0)
+        y = made.run(made.layers, made.x, 0)
+        assert torch.equal(y, made.run(made.alone(), made.x, 0))
+        assert made.group is None
+    assert kind.idle in caplog.text
+
+
+def spoiled(rank: int, pg: Any, framework: str) -> None:
+    adapter, kind = FRAMEWORKS[framework]
+    refused = pytest.raises(UnsupportedError, match=f"buffer w1_scale.*{kind.instead}")
+    with adapter() as api, refused:
+        kind(api, rank, pg, spoil=lambda e: e.register_buffer("w1_scale", torch.ones(M)))
+
+
+@lazy
+def test_what_would_stay_behind_is_said_at_setup_on_every_rank(
+    ranks: RankPool, framework: str
+) -> None:
+    ranks.run(G, spoiled, framework)
+
+
+def copied(made: Any) -> None:
+    first = made.step(made.x).detach()
+    assert made.api.layers(made.model) == {"0": made.layer, "1": made.layers[1]}
+    second = made.api.layers(AveragedModel(made.model).module)["0"]
+    assert second is not made.layer
+    with torch.no_grad():
+        made.experts_of(second).w2.mul_(2)
+        torch.testing.assert_close(made.step(made.x, second), 2 * first)
+        assert torch.equal(made.step(made.x), first)
+    assert made.group_of(second) is made.group
+
+
+@lazy
+def test_a_copy_of_a_layer_has_its_own_experts(ranks: RankPool, framework: str) -> None:
+    ranks.run(G, on, framework, copied)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def hook(_module: Any, _given: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def parametrise(experts: torch.nn.Module) -> None:
+    parametrize.register_parametrization(experts, "w1", Doubled())
+
+
+def subclass(experts: torch.nn.Module) -> None:
+    experts.__class__ = type("Other", (type(experts),), {})
+
+
+def add_row(experts: Any) -> None:
+    experts.extra = torch.nn.Parameter(torch.ones(len(experts.w1)))
+
+
+# The change, and what the error names.
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "parametrised": (parametrise, "class"),
+    "lora": (lambda e: e.add_module("lora", torch.nn.Linear(2, 2)), "lora.class"),
+    "class": (subclass, "class"),
+    "parameter": (add_row, "parameters"),
+    "setting": (lambda e: setattr(e, "alpha", 2.0), "alpha"),
+    "hook": (lambda e: e.register_forward_hook(hook), "forward_hooks"),
+    "patched": (lambda e: setattr(e, "forward", lambda *given: given[0]), "forward"),
+}
 
 
 def change(made: Any, name: str) -> str:
-    return change_after(made.rank, name, made.experts, lambda: made.step(made.x))
+    """Change rank 1's experts between two passes, and return what the second one raises."""
+    with torch.no_grad():
+        made.step(made.x)
+        made.experts.eval()
+        made.step(made.x)
+        if made.rank == 1:
+            CHANGES[name][0](made.experts)
+        error = raised(lambda: made.step(made.x))
+    return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -123,8 +175,13 @@ def test_experts_that_were_changed_are_refused(ranks: RankPool, framework: str, 
     found = ranks.run(G, on, framework, change, name)
     if framework == "transformers" and name in ("hook", "patched"):  # around the dispatch
         assert set(found) == {"NoneType: None"}
-    else:
-        check(name, found)
+        return
+    says = "UnsupportedError: rank 1: the experts of layer 0 were changed after"
+    assert found[1].startswith(says), found[1]
+    assert f"they have {CHANGES[name][1]}: " in found[1]
+    for text in (found[0], *found[2:]):
+        assert "rank 1" in text, text
+        assert "TimeoutError" not in text
 
 
 def largest(made: Any, copies: bool) -> tuple[int, int, int]:
@@ -163,7 +220,7 @@ def in_float16(made: Any) -> None:
             assert made.plan.num_replicas > 0
 
 
-@pytest.mark.parametrize("framework", ["transformers", "torchtitan"])
+@lazy
 def test_float16_is_for_inference(ranks: RankPool, framework: str) -> None:
     ranks.run(G, on, framework, in_float16)
 
@@ -175,11 +232,11 @@ def twice(layer: Any, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
 
 def compiled(made: Any, is_first: bool) -> None:
     x = made.x.requires_grad_()
-    expected = None if is_first else made.step(x).detach()
+    expected, given = None if is_first else made.step(x).detach(), made.given(x, made.rank)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"replicas .* fullgraph|disable"):
-        torch.compile(made.layer, fullgraph=True, backend="eager")(x, *made.given)
-    found = torch.compile(twice, backend="eager")(made.layer, x / 2, *made.given)
+        torch.compile(made.layer, fullgraph=True, backend="eager")(x, *given)
+    found = torch.compile(twice, backend="eager")(made.layer, x / 2, *given)
     found.sum().backward()
     torch.testing.assert_close(found, made.step(x) if expected is None else expected)
     assert made.plan.num_replicas > 0
@@ -194,15 +251,23 @@ def test_compiled_models_break_the_graph_at_a_layer(
     ranks.run(G, on, framework, compiled, is_first)
 
 
-def configured(rank: int, pg: Any, framework: str) -> None:
-    def run(made: Any) -> None:
-        with torch.no_grad():
-            made.step(made.x)
-        assert made.plan.num_replicas == 0
-        assert (len(made.group.banks), len(made.group.slots["w1"])) == (2, 1)
-
-    on(rank, pg, framework, run, slots_per_rank=1, live=2, min_tokens=10_000)
+def configured(made: Any, banks: int) -> None:
+    with torch.no_grad():
+        made.step(made.x)
+    assert made.plan.num_replicas == 0
+    assert (len(made.group.banks), len(made.group.slots["w1"])) == (banks, 1)
 
 
 def test_options_reach_the_layer_and_its_group(ranks: RankPool, framework: str) -> None:
-    ranks.run(G, configured, framework)
+    live = {} if framework == "deepspeed" else {"live": 2}
+    options = {"slots_per_rank": 1, "min_tokens": 10_000, **live}
+    ranks.run(G, partial(on, **options), framework, configured, 1 + len(live))
+
+
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "megatron"])
+def test_other_options_are_errors(framework: str) -> None:
+    adapters = {name: adapter for name, (adapter, _) in FRAMEWORKS.items()}
+    adapters["megatron"] = test_megatron.adapter
+    unknown = pytest.raises(InvalidArgumentError, match=r"no option \['slots'\]; expected some of")
+    with adapters[framework]() as api, unknown:
+        (api.configure if framework == "transformers" else partial(api.replicate, None))(slots=3)

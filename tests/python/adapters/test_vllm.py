@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from eplb_rows import count_wrong, make_rows, random_map
 from fake_vllm import FakeBase, FakeElastic, faked, original
 from ranks import RankPool, own_group, raised
 
@@ -22,48 +23,17 @@ from ultraep_comm.adapters import vllm as adapter
 from ultraep_comm.fabrics.rendezvous import Rendezvous
 
 G, L, LAYERS = 4, 3, 3
-KINDS = {  # one dtype each, shapes of one expert; () is one scale for each expert
-    torch.bfloat16: (5, 8),
-    torch.float8_e4m3fn: (33,),
-    torch.uint8: (7, 3),
-    torch.float32: (),
-    torch.int32: (2,),
-}
+
+
+def make_mover(group: Any, weights: Any, buffer: Any) -> Any:
+    """Return what vLLM with the plugin makes in place of a communicator."""
+    with faked() as state:
+        adapter.register()
+        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
+        return state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
 
 
 # ---- rearrangements ------------------------------------------------------------------------
-
-
-def expert_bytes(layer: int, kind: int, expert: int, shape: Sequence[int], dtype: Any) -> Any:
-    seed = (layer * 100 + kind) * 1000 + expert
-    count = int(np.prod(shape)) * dtype.itemsize
-    data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, np.uint8))
-    return data.view(dtype).view(tuple(shape))
-
-
-def make_layer(layer: int, own: Sequence[int]) -> list[torch.Tensor]:
-    """Return a layer's tensors, with rows as vLLM has them: [L, *shape], and one transposed."""
-    tensors = [
-        torch.stack([expert_bytes(layer, i, e, shape, dtype) for e in own])
-        for i, (dtype, shape) in enumerate(KINDS.items())
-    ]
-    tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
-    return tensors
-
-
-def wrong_rows(layer: int, tensors: list[torch.Tensor], own: Sequence[int]) -> int:
-    pairs = zip(tensors, make_layer(layer, own), strict=True)
-    as_bytes = [[t.contiguous().view(torch.uint8) for t in pair] for pair in pairs]
-    return sum(
-        int((a != b).any()) for a, b in ((x[i], y[i]) for x, y in as_bytes for i in range(L))
-    )
-
-
-def random_map(rng: np.random.Generator) -> np.ndarray:
-    """Return the experts in all physical rows: each of 8 somewhere, others at random."""
-    rest = rng.integers(0, 8, G * L - 8)
-    result: np.ndarray = rng.permutation(np.concatenate([np.arange(8), rest]))
-    return result
 
 
 def flows(old: np.ndarray, new: np.ndarray, rng: np.random.Generator) -> list[tuple[int, ...]]:
@@ -111,19 +81,13 @@ def move(
 
 def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, int, list[str]]:
     """Return experts moved as counted here and by the mover, wrong rows, and uses of a stream."""
-    rng = np.random.default_rng(len(how))  # the same on every rank
-    maps = [random_map(rng) for _ in range(LAYERS)]
-    weights = [make_layer(n, maps[n].reshape(G, L)[rank]) for n in range(LAYERS)]
+    rng = np.random.default_rng(len(how))  # the same on every rank, as the next one
+    generator = torch.Generator().manual_seed(len(how))
+    maps = [np.array(random_map(generator, 8, G * L)) for _ in range(LAYERS)]
+    weights = [make_rows(maps[n].reshape(G, L)[rank], n) for n in range(LAYERS)]
     buffer = [torch.empty_like(w) for w in weights[0]]
     given, stream, count = list(buffer), [], 0
-    with faked() as state:
-        adapter.register()
-        mover = state.create_eplb_communicator(
-            group_coordinator=SimpleNamespace(cpu_group=group, device_group=group),
-            backend="torch_nccl",
-            expert_weights=weights,
-            expert_buffer=buffer,
-        )
+    mover = make_mover(group, weights, buffer)
     assert isinstance(mover, FakeBase)
     assert not mover.needs_profile_buffer_reservation
     assert all(a is not b and a.shape == b.shape for a, b in zip(buffer, given, strict=True))
@@ -134,7 +98,7 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
         nonlocal count
         for _ in range(4):
             for layer in range(LAYERS):
-                new = random_map(rng)
+                new = np.array(random_map(generator, 8, G * L))
                 all_flows = flows(maps[layer], new, rng)
                 parts = 2 if how == "batches" else 1
                 batches = [all_flows[i::parts] for i in range(parts)]
@@ -151,7 +115,7 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
         else:
             run()
     mine = [m.reshape(G, L)[rank] for m in maps]
-    wrong = sum(wrong_rows(n, weights[n], mine[n]) for n in range(LAYERS))
+    wrong = sum(count_wrong(weights[n], mine[n], n) for n in range(LAYERS))
     return count, mover.moved - start, wrong, stream
 
 
@@ -187,11 +151,7 @@ def make_bad(kind: str) -> tuple[list[list[torch.Tensor]], Any]:
 
 def set_up(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
     weights, buffer = make_bad(kind if where in (rank, -1) else "")
-    with faked() as state:
-        adapter.register()
-        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
-        make = state.create_eplb_communicator
-        error = raised(lambda: make(coordinator, "torch_nccl", weights, buffer))
+    error = raised(lambda: make_mover(group, weights, buffer))
     return f"{type(error).__name__}: {error}"
 
 
@@ -224,10 +184,7 @@ def test_rows_with_gaps_are_an_error(ranks: RankPool) -> None:
 def disagree(rank: int, group: dist.ProcessGroup, kind: str) -> list[str]:
     weights = [[torch.full((2, 3), float(rank))]]
     buffer = [torch.empty(2, 3)]
-    with faked() as state:
-        adapter.register()
-        coordinator = SimpleNamespace(cpu_group=group, device_group=group)
-        mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+    mover = make_mover(group, weights, buffer)
     mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
     if rank == 0:
         expert = 7 if kind == "no such expert" else 2
@@ -265,13 +222,11 @@ def come_alone(rank: int, group: dist.ProcessGroup, path: str) -> list[str]:
     del group
     own = own_group(rank, 2, path)
     weights, buffer = [[torch.zeros(2, 3)]], [torch.empty(2, 3)]
-    with faked() as state, pytest.MonkeyPatch.context() as short:
+    with pytest.MonkeyPatch.context() as short:
         short.setenv("ULTRAEP_TIMEOUT", "2")
-        adapter.register()
-        coordinator = SimpleNamespace(cpu_group=own, device_group=own)
         with pytest.MonkeyPatch.context() as patient:  # set-up may take longer on a busy machine
             patient.setattr(checks, "Rendezvous", lambda group, **_: Rendezvous(group))
-            mover = state.create_eplb_communicator(coordinator, "torch_nccl", weights, buffer)
+            mover = make_mover(own, weights, buffer)
         mover.set_transfer_context(np.array([0, 1, 2, 3]), 0)
         if rank == 1:
             return []

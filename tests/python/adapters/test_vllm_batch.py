@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from fake_vllm import FakeElastic, faked
 from fake_vllm_batch import (
-    GROUP,
     LAYERS,
     NAMES,
     PADDING,
@@ -28,8 +27,8 @@ from fake_vllm_batch import (
     load,
     make_config,
     make_fake,
-    make_layer,
     registered,
+    run_batch,
 )
 from ranks import RankPool, raised
 
@@ -58,11 +57,8 @@ def run_dense(every: dict[str, torch.Tensor], x: Any, weights: Any, ids: Any) ->
 
 
 def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> list[Any]:
-    GROUP[0] = group
-    config, found = make_config(target=1.0, engine="host"), []
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layers = [make_layer(config, rank, gathers=gathers, number=n) for n in range(LAYERS)]
+    found = []
+    with registered(rank, LAYERS, group, gathers=gathers, target=1.0) as layers:
         for n, layer in enumerate(layers):
             load(layer, rank, n, 0)
             if holds:  # a kernel that has tensors of its own with a parameter's memory
@@ -76,7 +72,7 @@ def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> 
             for n, layer in enumerate(layers):
                 every = load(layer, rank, n, number // 2)  # new weights before the last one
                 x, weights, ids = draw(10 * number + n, rank if gathers else 0)
-                router = config.compilation_config.static_forward_context[layer.layer_name].router
+                router = checks.find_router(layer)
                 router.eplb_state.num_unpadded_tokens_tensors[0].fill_(real)
                 with torch.inference_mode():
                     rows = router._apply_eplb_mapping(ids)
@@ -126,11 +122,7 @@ def test_outputs_are_those_without_replicas(
 
 def run_lonely(rank: int, group: Any, min_tokens: int) -> list[Any]:
     """All tokens go to rank 0's experts: with plans others compute, without they have nothing."""
-    GROUP[0] = group
-    config = make_config(min_tokens=min_tokens, engine="host")
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layer = make_layer(config, rank, gathers=True)
+    with registered(rank, 1, group, gathers=True, min_tokens=min_tokens) as (layer,):
         every = load(layer, rank, 0, 0)
         add_model([layer], group)
         x, weights, ids = draw(0, rank)
@@ -152,11 +144,8 @@ def test_small_batches_move_nothing(ranks: RankPool) -> None:
 
 def run_padded(rank: int, group: Any, gathers: bool) -> list[Any]:
     """Run batches whose padding vLLM tells by a mask; the number is the one of an earlier batch."""
-    GROUP[0] = group
-    config, found = make_config(target=1.0, engine="host"), []
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layer = make_layer(config, rank, gathers=gathers)
+    found = []
+    with registered(rank, 1, group, gathers=gathers, target=1.0) as (layer,):
         every = load(layer, rank, 0, 0)
         add_model([layer], group)
         for real in (40, 0, T):  # the second is a dummy run
@@ -181,17 +170,13 @@ def test_padding_counts_in_no_batch(ranks: RankPool, gathers: bool) -> None:
 
 def differ_in_layout(rank: int, group: Any) -> int:
     """Run layers of two layouts, which vLLM's own EPLB cannot move."""
-    config = make_config(engine="host")
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layers = [make_layer(config, rank, number=n) for n in range(3)]
+    with registered(rank, 3) as layers:
         layers[1].w13_bias = torch.nn.Parameter(torch.zeros(P, H + 1), requires_grad=False)
         add_model(layers, group)
         ids = torch.zeros(4, K, dtype=torch.int64)
         for layer in layers:
             layer.w13_bias.fill_(rank)
-            layer.replicas.begin(ids)
-            layer.replicas.wait()
+            run_batch(layer, ids)
             held = layer.replica_plan.slot_expert[rank]
             homes = layer.w13_bias[M:][held >= 0][:, 0]
             assert torch.equal(homes, (held[held >= 0] // M).to(torch.float32))
@@ -204,10 +189,7 @@ def test_layers_may_have_different_layouts(ranks: RankPool) -> None:
 
 def come_again(rank: int, group: Any) -> int:
     """Set up a model after vLLM failed behind another's first layers."""
-    settings = make_config(engine="host")
-    with faked("batch", make_fake(settings)):
-        adapter.register()
-        layers = [make_layer(settings, rank, number=n) for n in range(3)]
+    with registered(rank, 3) as layers:
         for layer in layers[:2]:
             layer.get_expert_weights()
         del layer, layers[0]
@@ -223,134 +205,109 @@ def test_a_failed_set_up_leaves_no_layers_behind(ranks: RankPool) -> None:
 
 
 @pytest.fixture
-def config() -> Iterator[Any]:
-    with registered() as made:
+def layer() -> Iterator[Any]:
+    with registered() as (made,):
         yield made
 
 
-def spoil(layer: Any, kind: str) -> None:
-    if kind == "no rows":
-        layer.w13_bias = torch.nn.Parameter(torch.zeros(P + 1, H), requires_grad=False)
-    elif kind == "shared rows":
-        shared = torch.zeros(H).expand(P, H)
-        layer.w13_bias = torch.nn.Parameter(shared[:, :], requires_grad=False)
-    elif kind == "no scale":
-        layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
-        del layer.w13_weight_scale
-        layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
-    elif kind == "derived":
-        layer.quant_method.moe_kernel.fused_experts.g1_alphas = torch.arange(float(P))
-    elif kind == "opaque":
-        config = layer.quant_method.moe_kernel.fused_experts.quant_config
-        config._w1.scale = object()
-    elif kind == "inside":
-        layer.norm = torch.nn.LayerNorm(H)
-    elif kind == "other constant":
-        layer.w13_input_scale.data = torch.tensor(0.25)
+def without_scale(layer: Any) -> None:
+    layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
+    del layer.w13_weight_scale
+    layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
+
+
+def give_bias(layer: Any, value: torch.Tensor) -> None:
+    layer.w13_bias = torch.nn.Parameter(value, requires_grad=False)
+
+
+# What happens to the second layer of rank 1, and what every rank is told.
+SPOILED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no rows": (
+        lambda m: give_bias(m, torch.zeros(P + 1, H)),
+        "a parameter w13_bias of shape (5, 6), without a row for each of 4",
+    ),
+    "shared rows": (
+        lambda m: give_bias(m, torch.zeros(H).expand(P, H)[:, :]),
+        "a parameter w13_bias of shape (4, 6), whose rows share memory",
+    ),
+    "no scale": (
+        without_scale,
+        "w13_weight is of torch.float8_e4m3fn, and no parameter w13_...scale exists",
+    ),
+    "opaque": (
+        lambda m: setattr(
+            m.quant_method.moe_kernel.fused_experts.quant_config._w1, "scale", object()
+        ),
+        "its quant_method.moe_quant_config._w1.scale is a object, which would stay",
+    ),
+    "inside": (
+        lambda m: m.add_module("norm", torch.nn.LayerNorm(H)),
+        "a parameter norm.weight of shape (6,), of a module inside",
+    ),
+}
 
 
 def set_up(rank: int, group: Any, kind: str) -> str:
-    settings = make_config(engine="host")
-    with faked("batch", make_fake(settings)):
-        adapter.register()
-        layers = [make_layer(settings, rank, number=n) for n in range(2)]
-        before = [p.data_ptr() for layer in layers for p in layer.parameters()]
+    with registered(rank, 2) as layers:
         if rank == 1:
-            spoil(layers[1], kind)
-            before = [p.data_ptr() for layer in layers for p in layer.parameters()]
+            SPOILED[kind][0](layers[1])
+        before = [p.data_ptr() for layer in layers for p in layer.parameters()]
         error = raised(lambda: add_model(layers, group))
         assert before == [p.data_ptr() for layer in layers for p in layer.parameters()]
         assert all(layer.replicas is None for layer in layers)
     return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("no rows", "a parameter w13_bias of shape (5, 6), without a row for each of 4"),
-        ("shared rows", "a parameter w13_bias of shape (4, 6), whose rows share memory"),
-        ("no scale", "w13_weight is of torch.float8_e4m3fn, and no parameter w13_...scale exists"),
-        (
-            "derived",
-            "its quant_method.moe_kernel.fused_experts.g1_alphas of shape (4,) with"
-            " [0.0, 1.0, 2.0, 3.0] has other values for each of 4 experts, and is in no parameter",
-        ),
-        ("opaque", "its quant_method.moe_quant_config._w1.scale is a object, which would stay"),
-        ("inside", "a parameter norm.weight of shape (6,), of a module inside"),
-    ],
-)
-def test_what_would_stay_behind_is_an_error_on_every_rank(
-    ranks: RankPool, kind: str, says: str
-) -> None:
+@pytest.mark.parametrize("kind", SPOILED)
+def test_what_would_stay_behind_is_an_error_on_every_rank(ranks: RankPool, kind: str) -> None:
     for text in ranks.run(G, set_up, kind):
         assert text.startswith("UnsupportedError: MoE layer 1 of expert-parallel rank 1 cannot")
-        assert says in text
+        assert SPOILED[kind][1] in text
 
 
-def test_constants_of_all_experts_are_those_of_all_ranks(ranks: RankPool) -> None:
-    for text in ranks.run(G, set_up, "other constant"):
-        assert text == (
-            "UnsupportedError: expert-parallel rank 1 has MoE layers with experts"
-            " [['w13_input_scale', 0.25]], and rank 0 [['w13_input_scale', 0.5]], in layer 1;"
-            " expected the same on every rank"
-        )
+def parallel(layer: Any) -> Any:
+    return layer.moe_config.moe_parallel_config
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c, _: vars(c.parallel_config).update(use_ubatching=True), "dual-batch overlap"),
-        (lambda _, m: vars(m.moe_parallel_config).update(pcp_size=2), "context_parallel_size=2"),
+        (lambda m: setattr(m.vllm_config.parallel_config, "use_ubatching", True), "dual-batch"),
+        (lambda m: setattr(parallel(m), "pcp_size", 2), "prefill_context_parallel_size=2"),
         (
-            lambda _, m: vars(m.moe_parallel_config).update(use_moonep_kernels=True),
+            lambda m: setattr(parallel(m), "use_moonep_kernels", True),
             "all2all_backend='allgather_reducescatter' dispatches inside",
         ),
-        (lambda _, m: vars(m).update(is_lora_enabled=True), "LoRA"),
-        (lambda _, m: vars(m).update(num_logical_experts=G * P), "no row for a replica"),
-    ],
-)
-def test_settings_that_are_refused(
-    config: Any, change: Callable[[Any, Any], None], says: str
-) -> None:
-    layer = make_layer(config)
-    assert checks.describe(layer)
-    change(config, layer.moe_config)
-    assert says in str(raised(lambda: checks.describe(layer)))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+        (lambda m: setattr(m.moe_config, "is_lora_enabled", True), "LoRA"),
+        (lambda m: setattr(m.moe_config, "num_logical_experts", G * P), "no row for a replica"),
+        (lambda m: setattr(m.quant_method, "is_monolithic", True), "its kernel routes by itself"),
         (
-            lambda layer: setattr(layer.quant_method, "is_monolithic", True),
-            "its kernel routes by itself",
-        ),
-        (
-            lambda layer: setattr(layer.expert_map_manager, "num_fused_shared_experts", 1),
+            lambda m: setattr(m.expert_map_manager, "num_fused_shared_experts", 1),
             "shared experts fused with routed ones",
         ),
         (
-            lambda layer: setattr(layer.expert_map_manager, "placement_strategy", "round_robin"),
+            lambda m: setattr(m.expert_map_manager, "placement_strategy", "round_robin"),
             "expert_placement_strategy='round_robin'",
         ),
         (
-            lambda layer: layer.vllm_config.compilation_config.static_forward_context.update(
-                {layer.layer_name: SimpleNamespace(router=object())}
+            lambda m: m.vllm_config.compilation_config.static_forward_context.update(
+                {m.layer_name: SimpleNamespace(router=object())}
             ),
             "its router is a object",
         ),
     ],
 )
-def test_layers_that_are_refused(config: Any, change: Callable[[Any], None], says: str) -> None:
-    layer = make_layer(config)
+def test_settings_and_layers_that_are_refused(
+    layer: Any, change: Callable[[Any], None], says: str
+) -> None:
     assert layer.moe_config.require_decomposed_backend
+    assert checks.describe(layer)
     change(layer)
     assert says in str(raised(lambda: checks.describe(layer)))
 
 
-def test_layers_of_other_classes_are_refused(config: Any) -> None:
+def test_layers_of_other_classes_are_refused(layer: Any) -> None:
     group = SimpleNamespace(size=lambda: 2)
-    layer = make_layer(config)
     other = SimpleNamespace(get_expert_weights=lambda: [torch.zeros(1)])
     for layers in ([layer, other], [other]):
         with pytest.raises(
@@ -363,8 +320,8 @@ def test_layers_of_other_classes_are_refused(config: Any) -> None:
         )
 
 
-def test_options(config: Any) -> None:
-    layer = make_layer(config)
+def test_options(layer: Any) -> None:
+    config = layer.vllm_config
     config.additional_config = {"ultraep": {"cost": {"token": 1e-9, "expert_byte": 1e-12}}}
     assert checks.read_options(layer)["cost"].token == 1e-9
     config.additional_config = {"ultraep": {"slots": 2}}
@@ -373,14 +330,10 @@ def test_options(config: Any) -> None:
 
 
 def move(rank: int, group: Any) -> str:
-    config = make_config(engine="host")
-    with faked("batch", make_fake(config)):
-        adapter.register()
-        layer = make_layer(config, rank)
+    with registered(rank) as (layer,):
         add_model([layer], group)
         ids = torch.zeros(4, K, dtype=torch.int64)
-        layer.replicas.begin(ids)
-        layer.replicas.wait()
+        run_batch(layer, ids)
         layer.w13_bias.data = layer.w13_bias.data.clone()
         error = raised(lambda: layer.replicas.begin(ids))
     return f"{type(error).__name__}: {error}"
@@ -394,8 +347,8 @@ def test_weights_that_have_moved_are_an_error(ranks: RankPool) -> None:
 # ---- the plugin ----------------------------------------------------------------------------
 
 
-def test_rows_are_mains_then_slots(config: Any) -> None:
-    del config
+@pytest.mark.usefixtures("layer")
+def test_rows_are_mains_then_slots() -> None:
     state = sys.modules["vllm.distributed.eplb.eplb_state"].EplbState
     rows = state.build_initial_global_physical_to_logical_map
     assert rows(8, 8) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1]
@@ -433,8 +386,7 @@ def test_other_releases_are_noticed() -> None:
         adapter.register()
 
 
-def test_where_it_leaves_vllm_alone(config: Any) -> None:
-    layer = make_layer(config)
+def test_where_it_leaves_vllm_alone(layer: Any) -> None:
     layer.moe_config.moe_parallel_config.ep_size = 1
     alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
     assert layer.get_expert_weights() == ["vLLM's"]

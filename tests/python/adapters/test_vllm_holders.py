@@ -7,7 +7,6 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import faked
 from fake_vllm_batch import (
     FakeKernel,
     G,
@@ -24,20 +22,18 @@ from fake_vllm_batch import (
     K,
     P,
     add_model,
-    make_config,
-    make_fake,
     make_layer,
     registered,
+    run_batch,
 )
-from ranks import RankPool, raised
+from ranks import RankPool, own_group, raised
 
-from ultraep_comm.adapters import vllm as adapter
 from ultraep_comm.adapters.vllm import checks
 
 
 @pytest.fixture
-def config() -> Iterator[Any]:
-    with registered() as made:
+def layer() -> Iterator[Any]:
+    with registered() as (made,):
         yield made
 
 
@@ -96,14 +92,13 @@ def experts_of(layer: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_what_has_a_part_of_an_expert_is_found(config: Any, where: str) -> None:
-    layer = make_layer(config)
+def test_what_has_a_part_of_an_expert_is_found(layer: Any, where: str) -> None:
     PLACES[where](layer, torch.arange(float(P)))
     problem = problem_of(layer)
     assert "of shape (4,) with [0.0, 1.0, 2.0, 3.0] has other values for each of 4 exp" in problem
     assert "set another moe_backend, or ULTRAEP_VLLM=eplb" in problem
     for is_view in (False, True):
-        layer = make_layer(config)
+        layer = make_layer(layer.vllm_config)
         PLACES[where](layer, layer.w13_bias.data.T if is_view else torch.full((P,), 0.5))
         assert checks.describe(layer)["are_copied"] == is_view
 
@@ -126,16 +121,14 @@ SPREAD = torch.arange(float(2 * P))
         [torch.tensor(float(e)) for e in range(P)],
     ],
 )
-def test_values_for_each_expert_are_refused_in_any_shape(config: Any, value: Any) -> None:
-    layer = make_layer(config)
+def test_values_for_each_expert_are_refused_in_any_shape(layer: Any, value: Any) -> None:
     layer.quant_method.moe_kernel.alphas = value
     says = "its quant_method.moe_kernel.alphas .*has other values for each of 4 experts"
     assert re.match(says, problem_of(layer))
 
 
-def test_what_cannot_be_read_is_refused(config: Any) -> None:
+def test_what_cannot_be_read_is_refused(layer: Any) -> None:
     for value in (torch.eye(P).to_sparse(), [torch.eye(P).to_sparse()] * P):
-        layer = make_layer(config)
         layer.quant_method.moe_kernel.alphas = value
         says = "its quant_method.moe_kernel.alphas.* cannot be read: "
         assert re.match(says, problem_of(layer))
@@ -161,8 +154,7 @@ def test_what_cannot_be_read_is_refused(config: Any) -> None:
         numpy.array(["a"] * P),
     ],
 )
-def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None:
-    layer = make_layer(config)
+def test_what_holds_for_all_experts_is_accepted(layer: Any, value: Any) -> None:
     layer.quant_method.moe_kernel.alphas = value
     facts = checks.describe(layer)
     assert not facts["are_copied"]
@@ -185,14 +177,13 @@ def test_what_holds_for_all_experts_is_accepted(config: Any, value: Any) -> None
         lambda w: {"pointers": [row.data_ptr() for row in w.data]},
     ],
 )
-def test_other_names_of_weights_keep_their_memory(config: Any, share: Any) -> None:
-    layer = make_layer(config)
+def test_other_names_of_weights_keep_their_memory(layer: Any, share: Any) -> None:
     layer.quant_method.moe_kernel.weights = share(layer.w13_weight)
     assert checks.describe(layer)["are_copied"]
 
 
-def test_what_is_of_no_layer_is_not_looked_at(config: Any) -> None:
-    layer = make_layer(config)
+def test_what_is_of_no_layer_is_not_looked_at(layer: Any) -> None:
+    config = layer.vllm_config
     other = make_layer(config, number=1)
     spread = torch.arange(float(P))
     layer.custom_routing_function = SimpleNamespace(gate=spread)
@@ -208,11 +199,8 @@ def test_what_is_of_no_layer_is_not_looked_at(config: Any) -> None:
 
 def differ(rank: int, group: Any, where: str) -> str:
     """Let ranks hold other constants, at set-up or after another load of weights."""
-    settings = make_config(engine="host")
     ids = torch.zeros(4, K, dtype=torch.int64)
-    with faked("batch", make_fake(settings)):
-        adapter.register()
-        layers = [make_layer(settings, rank, number=n) for n in range(2)]
+    with registered(rank, 2) as layers:
         layer, value = layers[1], 0.5 - 0.25 * (rank == 2)
         assert layer.weight_loader.supports_moe_loading
         kernel = layer.quant_method.moe_kernel
@@ -223,8 +211,7 @@ def differ(rank: int, group: Any, where: str) -> str:
         if error is None:
             add_model(layers, group)
             for each in layers:
-                each.replicas.begin(ids)
-                each.replicas.wait()
+                run_batch(each, ids)
                 each.quant_method.moe_kernel.fused_experts.tokens = rank  # counted
             if where == "loader":
                 given = torch.tensor(value), "w13_input_scale", "w1", 0
@@ -243,11 +230,9 @@ def differ(rank: int, group: Any, where: str) -> str:
                 for other in layers:
                     loaded = torch.tensor(0.125)
                     other.weight_loader(other.w13_input_scale, loaded, "w13_input_scale", "w1", 0)
-            layers[0].replicas.begin(ids)
-            layers[0].replicas.wait()
+            run_batch(layers[0], ids)
             if where == "equal":
-                layer.replicas.begin(ids)
-                layer.replicas.wait()
+                run_batch(layer, ids)
                 assert layer.replicas.is_checked
                 return "none"
             error = raised(lambda: layer.replicas.begin(ids))
@@ -281,19 +266,14 @@ def test_constants_are_compared_at_set_up_and_after_a_reload(
 def load_alone(rank: int, group: Any, path: str) -> str:
     """Load weights again on rank 0 alone, over a process group that is not used afterwards."""
     del group
-    backend = dist.ProcessGroupGloo(dist.FileStore(path, G), rank, G, timedelta(seconds=100))
-    own = dist.ProcessGroup(dist.FileStore(path, G), rank, G)
-    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    config, ids = make_config(engine="host"), torch.zeros(4, K, dtype=torch.int64)
-    with faked("batch", make_fake(config)), pytest.MonkeyPatch.context() as short:
-        adapter.register()
-        layer = make_layer(config, rank)
+    own = own_group(rank, G, path)
+    with registered(rank) as (layer,), pytest.MonkeyPatch.context() as short:
         add_model([layer], own)
         short.setenv("ULTRAEP_TIMEOUT", "1")
         if rank == 0:
             given = torch.tensor(0.25), "w13_input_scale", "w1", 0
             layer.weight_loader(layer.w13_input_scale, *given)
-        error = raised(lambda: [layer.replicas.begin(ids), layer.replicas.wait()])
+        error = raised(lambda: run_batch(layer, torch.zeros(4, K, dtype=torch.int64)))
     return f"{type(error).__name__}: {error}"
 
 

@@ -172,6 +172,6 @@ class Batches:
         )
         checks.check_experts(layer, layer.num_local_experts, "unset ULTRAEP_SGLANG")
         weights = dict(layer.named_parameters())
-        instead = "set another --moe-runner-backend, or ULTRAEP_SGLANG=eplb"
-        held = Held(layer, weights.values(), layer.num_local_experts, instead)
+        remedy = "set another --moe-runner-backend, or ULTRAEP_SGLANG=eplb"
+        held = Held(layer, weights.values(), layer.num_local_experts, remedy)
         return {n: (tuple(w.shape), str(w.dtype)) for n, w in weights.items()} | held.facts

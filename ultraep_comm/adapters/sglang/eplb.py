@@ -56,8 +56,8 @@ def update(
     every = checks.gather_json(world, (digest, _find_problem(call, get_elastic() is not None)))
     rank = world.rank()
     problems = [problem for _, problem in every]
-    way_out = "unset ULTRAEP_SGLANG, and SGLang moves experts itself"
-    rows.raise_problems(problems, "ULTRAEP_SGLANG", way_out)
+    remedy = "unset ULTRAEP_SGLANG, and SGLang moves experts itself"
+    rows.raise_problems(problems, "ULTRAEP_SGLANG", remedy)
     for other, (found, _) in enumerate(every):
         if found != every[0][0]:
             raise PlanMismatchError(

@@ -12,7 +12,7 @@ from ultraep_comm.adapters.options import check_options
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
 _OF_ROUTER = ("e_score_correction_bias", "hash_indices_table")  # vLLM: of no expert
-_INSTEAD = "set another moe_backend, or ULTRAEP_VLLM=eplb"
+_REMEDY = "set another moe_backend, or ULTRAEP_VLLM=eplb"
 
 
 def find_router(layer: Any) -> Any:
@@ -86,7 +86,7 @@ def describe(layer: Any, checked: Sequence[Any] = ()) -> dict[str, Any]:
         lacks = f"its {name} is of {weight.dtype}, and no parameter {start}...scale exists"
         checks.refuse((not has_scale, lacks))
     of_others = layer.vllm_config.compilation_config.static_forward_context.values()
-    held = Held(layer, segments.values(), count, _INSTEAD, *of_others, *checked)
+    held = Held(layer, segments.values(), count, _REMEDY, *of_others, *checked)
     shapes = {n: (tuple(w.shape[1:]), w.stride(), str(w.dtype)) for n, w in segments.items()}
     return {"segments": shapes, "are_copied": held.shares, **constants, **held.facts}
 

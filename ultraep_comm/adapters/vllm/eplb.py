@@ -27,7 +27,7 @@ PATCH_POINTS = {
     f"{_BASE}.set_stream": "self stream",
 }
 
-_WAY_OUT = (
+_REMEDY = (
     "set ULTRAEP_VLLM=batch, for layers that differ: vLLM's own EPLB has one receive buffer for all"
 )
 
@@ -66,7 +66,7 @@ class Mover:
         """Create or join a group, and put its slots into ``expert_buffer``. Collective."""
         cpu_group = coordinator.cpu_group
         problem = _find_problem(expert_weights, expert_buffer)
-        rows.raise_problems(checks.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _WAY_OUT)
+        rows.raise_problems(checks.gather_json(cpu_group, problem), "ULTRAEP_VLLM", _REMEDY)
         first = expert_weights[0]
         on_cpu = first[0].device.type == "cpu"
         self._weights, self._buffer, self._rows = expert_weights, expert_buffer, len(first[0])
@@ -121,13 +121,13 @@ class Mover:
 
         Raises:
             InvalidPlanError: this rank noted what does not match.
-            TransferError: a rank did not come in time, ended, or rejected its input; or the
+            TransferError: a rank did not join in time, ended, or rejected its input; or the
                 transfer failed.
         """
         group, count, sends = self.group, self._rows, self._sends
         own, problem = self._sources, self._problem
         self._forget()
-        # As a load: a call of the group, which is bounded and names who does not come.
+        # As a load: a call of the group, which is bounded and names an absent rank.
         noted = torch.zeros(group.num_ranks * count, dtype=torch.int32, device="cpu")
         noted[:count] = torch.tensor(own, dtype=torch.int32, device="cpu") + 1
         with rejecting(group):

@@ -139,7 +139,7 @@ class Replicas:
             InvalidWeightsError: weights have moved since set-up.
             UnsupportedError: experts were loaded again, and ranks now differ in what holds for
                 all, or a layer has what would stay behind.
-            BootstrapError: a rank did not come to compare that.
+            BootstrapError: a rank did not join to compare that.
         """
         group = self.balancer.group
         for name, place in self._places.items():
@@ -166,13 +166,13 @@ class Replicas:
             return None  # gathered rows have padding in between
         has_context, get_context = self._contexts
         padding = get_context().is_padding if has_context() else None
-        told = self._router.eplb_state.num_unpadded_tokens_tensors
+        counts = self._router.eplb_state.num_unpadded_tokens_tensors
         if padding is not None:  # also of a dummy run, before which vLLM tells no number
-            told = [(~padding).sum()]
-        if not told:
+            counts = [(~padding).sum()]
+        if not counts:
             return None
         before = parallel.ep_rank % parallel.sp_size * rows  # of sequence-parallel ranks
-        number: Tensor = (told[0] - before).clamp(0, rows)
+        number: Tensor = (counts[0] - before).clamp(0, rows)
         return number
 
     def wait(self) -> None:

@@ -1,16 +1,23 @@
-"""What four processes do with megatron-core: train models with and without replicas."""
+"""Tiny models of megatron-core, trained as it is and with replicas, on CPUs over gloo.
+
+torchrun --nproc-per-node 4 tests/python/megatron_training.py RESULTS.json [CASE...]
+
+Rank 0 writes, for each case, the losses of both ways, the largest differences, and the plans.
+"""
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from new_tensors import NewTensors
-from ranks import settle
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from trained_alike import full, run_cases, worst
 
 STEPS, MICROBATCHES, LAYERS, E, S, VOCABULARY, LENGTH = 3, 2, 2, 8, 2, 64, 16
 ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 0.0, "adam_eps": 1e-3}
@@ -205,7 +212,7 @@ def train(case: dict[str, Any], with_replicas: bool) -> dict[str, Any]:
     for layer in layers:
         layer.replicas.group.assert_idle()
     found["weights"] = {n: v.clone() for n, v in tensors(model).items()}
-    found["optimizer"] = leaves([o.optimizer.state_dict() for o in optimizer.chained_optimizers])
+    found["optimizer"] = moments(optimizer)
     return found
 
 
@@ -224,51 +231,32 @@ def sharded(model: Any) -> Any:
     }
 
 
-def leaves(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dictionaries and lists, by path."""
-    if isinstance(value, torch.Tensor):
-        return {path: value.detach().clone().float()}
-    items: Any = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    return {k: v for name, each in items for k, v in leaves(each, f"{path}/{name}").items()}
-
-
-def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of tensors, relative to the largest value of each."""
-    if isinstance(one, dict):
-        assert list(one) == list(other)
-        return max((difference(one[n], other[n]) for n in one), default=0.0)
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other), (len(one), len(other))
-        return max((difference(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
-    one, other = torch.as_tensor(one).float(), torch.as_tensor(other).float()
-    if not one.numel():
-        return 0.0
-    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
+def moments(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return an optimizer's state, by the path of nested dictionaries and lists."""
+    flat, _ = tree_flatten_with_path(
+        [o.optimizer.state_dict() for o in optimizer.chained_optimizers]
+    )
+    return {keystr(path): full(v) for path, v in flat if torch.is_tensor(v) and v.dim()}
 
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     """Train with and without replicas; return the differences and some figures."""
     with parallel(case.get("ep", dist.get_world_size())):
         plain, replicated = train(case, False), train(case, True)
+
+    def first(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return gradients before the optimizer has spread what rounding makes different."""
+        return {n: torch.stack(arrived[:MICROBATCHES]) for n, arrived in run["arrived"].items()}
+
+    pairs = zip(replicated["main_grads"], plain["main_grads"], strict=True)
     return {
-        "losses": (plain["losses"], replicated["losses"]),
+        "losses": [plain["losses"], replicated["losses"]],
         "plans": replicated["plans"],
-        "arrivals": {len(a) for n, a in replicated["arrived"].items() if "experts." in n},
-        "differences": {
-            name: difference(plain[name], replicated[name])
-            for name in ("losses", "main_grads", "weights", "optimizer")
-        }
-        | {
-            # Before the optimizer has spread what rounding makes different.
-            "first gradients": max(
-                difference(arrived[:MICROBATCHES], replicated["arrived"][name][:MICROBATCHES])
-                for name, arrived in plain["arrived"].items()
-            )
-        },
+        "arrivals": sorted({len(a) for n, a in replicated["arrived"].items() if "experts." in n}),
+        "first_gradients": worst(first(replicated), first(plain)),
+        "main_grads": [worst(*pair) for pair in pairs],
+        "weights": worst(replicated["weights"], plain["weights"]),
+        "optimizer": worst(replicated["optimizer"], plain["optimizer"]),
     }
 
 
@@ -297,7 +285,7 @@ def allocations() -> dict[str, int]:
         found = {"stack": sum(p.numel() for p in mains)}
         with NewTensors() as seen:
             output, _ = layers[0](hidden.requires_grad_())
-        found["pass"] = seen.largest
+        found["largest"] = seen.largest
         assert layers[0].replica_plan.num_replicas
         with NewTensors() as seen:  # the measurement itself
             torch.stack(mains)
@@ -307,16 +295,15 @@ def allocations() -> dict[str, int]:
     return found
 
 
-def serve(rank: int, world: int, store: str, pipe: Any) -> None:
-    """Answer the names of cases and functions with (result or None, error or None)."""
-    settle()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def main(path: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     from ultraep_comm.bench.commands.layer import megatron_cpu
 
     megatron_cpu.install()
-    while (name := pipe.recv()) is not None:
-        try:
-            run = globals().get(name)
-            pipe.send((run() if run else compare(CASES[name]), None))
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
+    cases: dict[str, Any] = {name: partial(compare, case) for name, case in CASES.items()}
+    run_cases(path, names, cases | {"allocations": allocations}, shows=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
