@@ -5,7 +5,6 @@ Every rank uses those that rank 0 sends in `new_group`, so that all choose the s
 
 from __future__ import annotations
 
-import math
 import platform
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -184,24 +183,19 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
         raise _error(path, f"has other fields for {engine!r} than {names}")
     if not isinstance(entry["device"], str):
         raise _error(path, f"has a device for {engine!r} that is not a string")
-    if not _is_number(entry["ranks"]) or entry["ranks"] != int(entry["ranks"]):
-        raise _error(path, f"has {reprlib.repr(entry['ranks'])} ranks for {engine!r}")
     lowest = {"ranks": 1, "parallel": 1, "store_gbps": _MIN_GBPS, "load_gbps": _MIN_GBPS}
     for name in names[1:]:
         value = entry[name]
-        if not _is_number(value) or not lowest.get(name, 0) <= value <= MAX_FIGURE:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not lowest.get(name, 0) <= value <= MAX_FIGURE:
             raise _error(
                 path,
                 f"has {name} = {reprlib.repr(value)} for {engine!r}; expected"
                 f" {lowest.get(name, 0):g} to {MAX_FIGURE:g}",
             )
+    if entry["ranks"] != int(entry["ranks"]):
+        raise _error(path, f"has {reprlib.repr(entry['ranks'])} ranks for {engine!r}")
     return MeasuredCosts(**entry)
-
-
-def _is_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compared first: a larger integer may not fit a float.
-    return is_number and abs(value) <= MAX_FIGURE and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _error(path: Path, what: str) -> InvalidArgumentError:

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from ultraep_comm.errors import InvalidArgumentError
 
-T = TypeVar("T", int, float)
+T = TypeVar("T", int, float, Path)
 
 
 def _read(name: str, convert: Callable[[str], T]) -> T | None:
@@ -74,20 +74,17 @@ def check() -> bool | None:
 
 def cubins() -> Path | None:
     """Return the folder of the cubins, or None."""
-    text = os.environ.get("ULTRAEP_CUBINS")
-    return Path(text) if text else None
+    return _read("ULTRAEP_CUBINS", Path)
 
 
 def calibration() -> Path | None:
     """Return the file of measured costs, or None."""
-    text = os.environ.get("ULTRAEP_CALIBRATION")
-    return Path(text) if text else None
+    return _read("ULTRAEP_CALIBRATION", Path)
 
 
 def record_folder() -> Path | None:
     """Return the folder for every group's recording, or None."""
-    text = os.environ.get("ULTRAEP_RECORD")
-    return Path(text) if text else None
+    return _read("ULTRAEP_RECORD", Path)
 
 
 def record_calls() -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -110,6 +111,12 @@ def undocumented(thing: object, name: str) -> Any:
         AttributeError: this version of the library has no such name.
     """
     return getattr(thing, name)
+
+
+def read_version(text: str) -> tuple[int, int]:
+    """Return (major, minor) of a version such as 3.4.5; 0 where it has no number."""
+    major, minor = [*map(int, re.findall(r"\d+", text)), 0, 0][:2]
+    return major, minor
 
 
 class Inheritable(Protocol):

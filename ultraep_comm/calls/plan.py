@@ -167,14 +167,11 @@ def plan_objective(
             "plan_replicas was given a cost and residents, or reuse=True; expected a target with"
             " these"
         )
-    try:
-        nbytes = None if group is None else sum(s.nbytes for s in group.segments.values())
-        if not isinstance(cost, PlanCost | None):
-            raise InvalidArgumentError(f"cost is {cost!r}; expected a PlanCost, or None")
-        costs = None if cost is None else cost.in_integers(nbytes)
-        return target_to_ppm(as_number(target, "target")), costs
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
+    nbytes = None if group is None else sum(s.nbytes for s in group.segments.values())
+    if not isinstance(cost, PlanCost | None):
+        raise InvalidArgumentError(f"cost is {cost!r}; expected a PlanCost, or None")
+    costs = None if cost is None else cost.in_integers(nbytes)
+    return target_to_ppm(as_number(target, "target")), costs
 
 
 def _check_load(

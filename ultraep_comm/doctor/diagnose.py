@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ultraep_comm.doctor.facts import BINDINGS_NEED, CUDA_PACKAGES, Device, Facts
 from ultraep_comm.driver import REGISTERED
+from ultraep_comm.system import read_version
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
@@ -161,7 +161,7 @@ def _nvshmem(facts: Facts) -> Iterator[Finding]:
     if lacking:
         text = f"fabric nvshmem lacks {' and '.join(lacking)}"
         yield Finding(WARNING, "nvshmem", text, _install(facts))
-    if bindings and _numbers(installed[bindings]) < FIRST_BINDINGS:
+    if bindings and read_version(installed[bindings]) < FIRST_BINDINGS:
         text = f"{bindings} is {installed[bindings]}; {dotted(FIRST_BINDINGS)} or later is needed"
         yield Finding(WARNING, "nvshmem", text, f"{_install(facts)} --upgrade")
     built_for = int(bindings[-2:]) if bindings else 0
@@ -260,10 +260,6 @@ def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
             of_name = (c for c in candidates if name in (c.engine, c.fabric))
             why = next((f": {c.missing}" for c in of_name), "")
             yield Finding(ERROR, "required", f"--require {name}: {lacks[name]}{why}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def dotted(version: tuple[int, ...]) -> str:

@@ -9,7 +9,6 @@ is created and all ranks have closed theirs. ``close()`` waits for no rank, dead
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from ultraep_comm.errors import (
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.nvshmem_library import load_library
 from ultraep_comm.fabrics.rendezvous import Rendezvous
-from ultraep_comm.system import undocumented
+from ultraep_comm.system import read_version, undocumented
 
 UID_BYTES = 128
 INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; higher ones: several PEs on a GPU
@@ -54,7 +53,7 @@ class Runtime:
         self._bindings: Any = nvshmem.bindings
         self.heap = Heap(self)
         self._registered: set[int] = set()
-        self._version = parse_version(nvshmem.core.get_version().libnvshmem_version)
+        self._version = read_version(nvshmem.core.get_version().libnvshmem_version)
 
     def version(self) -> tuple[int, int]:
         """Return (major, minor) of the host library."""
@@ -114,14 +113,6 @@ class Runtime:
         if library not in self._registered:
             self._core.library_init(self._core.NvshmemKernelObject.from_handle(library))
             self._registered.add(library)
-
-
-def parse_version(text: str) -> tuple[int, int]:
-    """Return (major, minor) of a version such as 3.4.5."""
-    found = re.match(r"(\d+)\.(\d+)", text)
-    if found is None:
-        raise UnsupportedError(f"NVSHMEM's version is {text!r}; expected a version such as 3.4.5")
-    return int(found[1]), int(found[2])
 
 
 @functools.cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ultraep_comm.errors import OutOfSharedMemoryError
@@ -21,11 +19,7 @@ class PrivateFabric:
     """
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
-        self._on_cpu = device.type == "cpu"
-        self._allocate: Callable[[int], torch.Tensor] = host_memory
-        if not self._on_cpu:
-            self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
+        self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on this rank.
@@ -33,10 +27,14 @@ class PrivateFabric:
         Raises:
             OutOfSharedMemoryError: there is not enough.
         """
-        if self._on_cpu:
+        on_cpu = self._device.type == "cpu"
+        if on_cpu:
             require_memory(num_bytes, self._rank)
         try:
-            local = self._allocate(num_bytes)
+            if on_cpu:
+                local = host_memory(num_bytes)
+            else:
+                local = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         except (OSError, RuntimeError) as error:
             raise OutOfSharedMemoryError(
                 f"rank {self._rank}: {num_bytes} bytes of memory could not be allocated ({error});"

@@ -165,9 +165,8 @@ class Rendezvous:
         """Release the process group, so that its threads end when the caller destroys it."""
         # Inside failure_scope() the peers still have to learn why this rank failed.
         if self._depth == 0:
-            self.__dict__.pop("group", None)
-            self.__dict__.pop("store", None)
-            self.__dict__.pop("_members", None)
+            for name in ("group", "store", "_members"):
+                vars(self).pop(name, None)
 
     # ---- steps ----------------------------------------------------------------------------
 

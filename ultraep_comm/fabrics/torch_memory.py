@@ -24,7 +24,7 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.rendezvous import Rendezvous
-from ultraep_comm.system import undocumented
+from ultraep_comm.system import read_version, undocumented
 
 BACKEND = "CUDA"  # torch's symmetric memory backend whose allocations are not collective
 FABRIC_HANDLE = 8  # CU_MEM_HANDLE_TYPE_FABRIC: memory that other machines of an NVLink rack can map
@@ -45,7 +45,7 @@ class SymmetricMemory:
         self._raw = undocumented(module, "_SymmetricMemory")
         self.met = 0
         # Up to torch 2.13 the keys of a rendezvous contain a counter of the process.
-        self.counts_in_process = torch_version() < (2, 14)
+        self.counts_in_process = read_version(torch.__version__) < (2, 14)
 
     def prepare(self, device: torch.device) -> None:
         """Select the backend, unless the process has: it is process-wide.
@@ -109,12 +109,6 @@ class SymmetricMemory:
         if handle is None:
             raise RuntimeError("torch does not know the memory that it allocated")
         return [int(pointer) for pointer in handle.buffer_ptrs], handle
-
-
-def torch_version() -> tuple[int, int]:
-    """Return torch's (major, minor)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 @functools.cache

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ultraep_comm.model.machine import Machine
-from ultraep_comm.plan.bounds import count_ends, find_busiest_set, list_transfers
-
-Int64Array = NDArray[np.int64]
+from ultraep_comm.plan.bounds import Int64Array, count_ends, find_busiest_set, list_transfers
 
 
 def transfer_bound_us(

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ultraep_comm.calibration import MeasuredCosts, link_gbps
 from ultraep_comm.errors import InvalidArgumentError
 
-_MAX_US = 1e6
 _MAX_GBPS = 1e6
-_MIN_GBPS = 1e-3
 _MAX_WORKERS = 1024
+_RANGES = {  # by how a name ends
+    "_gbps": (1e-3, _MAX_GBPS),
+    "_us": (0.0, 1e6),
+    "_efficiency": (1e-3, 1.0),
+    "parallel": (1.0, _MAX_GBPS),
+}
+_HIGHEST = {  # of integers
+    "num_sms": _MAX_WORKERS,
+    "tiles_in_flight": _MAX_WORKERS * _MAX_WORKERS,
+    "tile_bytes": 1 << 30,
+    "domain_size": 1 << 20,
+}
 _HOST_TILE_BYTES, _HOST_STAGES = 64 << 10, 4  # of the host engine
 
 
@@ -100,28 +109,45 @@ class Machine:
             raise InvalidArgumentError(f"name is {self.name!r}; expected a string")
         if not isinstance(self.fair_loads, bool):
             raise InvalidArgumentError(f"fair_loads is {self.fair_loads!r}; expected True or False")
-        for name in ("egress_gbps", "ingress_gbps", "cross_gbps", "read_gbps", "unloaded_gbps"):
-            optional = name not in ("egress_gbps", "ingress_gbps")
-            if optional and getattr(self, name) is None:
-                continue
-            lowest = max(self.egress_gbps, self.ingress_gbps) if name[0] == "u" else _MIN_GBPS
-            self._check(name, lowest, _MAX_GBPS)
         for field in fields(self):
-            if field.name.endswith("_us"):
-                self._check(field.name, 0.0, _MAX_US)
-        self._check_cores()
-        for name in ("write_efficiency", "read_efficiency"):
-            self._check(name, 1e-3, 1.0)
-        self._check_int("num_sms", _MAX_WORKERS)
-        self._check_int("tiles_in_flight", _MAX_WORKERS * _MAX_WORKERS)
-        self._check_int("tile_bytes", 1 << 30)
-        if self.domain_size is not None:
-            self._check_int("domain_size", 1 << 20)
+            if not (field.default is None and getattr(self, field.name) is None):
+                self._check(field.name)
+        if self.parallel is None and (self.read_gbps or self.group_us):
+            raise InvalidArgumentError(
+                f"read_gbps is {self.read_gbps!r} and group_us {self.group_us!r}, but parallel is"
+                " None; expected neither for ranks with links, or both for ranks that copy with"
+                " their cores"
+            )
+        if self.parallel is not None and self.domain_size is not None:
+            raise InvalidArgumentError(
+                f"domain_size is {self.domain_size!r}; expected None with parallel: ranks that"
+                " copy in one memory are one domain"
+            )
+        if self.unloaded_gbps is not None and self.unloaded_gbps < max(
+            self.egress_gbps, self.ingress_gbps
+        ):
+            raise InvalidArgumentError(
+                f"unloaded_gbps is {self.unloaded_gbps}; expected at least both rates"
+            )
         if self.tiles_in_flight % self.num_sms or self.stages > _MAX_WORKERS:
             raise InvalidArgumentError(
                 f"tiles_in_flight is {self.tiles_in_flight}; expected a multiple of num_sms"
                 f" ({self.num_sms}), of at most {_MAX_WORKERS} each"
             )
+
+    def _check(self, name: str) -> None:
+        """Raise InvalidArgumentError for a number of the wrong type or out of its range."""
+        value, highest = getattr(self, name), _HIGHEST.get(name)
+        if highest is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}; expected an integer, 1 to {highest}"
+                )
+            return
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        for ending, (low, high) in _RANGES.items():
+            if name.endswith(ending) and not (is_number and low <= value <= high):
+                raise InvalidArgumentError(f"{name} is {value!r}; expected {low:g} to {high:g}")
 
     @classmethod
     def from_calibration(cls, costs: MeasuredCosts, *, num_sms: int = 1) -> Machine:
@@ -148,33 +174,6 @@ class Machine:
             read_gbps=costs.load_gbps,
             group_us=costs.flag_us,
         )
-
-    def _check_cores(self) -> None:
-        if self.parallel is None:
-            for name in ("read_gbps", "group_us"):
-                if getattr(self, name):
-                    raise InvalidArgumentError(
-                        f"{name} is {getattr(self, name)!r}, but parallel is None; expected neither"
-                        " for ranks with links, or both for ranks that copy with their cores"
-                    )
-            return
-        self._check("parallel", 1.0, _MAX_GBPS)
-        if self.domain_size is not None:
-            raise InvalidArgumentError(
-                f"domain_size is {self.domain_size!r}; expected None with parallel: ranks that"
-                " copy in one memory are one domain"
-            )
-
-    def _check(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise InvalidArgumentError(f"{name} is {value!r}; expected {low:g} to {high:g}")
-
-    def _check_int(self, name: str, high: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-            raise InvalidArgumentError(f"{name} is {value!r}; expected an integer, 1 to {high}")
 
     @property
     def stages(self) -> int:

@@ -8,15 +8,13 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
-from ultraep_comm.plan.bounds import find_token_bound, find_transfer_bound
+from ultraep_comm.plan.bounds import Int64Array, find_token_bound, find_transfer_bound
 from ultraep_comm.plan.plan import Plan, expert_tokens, sum_by_rank
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD
 from ultraep_comm.plan.topology import IntsLike
 
-Int64Array = NDArray[np.int64]
 _NAMED = 4  # ranks that a text lists
 
 

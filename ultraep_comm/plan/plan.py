@@ -72,7 +72,7 @@ class Plan:
         }
         for name, shape in shapes.items():
             if getattr(self, name) is not None:
-                _shaped(self._field(name, len(shape)), name, shape)
+                _check_shape(self._field(name, len(shape)), name, shape)
         if not 0 <= as_int(self.bank, "bank") <= MAX_COUNT:
             raise InvalidPlanError(f"bank is {self.bank}; expected the index of a bank")
 
@@ -134,22 +134,22 @@ class Plan:
             raise InvalidPlanError(
                 f"slot_expert has shape {tuple(slots.shape)}; expected [num_ranks, slots_per_rank]"
             )
-        num_ranks, num_slots = slots.shape
-        home_map = (
-            torch.from_numpy(contiguous_home(num_experts, num_ranks))
-            if home is None
-            else as_int_tensor(home, "home")
-        )
-        plan = cls(
-            slot_expert=slots,
-            home=_shaped(home_map, "home", (num_experts,)).to(slots.device),
-            slot_quota=_optional(slot_quota, "slot_quota", (num_ranks, num_slots), slots.device),
-            home_quota=_optional(home_quota, "home_quota", (num_experts,), slots.device),
-            load=_optional(load, "load", (num_ranks, num_experts), slots.device),
-            domains=_optional(domains, "domains", (num_ranks,), slots.device),
-            bank=as_int(bank, "bank"),
-            reuse=reuse,
-        )
+        if home is None:
+            home = contiguous_home(num_experts, len(slots))
+        given = {
+            "home": home,
+            "slot_quota": slot_quota,
+            "home_quota": home_quota,
+            "load": load,
+            "domains": domains,
+        }
+        tensors = {
+            name: as_int_tensor(value, name).to(slots.device)
+            for name, value in given.items()
+            if value is not None
+        }
+        _check_shape(tensors["home"], "home", (num_experts,))
+        plan = cls(slot_expert=slots, bank=as_int(bank, "bank"), reuse=reuse, **tensors)
         plan.validate(allow_cross_domain=allow_cross_domain)
         return plan
 
@@ -220,8 +220,7 @@ class Plan:
         if self.load is None:
             return
         load, sums = self.load.cpu().numpy(), expert_tokens(self)
-        if (load < 0).any():
-            raise InvalidPlanError(f"load has the value {load.min()}; expected at least 0")
+        _reject_first(load < 0, "load", load, "expected a count of at least 0")
         total = load.sum(axis=0, dtype=np.int64)
         bad = np.flatnonzero(total != sums)
         if bad.size:
@@ -418,16 +417,9 @@ def as_int_tensor(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
     return tensor.to(torch.int32, copy=True).contiguous()  # the caller may write to its tensor
 
 
-def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _check_shape(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise InvalidPlanError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
-    return tensor
-
-
-def _optional(
-    value: torch.Tensor | IntsLike | None, name: str, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor | None:
-    return None if value is None else _shaped(as_int_tensor(value, name), name, shape).to(device)
 
 
 def _reject_first(bad: np.ndarray, name: str, values: np.ndarray, expected: str) -> None:

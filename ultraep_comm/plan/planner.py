@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from ultraep_comm.errors import InvalidArgumentError
 
 PPM = 1_000_000
 MAX_LOAD = 2**31 - 1
@@ -15,8 +15,11 @@ Costs = tuple[int, int, int]
 def target_to_ppm(target: float) -> int:
     """Return the target imbalance in integer millionths.
 
-    Raises ValueError unless 1 <= target <= 1000.
+    Raises:
+        InvalidArgumentError: it is not from 1 to 1000.
     """
-    if not (math.isfinite(target) and 1.0 <= target <= MAX_TARGET):
-        raise ValueError(f"target imbalance is {target}; expected 1 <= target <= {MAX_TARGET:g}")
+    if not 1.0 <= target <= MAX_TARGET:
+        raise InvalidArgumentError(
+            f"target imbalance is {target}; expected 1 <= target <= {MAX_TARGET:g}"
+        )
     return round(target * PPM)

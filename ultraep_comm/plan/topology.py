@@ -256,14 +256,12 @@ def find_domains(reaches: Sequence[Sequence[int]]) -> IntArray:
         UnsupportedError: access is not mutual, or not the same for all ranks of a domain.
     """
     reach = np.array(reaches) != 0
-    num_ranks = len(reach)
-    domain = np.full(num_ranks, -1, np.int32)
-    for first in range(num_ranks):
+    np.fill_diagonal(reach, True)
+    domain = np.full(len(reach), -1, np.int32)
+    for first, reached in enumerate(reach):
         if domain[first] < 0:
-            domain[reach[first] & (domain < 0)] = domain.max() + 1
-            domain[first] = domain.max() if reach[first, first] else domain.max() + 1
-    same = domain[:, None] == domain[None, :]
-    odd = np.argwhere((same != reach) & ~np.eye(num_ranks, dtype=bool))
+            domain[reached & (domain < 0)] = domain.max() + 1
+    odd = np.argwhere((domain[:, None] == domain[None, :]) != reach)
     if len(odd):
         a, b = odd[0]
         has = "has" if reach[a, b] else "has no"

@@ -11,10 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.errors import (
-    InvalidArgumentError,
-    InvalidWeightsError,
-)
+from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError
 from ultraep_comm.weights.segments import Segment, Weights, plain_mapping
 
 Addresses: TypeAlias = "array[int]"  # 64 bits each
@@ -383,16 +380,16 @@ class GradBinder(Binder):
             own = addresses[i * count : (i + 1) * count]
             seen.update(own)
             if len(seen) != (i + 1) * count:
-                raise InvalidWeightsError(
-                    f"rank {self._rank}: rows of grads[{name!r}] share memory with each other or"
-                    " with another segment; expected separate memory for each expert's gradient"
+                raise self._refusal(
+                    f"[{name!r}] has rows that share memory with each other or with another"
+                    " segment; expected separate memory for each expert's gradient"
                 )
             size = segment.dtype.itemsize
             odd = [at for at in own if at % size] if self.put_addresses is not None else []
             if odd:
-                raise InvalidWeightsError(
-                    f"rank {self._rank}: a row of grads[{name!r}] begins at the address"
-                    f" {odd[0]:#x}; expected a multiple of {size} on a device"
+                raise self._refusal(
+                    f"[{name!r}] has a row at the address {odd[0]:#x}; expected a multiple of"
+                    f" {size} on a device"
                 )
         types = array("i", [GRAD_TYPES[segment.dtype] for segment in given.values()])
         return Binding(tensors=dict(grads), addresses=addresses, types=types, region=-1, owner=self)

@@ -33,6 +33,7 @@ from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.fabrics import torch_memory
 from ultraep_comm.fabrics.torch_memory import SymmetricMemory
 from ultraep_comm.group.group import session_of
+from ultraep_comm.system import read_version
 
 E, S = 6, 2
 EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -492,7 +493,8 @@ def test_torch_is_asked_for_memory_of_its_own() -> None:
     with pytest.raises(RuntimeError, match="does not know"):
         memory.rendezvous(tensor, types.SimpleNamespace(group_name="6"))  # type: ignore[arg-type]
     assert module.log[1:] == ["5", "6"]
-    assert memory.counts_in_process == (torch_memory.torch_version() < (2, 14))
+    assert memory.counts_in_process == (read_version(torch.__version__) < (2, 14))
+    assert [read_version(text) for text in ("2.13.0+cpu", "3")] == [(2, 13), (3, 0)]
 
 
 def test_a_backend_that_somebody_chose_is_left_alone() -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_model import make_plan, plans
-from tiers import cases
+from test_model import make_plan
 
 from ultraep_comm import Plan
-from ultraep_comm.calibration import MAX_FIGURE, MeasuredCosts
+from ultraep_comm.calibration import MeasuredCosts
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.model import Machine, predict
 
@@ -108,33 +104,3 @@ def test_auto_goes_by_the_calibration() -> None:
     assert predict(THREE, W, host(hop_us=1e5)).mode == "direct"
     assert predict(THREE, W, host(hop_us=0.0, flag_us=0.0, parallel=4.0)).mode == "push"
     assert predict(THREE, W, host(hop_us=0.0, parallel=4.0), may_pull=True).mode == "pull"
-
-
-# ---- whatever the figures -----------------------------------------------------------------------
-
-costs = st.builds(
-    MeasuredCosts,
-    device=st.just("any"),
-    ranks=st.integers(2, 8),
-    store_gbps=st.sampled_from([0.5, 10.0, 300.0]),
-    load_gbps=st.sampled_from([1.0, 40.0, MAX_FIGURE]),
-    flag_us=st.sampled_from([0.0, 0.5, 20.0]),
-    hop_us=st.sampled_from([0.0, 5.0, 300.0]),
-    parallel=st.sampled_from([1.0, 1.2, 2.0, 8.0]),
-    call_us=st.sampled_from([0.0, 6.0]),
-)
-
-
-@given(plans(), costs, st.lists(st.integers(1, 700_000), min_size=1, max_size=3))
-@settings(max_examples=cases(25, 100))
-def test_every_byte_once_and_never_below_the_bound(
-    plan: Plan, measured: MeasuredCosts, segments: list[int]
-) -> None:
-    machine = Machine.from_calibration(measured)
-    slots = plan.slot_expert.numpy()
-    for mode in (*MODES, "auto"):
-        found = predict(plan, segments, machine, mode, may_pull=True)
-        assert np.array_equal(found.received_bytes, np.where(slots >= 0, sum(segments), 0))
-        assert found.sent_bytes.sum() == found.received_bytes.sum()
-        assert found.time_us >= (found.bound_us + measured.call_us) * (1 - 1e-9)
-        assert (found.finish_us >= measured.call_us).all()

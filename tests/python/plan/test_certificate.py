@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ranks import plan_alone
 from reference import planner_oracle, schedule_oracle
 from reference.balance_oracle import best_balance, every_load
+from test_planner import problem_of
 from tiers import cases
 
 import ultraep_comm as uec
@@ -77,14 +78,7 @@ def test_no_placement_beats_the_bound(problem: tuple[Any, ...]) -> None:
     )
     assert tokens <= best
     assert tokens >= planner_oracle.lower_bound(
-        planner_oracle.Problem(
-            load=load,
-            home=home,
-            domain=domain,
-            slots_per_rank=slots,
-            allow_cross_domain=False,
-            target=1.0,
-        )
+        problem_of(load, len(domain), slots, home=home, domain=domain, target=1.0)
     )
     # It is the ranks it names that need so much.
     inside = [x for x, h in zip(load, home, strict=True) if h in ranks]

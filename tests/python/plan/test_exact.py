@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import close_all, plan_alone
 from reference import planner
-from reference.planner_oracle import Problem, optimum
+from reference.planner_oracle import optimum
+from test_planner import problem_of
 from tiers import cases
 
 import ultraep_comm as uec
@@ -140,14 +141,7 @@ def test_fewer_slots_are_not_certain(num_ranks: int, mains: int) -> None:
     num_experts = num_ranks * mains
     slots = uec.slots_for_exact(num_ranks=num_ranks, num_experts=num_experts)
     load = [num_ranks] * (num_experts - mains) + [0] * mains
-    problem = Problem(
-        load=load,
-        home=[e // mains for e in range(num_experts)],
-        domain=[0] * num_ranks,
-        slots_per_rank=slots - 1,
-        allow_cross_domain=False,
-        target=1.0,
-    )
+    problem = problem_of(load, num_ranks, slots - 1, target=1.0)
     mean = -(-sum(load) // num_ranks)
     if slots > 1:
         assert optimum(problem) > mean

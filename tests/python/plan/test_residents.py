@@ -27,8 +27,8 @@ from reference.planner_oracle import (
     target_tokens,
     worst_rank_after,
 )
-from test_planner import contiguous
 from test_planner import plan_in_core as plan_from_empty
+from test_planner import problem_of
 from tiers import cases, sampled
 
 import ultraep_comm as uec
@@ -152,14 +152,7 @@ def test_both_versions_agree_and_keep_their_promises(case: tuple[list[Problem], 
 def test_what_a_plan_has_brought_suffices_for_the_same_load(target: float) -> None:
     random = np.random.default_rng(0)
     load = random.multinomial(64 * 4096, random.dirichlet(np.full(128, 0.7)))
-    problem = Problem(
-        load=load.tolist(),
-        home=contiguous(128, 32),
-        domain=[0] * 32,
-        slots_per_rank=2,
-        allow_cross_domain=False,
-        target=target,
-    )
+    problem = problem_of(load.tolist(), 32, target=target)
     plan = plan_from_empty(problem)
     again = plan_in_core(problem, plan.slot_expert)
     check(problem, again, plan.slot_expert)
@@ -170,28 +163,14 @@ def test_what_a_plan_has_brought_suffices_for_the_same_load(target: float) -> No
 
 def test_a_useless_resident_gives_way_to_a_useful_expert() -> None:
     """Also if it is worth more than an empty slot would be, of which there is none."""
-    problem = Problem(
-        load=[90, 10, 20, 0],
-        home=[0, 0, 1, 1],
-        domain=[0, 0],
-        slots_per_rank=1,
-        allow_cross_domain=False,
-        target=1.01,
-    )
+    problem = problem_of([90, 10, 20, 0], 2, slots_per_rank=1)
     plan = plan_in_core(problem, [[3], [1]])
     assert plan.slot_expert == [[3], [0]]
     assert plan.slot_quota == [[0], [40]]
 
 
 def test_residents_of_no_use_may_be_overwritten_only_inside_their_domain() -> None:
-    problem = Problem(
-        load=[100, 0, 0, 0],
-        home=[0, 1, 2, 3],
-        domain=[0, 0, 1, 1],
-        slots_per_rank=1,
-        allow_cross_domain=False,
-        target=1.01,
-    )
+    problem = problem_of([100, 0, 0, 0], 4, slots_per_rank=1, domain=[0, 0, 1, 1])
     held = [[-1], [-1], [3], [-1]]
     plan = plan_in_core(problem, held)
     assert plan.slot_expert == [[-1], [0], [3], [-1]]
@@ -223,14 +202,7 @@ def test_moves_are_nearly_as_few_as_any_plan_needs() -> None:
     for seed in range(cases(10, 100)):
         random = np.random.default_rng(seed)
         skew = 1.5 * random.normal(size=8)
-        problem = Problem(
-            load=[],
-            home=contiguous(8, 4),
-            domain=[0] * 4,
-            slots_per_rank=2,
-            allow_cross_domain=False,
-            target=1.02,
-        )
+        problem = problem_of([0] * 8, 4, target=1.02)
         held = nobody(problem)
         for step in range(5):
             share = np.exp(skew)
@@ -264,17 +236,9 @@ class Result:
 def run(runs: Iterator[list[np.ndarray]], num_ranks: int) -> Result:
     rows: list[tuple[Any, ...]] = []
     for loads in runs:
-        problem = Problem(
-            load=[],
-            home=contiguous(len(loads[0]), num_ranks),
-            domain=[0] * num_ranks,
-            slots_per_rank=2,
-            allow_cross_domain=False,
-            target=1.01,
-        )
-        held = nobody(problem)
+        held = nobody(problem_of(loads[0].tolist(), num_ranks))
         for step, load in enumerate(loads):
-            problem = replace(problem, load=load.tolist())
+            problem = problem_of(load.tolist(), num_ranks)
             plan = plan_in_core(problem, held)
             check(problem, plan, held)
             if step > 0:
