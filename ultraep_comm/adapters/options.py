@@ -16,7 +16,7 @@ from ultraep_comm.nn import Replication
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.weights.segments import Weights
 
-OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
+OF_LAYER = ("target", "cost", "min_tokens", "mode", "backward_segments")
 OF_GROUP = (
     *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
     *("domains", "allow_cross_domain"),
@@ -29,7 +29,7 @@ def check_options(what: str, options: Mapping[str, Any], *others: str) -> None:
     Args:
         what: was given them, for the error.
         options: of layers, as for :class:`ultraep_comm.nn.Replication`: ``target``, ``cost``,
-            ``min_tokens``, ``mode``, ``reduce_mode``, ``backward_segments``. Of groups, as for
+            ``min_tokens``, ``mode``, ``backward_segments``. Of groups, as for
             :func:`ultraep_comm.new_group`: ``engine``, ``fabric``, ``timeout``, ``num_sms``,
             ``tile_bytes``, ``check``, ``domains``, ``allow_cross_domain``. What is not given has
             its default there.
