@@ -16,7 +16,7 @@ from ultraep_comm.nn import Replication
 from ultraep_comm.nn.weights import check_trained
 from ultraep_comm.weights.segments import Weights
 
-OF_LAYER = ("target", "cost", "min_tokens", "mode", "reduce_mode", "backward_segments")
+OF_LAYER = ("target", "cost", "min_tokens", "mode", "backward_segments")
 OF_GROUP = (
     *("engine", "fabric", "timeout", "num_sms", "tile_bytes", "check"),
     *("domains", "allow_cross_domain"),

@@ -11,7 +11,7 @@ from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.interop.tables import Tokens, make_plan, read_homes, read_rows
 from ultraep_comm.plan.certificate import read_load
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.topology import IntsLike, as_int
+from ultraep_comm.plan.topology import IntsLike
 
 
 def from_eplb(
@@ -90,11 +90,7 @@ def from_eplb(
 
 
 def home_from_eplb(
-    physical_to_logical: IntsLike,
-    *,
-    num_ranks: int,
-    num_experts: int,
-    max_local_experts: int | None = None,
+    physical_to_logical: IntsLike, *, num_ranks: int, num_experts: int
 ) -> torch.Tensor:
     """Return int32 ``[E]``: homes on which EPLB's placement has a row of every expert.
 
@@ -107,43 +103,29 @@ def home_from_eplb(
         physical_to_logical: as in :func:`from_eplb`.
         num_ranks: G.
         num_experts: E.
-        max_local_experts: the limit of a rank; None: any number.
 
     Raises:
-        InvalidPlanError: as in :func:`from_eplb`, or some ranks have all rows of more experts than
-            ``max_local_experts`` each. The message names them.
+        InvalidPlanError: an expert is out of range or has no row; or rows do not divide by ranks.
     """
     num_ranks, num_experts, contiguous = read_homes(num_ranks, num_experts)
     rows, _ = read_rows(physical_to_logical, num_ranks, num_experts)
-    limit = len(rows) // num_ranks  # always suffices: every expert has a row
-    if max_local_experts is not None:
-        limit = min(limit, as_int(max_local_experts, "max_local_experts"))
-        if limit < 1:
-            raise InvalidPlanError(f"max_local_experts is {limit}; expected at least 1")
     per_rank = len(rows) // num_ranks
     ranks_of = [
         list(dict.fromkeys(row // per_rank for row in own)) for own in _rows_of(rows, num_experts)
     ]
     home = [-1] * num_experts
     local: list[set[int]] = [set() for _ in range(num_ranks)]
-    stuck: list[int] = []
     # Raise the capacity step by step: a path never takes a local expert from a rank for good.
-    for capacity in range(min(num_experts // num_ranks, limit), limit + 1):
+    for capacity in range(num_experts // num_ranks, per_rank + 1):
         for expert, rank in enumerate(contiguous):
             if home[expert] < 0 and rank in ranks_of[expert] and len(local[rank]) < capacity:
                 home[expert] = rank
                 local[rank].add(expert)
         homeless = [expert for expert in range(num_experts) if home[expert] < 0]
         found = [_find_home(expert, ranks_of, home, local, capacity) for expert in homeless]
-        stuck = next(filter(None, found), [])
-        if not stuck:
-            return torch.tensor(home, dtype=torch.int32, device="cpu")
-    ranks = sorted({rank for expert in stuck for rank in ranks_of[expert]})
-    raise InvalidPlanError(
-        f"no home map with at most {limit} experts on a rank: the {len(stuck)} experts"
-        f" {sorted(stuck)} have all their rows on ranks {ranks}, which can be homes of"
-        f" {limit * len(ranks)}. Raise max_local_experts, or have EPLB place more redundant experts"
-    )
+        if all(found):
+            break  # per_rank always suffices: every expert has a row
+    return torch.tensor(home, dtype=torch.int32, device="cpu")
 
 
 def _find_home(
@@ -152,12 +134,8 @@ def _find_home(
     home: list[int],
     local: Sequence[set[int]],
     capacity: int,
-) -> list[int]:
-    """Find a home for an expert by an augmenting path, along which other experts change homes.
-
-    Returns an empty list, or the experts for which Hall's condition fails: all their rows are on
-    ranks that have room for one expert less.
-    """
+) -> bool:
+    """Find a home for an expert by an augmenting path, along which other experts change homes."""
     mover_to: dict[int, int] = {}  # by rank reached: the expert that would move there
     queue = [expert]
     for mover in queue:
@@ -173,8 +151,8 @@ def _find_home(
                 free, home[moved] = home[moved], free
                 if free >= 0:
                     local[free].remove(moved)
-            return []
-    return queue
+            return True
+    return False
 
 
 def _rows_of(rows: Sequence[int], num_experts: int) -> list[list[int]]:

@@ -62,7 +62,6 @@ class ExpertPass:
     # replicas; None: autograd has them.
     main_grads: Weights | Binding | None = None
     mode: str = "auto"  # of the transfers
-    reduce_mode: str = "auto"
     segments: Sequence[str] | None = None  # that the backward pass needs; None: all
     owner: object = None  # for :func:`start_transfer`
     # The expert in each slot, by rank; None: the plan is on a device.
@@ -277,7 +276,6 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
         run.handle,
         group=run.handle.group,
         async_op=True,
-        mode=run.reduce_mode,
     )
     return grad_x, *own, *(None for _ in slots)
 

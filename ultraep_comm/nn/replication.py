@@ -63,7 +63,6 @@ class Replication:
         cost: uec.PlanCost | None = None,
         min_tokens: int = 0,
         mode: str = "auto",
-        reduce_mode: str = "auto",
         backward_segments: Sequence[str] | None = None,
     ) -> None:
         """Describe a layer.
@@ -84,7 +83,6 @@ class Replication:
             min_tokens: with fewer routed tokens than this on all ranks together, the plan is empty.
                 Where plans are made on the device, use ``cost`` instead.
             mode: of the transfers.
-            reduce_mode: of the reduction.
             backward_segments: segments that the backward pass needs; None: all.
 
         Raises:
@@ -98,7 +96,7 @@ class Replication:
         self._calls = 0
         self._target, self._cost = target, cost
         self._min_tokens = as_int(min_tokens, "min_tokens")
-        self._mode, self._reduce_mode = mode, reduce_mode
+        self._mode = mode
         self._segments = backward_segments
         self.group = group
 
@@ -176,7 +174,6 @@ class Replication:
                     sources,
                     main_grads=main_grads,
                     mode=self._mode,
-                    reduce_mode=self._reduce_mode,
                     segments=self._segments,
                     owner=self._owner,
                 )

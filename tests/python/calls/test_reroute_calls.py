@@ -242,6 +242,13 @@ def test_what_is_wrong_with_a_map_is_said(groups: list[uec.Group]) -> None:
     rejects(says, changed, probs)
     one_more = torch.cat([routing_map, torch.ones((1, E), dtype=torch.bool)])
     rejects(f"routing_map has expert 0 {counts[0] + 1} times", one_more, None)
+    ids = torch.arange(E).expand(changed.shape).where(changed, -1)
+    for bad, says in (
+        (ids, f"expert {expert} {counts[expert] - 1} times.* reroute what gather_load counted"),
+        (torch.tensor([[0, 9]]), "id 9 at position 1"),
+    ):
+        with pytest.raises(errors.InvalidLoadError, match=says):
+            uec.reroute(bad, plan, group=group)
 
 
 def test_what_is_wrong_with_a_plan_is_said(groups: list[uec.Group]) -> None:

@@ -93,7 +93,7 @@ def test_a_level_plan_stays_level(num_ranks: int, local: int, tokens: int, seed:
     assert tight.slots_per_rank == used
 
 
-# ---- UltraEP, Megatron-LM -----------------------------------------------------------------------
+# ---- UltraEP ------------------------------------------------------------------------------------
 
 
 def test_the_published_example_of_ultraep() -> None:
@@ -145,13 +145,6 @@ def test_plans_come_back_from_ultraeps_tensors(data: st.DataObject) -> None:
     )
     for name, value in plan.tensors().items():
         assert name == "domains" or torch.equal(getattr(again, name), value), name
-
-
-def test_megatrons_table_is_slot_expert() -> None:
-    # Its values are home slots, rank * H + i: experts, when those are counted by home slot.
-    table = torch.tensor([[3, -1], [0, 1]], dtype=torch.int32)
-    plan = uec.Plan.from_slots(table, num_experts=2 * 2)
-    assert plan.home[table[0, 0]] == 1
 
 
 # ---- the documentation --------------------------------------------------------------------------
