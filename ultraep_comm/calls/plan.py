@@ -84,9 +84,9 @@ def plan_replicas(
     assert group is not None
     session_of(group)
     if torch.compiler.is_dynamo_compiling():
-        is_bank = isinstance(bank, Bank)
-        index = find_bank(bank, group.banks, group.rank).index if is_bank else bank
-        return traced.plan_replicas(load, group, target, cost, index, reuse)
+        if isinstance(bank, Bank):
+            bank = find_bank(bank, group.banks, group.rank).index
+        return traced.plan_replicas(load, group, target, cost, bank, reuse)
     return plan_for_group(load, group, target, cost, bank, reuse)
 
 
