@@ -8,7 +8,6 @@ needs a new name.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,12 +19,11 @@ from ultraep_comm.calls.plan import plan_for_group
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
-from ultraep_comm.calls.traced import bank_of, plan_of_fields
+from ultraep_comm.calls.traced import bank_of, plan_of_fields, unflatten
 from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import PlanCost
-from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 Impl = Callable[..., Any]
@@ -301,7 +299,7 @@ def _transfer_of(
     group = find_group(group_name)
     call = partial(
         replicate_experts,
-        _by_name(tensors, counts, given),
+        unflatten(tensors, counts, given),
         plan_of_fields(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
@@ -311,14 +309,6 @@ def _transfer_of(
     )
     copies = _find_copies(slots, bank_of(bank, group).slots, names)
     return copies, _filled(slot_expert, group) if copies else [], call
-
-
-def _by_name(tensors: list[Tensor], counts: list[int], given: list[str]) -> Weights:
-    rest = iter(tensors)
-    return {
-        name: next(rest) if count < 0 else list(itertools.islice(rest, count))
-        for name, count in zip(given, counts, strict=True)
-    }
 
 
 @_operator(
@@ -347,7 +337,7 @@ def _reduce(
     held = bank_of(bank, group).slot_grads
     call = partial(
         reduce_expert_grads,
-        _by_name(grads, counts, given),
+        unflatten(grads, counts, given),
         plan_of_fields(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
         group=group,
         mode=mode,

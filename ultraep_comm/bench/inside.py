@@ -11,6 +11,7 @@ from ultraep_comm.calls.plan import plan_objective
 from ultraep_comm.engines.cuda.engine import CudaEngine
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.group.group import Group, session_of
+from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
 
@@ -83,7 +84,8 @@ def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> lis
         counted = session.engine.count(own, "topk_ids", for_gather=True)
         load = session.engine.empty((group.num_ranks, group.topology.num_experts))
         epoch, _ = session.engine.gather(counted, load)
-        works.append(session.submit(epoch, (own, load), "gather_load"))
+        session.add_call(epoch, (own, load), "gather_load")
+        works.append(Work(session, epoch, "gather_load", mode=""))
         loads.append(load)
     for work in works:
         work.wait()
@@ -102,7 +104,8 @@ def gather_and_plan_together(
         load = session.engine.empty((group.num_ranks, group.topology.num_experts))
         epoch, plan = session.engine.gather(counted, load, objective)
         assert plan is not None
-        works.append(session.submit(epoch, (counted, load, plan), "gather_and_plan"))
+        session.add_call(epoch, (counted, load, plan), "gather_and_plan")
+        works.append(Work(session, epoch, "gather_and_plan", mode=""))
         plans.append(plan)
     for work in works:
         work.wait()

@@ -20,6 +20,7 @@ from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.group.checks import check_routing, check_source, without_padding
 from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.group.session import Session
+from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan, PlanCost
 
 
@@ -174,7 +175,8 @@ def _gather(
     try:
         epoch, plan = engine.gather(counted, load, objective if on_device else None)
         made = "gather_load" if plan is None else "gather_and_plan"
-        work = session.submit(epoch, (counted, load, plan), made)
+        session.add_call(epoch, (counted, load, plan), made)
+        work = Work(session, epoch, made, mode="")
         if engine.is_on_device(load) == on_device:
             work.wait()
             return load, plan

@@ -14,7 +14,7 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
 )
-from ultraep_comm.group.bank import Bank
+from ultraep_comm.group.bank import Bank, find_bank
 from ultraep_comm.group.group import Group, session_of
 from ultraep_comm.plan.plan import Plan, PlanCost, as_int_tensor
 from ultraep_comm.plan.planner import Costs, target_to_ppm
@@ -84,8 +84,9 @@ def plan_replicas(
     assert group is not None
     session_of(group)
     if torch.compiler.is_dynamo_compiling():
-        index = group.banks.find(bank).index if isinstance(bank, Bank) else bank
-        return traced.plan_replicas(load, group, target, cost, index, reuse)
+        if isinstance(bank, Bank):
+            bank = find_bank(bank, group.banks, group.rank).index
+        return traced.plan_replicas(load, group, target, cost, bank, reuse)
     return plan_for_group(load, group, target, cost, bank, reuse)
 
 
@@ -148,7 +149,7 @@ def plan_for_group(
     session.raise_fault()
     engine = session.engine
     _check_load(load, group.topology, group.device, on_device=engine.is_on_device(load))
-    index = group.banks.find(bank).index
+    index = find_bank(bank, group.banks, group.rank).index
     objective = plan_objective(target, cost, group, has_residents=reuse)
     plan = engine.plan(load, *objective, apart=apart, bank=index if reuse else None)
     return replace(plan, bank=index, reuse=reuse) if index or reuse else plan

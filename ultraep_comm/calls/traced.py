@@ -6,7 +6,8 @@ compiler keeps each of them, once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def replicate_experts(
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
     given = weights.tensors if isinstance(weights, Binding) else weights
-    tensors, counts = _flatten(given)
+    tensors, counts = flatten(given)
     tensors = [tensor.detach() for tensor in tensors]  # a transfer has no gradient
     names = list(group.slots) if segments is None else list(segments)
     held_slots = bank_of(plan.bank, group).slots
@@ -87,7 +88,7 @@ def reduce_expert_grads(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.reduce_expert_grads`, which always completes in place."""
-    tensors, counts = _flatten(grads)
+    tensors, counts = flatten(grads)
     slot_grads = list(bank_of(plan.bank, group).slot_grads.values())
     torch.ops.ultraep_comm.reduce_expert_grads(
         *(tensors, counts, list(grads), *fields_of(plan)[:-1], slot_grads),
@@ -96,7 +97,7 @@ def reduce_expert_grads(
     return TracedWork("reduce_expert_grads", "", group.name) if async_op else None
 
 
-def _flatten(weights: Weights) -> tuple[list[torch.Tensor], list[int]]:
+def flatten(weights: Weights) -> tuple[list[torch.Tensor], list[int]]:
     """Return all tensors, and the number of each segment's; -1: one stacked tensor."""
     tensors: list[torch.Tensor] = []
     counts: list[int] = []
@@ -105,6 +106,17 @@ def _flatten(weights: Weights) -> tuple[list[torch.Tensor], list[int]]:
         counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
         tensors += listed
     return tensors, counts
+
+
+def unflatten(
+    tensors: Iterable[torch.Tensor], counts: Iterable[int], names: Iterable[str]
+) -> dict[str, Any]:
+    """Return main weights: the inverse of :func:`flatten`."""
+    rest = iter(tensors)
+    return {
+        name: next(rest) if count < 0 else list(itertools.islice(rest, count))
+        for name, count in zip(names, counts, strict=True)
+    }
 
 
 def bank_of(index: int, group: Group) -> Bank:

@@ -108,17 +108,17 @@ class Call:
         session, given, plan = self._session, self._given, self.plan
         try:
             epoch, mode = session.engine.transfer(call, bound)
-            on_host = self._on_host
-            work = session.submit(
+            session.add_call(
                 epoch,
                 (bound, bound.tensors, plan),  # before an update, too
                 self._operation,
                 _NAMES[mode],
-                on_host,
+                self._on_host,
                 self.tag,
                 expert_bytes,
-                None if consumes else self.filled,
             )
+            filled = None if consumes else self.filled
+            work = Work(session, epoch, self._operation, _NAMES[mode], filled)
             if consumes and isinstance(given, PlanHandle):
                 session.plans.consume(given, on_device=self.on_device)
             if not async_op:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -197,48 +197,28 @@ class Bank(Shared):
         return f"Bank({self.index} of group {self._session.name!r})"
 
 
-class Banks:
-    """The banks of a group, by index."""
+def find_bank(bank: Bank | int, banks: Sequence[Bank], rank: int) -> Bank:
+    """Return one of a group's banks.
 
-    def __init__(self, banks: Sequence[Bank], rank: int) -> None:
-        self._banks, self._rank = tuple(banks), rank
-
-    def __len__(self) -> int:
-        return len(self._banks)
-
-    def __iter__(self) -> Iterator[Bank]:
-        return iter(self._banks)
-
-    def __getitem__(self, index: int) -> Bank:
-        """Return a bank.
-
-        Raises:
-            InvalidArgumentError: there is none of this index.
-        """
-        number, count = as_int(index, "bank"), len(self._banks)
-        if not 0 <= number < count:
+    Raises:
+        InvalidArgumentError: there is none of this index, or it is another group's.
+    """
+    if isinstance(bank, Bank):
+        if bank not in banks:
             raise InvalidArgumentError(
-                f"rank {self._rank}: bank is {number}; expected 0 to {count - 1}: the group was"
-                f" created with banks={count}"
-            )
-        return self._banks[number]
-
-    def find(self, bank: Bank | int) -> Bank:
-        """Return one of these banks.
-
-        Raises:
-            InvalidArgumentError: there is none of this index, or it is another group's.
-        """
-        if not isinstance(bank, Bank):
-            return self[bank]
-        if bank not in self._banks:
-            raise InvalidArgumentError(
-                f"rank {self._rank}: bank is {bank!r}; expected one of {list(self)}"
+                f"rank {rank}: bank is {bank!r}; expected one of {list(banks)}"
             )
         return bank
+    number, count = as_int(bank, "bank"), len(banks)
+    if not 0 <= number < count:
+        raise InvalidArgumentError(
+            f"rank {rank}: bank is {number}; expected 0 to {count - 1}: the group was created with"
+            f" banks={count}"
+        )
+    return banks[number]
 
 
-def make_banks(session: Session) -> Banks:
+def make_banks(session: Session) -> tuple[Bank, ...]:
     """Return the banks of a new group."""
     layout = session.engine.layout
     private = PrivateFabric(session.rank, session.topology.num_ranks, session.device)
@@ -265,8 +245,7 @@ def make_banks(session: Session) -> Banks:
         )
         for i in range(session.options.grad_banks)
     ]
-    banks = [Bank(session, i, own, grads[i % len(grads)]) for i, own in enumerate(weights)]
-    return Banks(banks, session.rank)
+    return tuple(Bank(session, i, own, grads[i % len(grads)]) for i, own in enumerate(weights))
 
 
 def core_bank(plan: Plan, session: Session) -> int:

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
-from ultraep_comm.group.bank import Bank, make_banks
+from ultraep_comm.group.bank import Bank, find_bank, make_banks
 from ultraep_comm.group.checks import check_fits
 from ultraep_comm.group.copies import Shared
 from ultraep_comm.group.health import GroupHealth, health_of
@@ -142,7 +142,7 @@ class Group(Shared):
         """
         session = self._session
         session.refuse_capture("expert_pointers()")
-        first = self.banks.find(bank).index * len(self.segments)
+        first = find_bank(bank, self.banks, self.rank).index * len(self.segments)
         bound, count = session.weights.bind(weights), self.num_local_experts
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):

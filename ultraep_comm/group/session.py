@@ -27,7 +27,6 @@ from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.group.copies import Absent, Shared
 from ultraep_comm.group.names import new_name
 from ultraep_comm.group.saved_plans import PlanHandle, PlanStore
-from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.system import watch_forks
@@ -171,7 +170,7 @@ class Session(Shared):
 
     # ---- calls in flight ------------------------------------------------------------------
 
-    def submit(
+    def add_call(
         self,
         epoch: int,
         keep: tuple[object, ...],
@@ -180,23 +179,20 @@ class Session(Shared):
         plan: Plan | None = None,
         tag: int = 0,
         expert_bytes: int = 0,
-        filled: torch.Tensor | None = None,
-    ) -> Work:
-        """Return the handle of a submitted call, and keep ``keep`` alive until it has finished.
+    ) -> None:
+        """Keep ``keep`` alive until a submitted call has finished, and record the call.
 
-        ``plan``, ``tag`` and ``expert_bytes`` are for :meth:`Recorder.add`; ``filled`` is the
-        ``slot_expert`` of a transfer, on the CPU, for ``work.wait(slots=)``.
+        All but ``keep`` is for :meth:`Recorder.add`.
         """
         if epoch & _core.CUDA_CAPTURED:
             self._captured.append(keep)  # for replays, until the group is closed
-            return Work(self, epoch, operation, mode)
+            return
         if self.recorder is not None:
             self.recorder.add(epoch, operation, mode, plan, tag, expert_bytes)
         in_flight, engine = self._in_flight, self.engine
         in_flight.append((epoch, keep))  # before anything that may raise
         while in_flight and engine.failed_epoch() == 0 and engine.is_completed(in_flight[0][0]):
             in_flight.popleft()
-        return Work(self, epoch, operation, mode, filled)
 
     def explain(self, epoch: int, operation: str) -> UltraEPError:
         """Return the error of a call that failed, or did not run because an earlier one failed."""

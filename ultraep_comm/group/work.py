@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine
 from ultraep_comm.engines.options import as_seconds
 from ultraep_comm.errors import (
     InvalidArgumentError,
@@ -18,21 +16,8 @@ from ultraep_comm.errors import (
     UltraEPError,
     UnsupportedError,
 )
+from ultraep_comm.group.session import Session
 from ultraep_comm.plan.topology import as_int
-
-
-class Submitter(Protocol):
-    """The part of the session that a Work uses."""
-
-    rank: int
-    engine: Engine
-    aborted: bool
-
-    def failure(self, epoch: int, operation: str) -> UltraEPError:
-        """Record and return the error of a failed call."""
-
-    def require_own_process(self, operation: str) -> None:
-        """Raise GroupClosedError in a forked child."""
 
 
 class Work:
@@ -50,7 +35,7 @@ class Work:
 
     def __init__(
         self,
-        session: Submitter,
+        session: Session,
         epoch: int,
         operation: str,
         mode: str,

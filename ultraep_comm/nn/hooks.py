@@ -29,6 +29,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import ultraep_comm as uec
+from ultraep_comm.calls.traced import flatten, unflatten
 from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.bank import Bank
@@ -256,7 +257,7 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
     if run.has_restored:
         _check_slots(run, "backward")
     grad_x, *rest = grads
-    tensors = _spread(weights)
+    tensors, counts = flatten(weights)
     if run.is_empty or (run.main_grads is None and not weights):  # nothing to reduce
         if run.is_empty:  # as the reduction does: a second backward pass is refused
             plans = run.handle.store
@@ -270,7 +271,7 @@ def _start(run: ExpertPass, grads: Grads, weights: Weights, slots: Sequence[str]
     own = _own_gradients(run, weights, rest[: len(tensors)])
     run.reducing = uec.reduce_expert_grads(
         # Detached: autograd reuses a gradient's memory only if nothing else holds the tensor.
-        _collect(weights, [grad.detach() for grad in own])
+        unflatten([grad.detach() for grad in own], counts, weights)
         if run.main_grads is None
         else run.main_grads,
         run.handle,
@@ -346,9 +347,9 @@ def _own_gradients(
     if run.slot_expert is not None:
         placed = {expert for row in run.slot_expert for expert in row}
         has_replicas = [e in placed for e in group.topology.local_experts(group.rank).tolist()]
-    for name, weight in weights.items():
+    for weight in weights.values():
         added = [any(has_replicas)] if isinstance(weight, Tensor) else has_replicas
-        for like, is_added, grad in zip(_spread({name: weight}), added, rest, strict=False):
+        for like, is_added, grad in zip(_listed(weight), added, rest, strict=False):
             own = _or_zeros(like, grad)
             # The reduction takes no memory twice, nor other strides than those of the weights.
             if is_added or own.data_ptr() in seen or own.stride() != like.stride():
@@ -444,34 +445,21 @@ def start_reduction(
     if torch.is_grad_enabled():
         _check_graph(x, run, passed)
     passed_slots = {name: slot for name, slot in slots.items() if name in wanted}
-    own = _spread(passed)
-    like = _collect(passed, [weight.detach() for weight in own])  # without their graph
+    own, counts = flatten(passed)
+    like = unflatten([weight.detach() for weight in own], counts, passed)  # without their graph
     names = list(passed_slots)
     tensors = (x, *own, *passed_slots.values())
     x, *rest = hook(lambda grads: _start(run, grads, like, names), len(tensors), *tensors)
     after = zip(names, rest[len(own) :], strict=True)
-    return x, {**weights, **_collect(passed, rest[: len(own)])}, {**slots, **dict(after)}
+    return x, {**weights, **unflatten(rest[: len(own)], counts, passed)}, {**slots, **dict(after)}
 
 
-def _spread(weights: Weights) -> list[Tensor]:
-    """Return all tensors of main weights in their order."""
-    tensors: list[Tensor] = []
-    for weight in weights.values():
-        tensors += [weight] if isinstance(weight, Tensor) else weight
-    return tensors
-
-
-def _collect(weights: Weights, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return other tensors in the form of main weights: the inverse of `_spread`."""
-    rest = iter(tensors)
-    return {
-        name: next(rest) if isinstance(weight, Tensor) else tuple(next(rest) for _ in weight)
-        for name, weight in weights.items()
-    }
+def _listed(weight: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else weight
 
 
 def _names_with_gradient(weights: Weights) -> list[str]:
-    return [n for n, w in weights.items() if any(t.requires_grad for t in _spread({n: w}))]
+    return [n for n, w in weights.items() if any(t.requires_grad for t in _listed(w))]
 
 
 def find_trained(weights: Weights, group: uec.Group) -> list[str]:
@@ -501,7 +489,7 @@ def _check_graph(x: Tensor, run: ExpertPass, weights: Weights) -> None:
         )
     for name, weight in weights.items():
         node = undocumented(Hook, "_backward_cls")
-        if not all(isinstance(t.grad_fn, node) for t in _spread({name: weight})):
+        if not all(isinstance(t.grad_fn, node) for t in _listed(weight)):
             raise InvalidArgumentError(
                 f"rank {rank}: main weights {name!r} of layer {run.handle.layer} have not been"
                 " through before_dispatch, so their gradients would leave before they are complete;"
@@ -516,6 +504,6 @@ def join_reduction(x: Tensor, run: ExpertPass, weights: Weights) -> tuple[Tensor
     after the reduction.
     """
     trained = {name: weights[name] for name in _names_with_gradient(weights)}
-    tensors = (x, *_spread(trained))
-    x, *rest = hook(partial(_join, run), len(tensors), *tensors)
-    return x, {**weights, **_collect(trained, rest)}
+    tensors, counts = flatten(trained)
+    x, *rest = hook(partial(_join, run), 1 + len(tensors), x, *tensors)
+    return x, {**weights, **unflatten(rest, counts, trained)}

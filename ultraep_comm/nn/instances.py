@@ -8,7 +8,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.group.bank import Bank
+from ultraep_comm.group.bank import Bank, find_bank
 from ultraep_comm.nn.hooks import Grads, hook
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ def join_instances(
     Raises:
         InvalidWeightsError: weights are elsewhere; :func:`grouped_mm` takes both all the same.
     """
-    found, count = group.banks.find(bank), group.num_local_experts
+    found, count = find_bank(bank, group.banks, group.rank), group.num_local_experts
 
     def divide(grads: Grads) -> Grads:
         (grad,) = grads

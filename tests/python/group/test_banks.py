@@ -239,7 +239,7 @@ def test_bad_banks_are_named() -> None:
         uec.plan_replicas(load, group=groups[0], bank=others[0].banks[0])
     for index in (-1, 2):
         with pytest.raises(errors.InvalidArgumentError, match=f"bank is {index}; expected 0 to 1"):
-            groups[0].banks[index]
+            uec.plan_replicas(load, group=groups[0], bank=index)
     with pytest.raises(errors.InvalidArgumentError, match="grad_banks is 3; expected 1 to 2"):
         new_groups(2, grad_banks=3)
     with pytest.raises(errors.InvalidArgumentError, match="banks is 0"):

@@ -134,7 +134,7 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session_of(groups[0]), "submit", interrupt)
+    monkeypatch.setattr(session_of(groups[0]), "add_call", interrupt)
     found = loopback(2, lambda r: raised(partial(WAITS[what], groups[r], weights[r])))
     assert isinstance(found[0], KeyboardInterrupt)
     assert isinstance(found[1], errors.TransferAbortedError)

@@ -147,7 +147,7 @@ def test_a_new_result_refreshes_blocks_and_sentences(
         ("docs/problem.md", "rank 0  2.9", "rank 0  3.9"),
         ("docs/architecture.md", "calls --> group", "group --> calls"),
         ("docs/architecture.md", "  host --> engine", "  engine --> host"),
-        ("docs/architecture.md", "Session.submit", "Group.submit"),
+        ("docs/architecture.md", "Session.add_call", "Group.add_call"),
     ],
 )
 def test_what_was_changed_by_hand_is_found_and_put_right(
