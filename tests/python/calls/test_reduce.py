@@ -91,7 +91,9 @@ def test_segments_with_one_gradient() -> None:
     segment = ((5, 4), F32)
     (group,) = make_groups(1, num_experts=2, expert={"gate": segment, "up": segment}, grads=F32)
     grads = torch.zeros(2, 5, 4)
-    with pytest.raises(errors.InvalidWeightsError, match=r"grads\['up'\] has rows that share memory"):
+    with pytest.raises(
+        errors.InvalidWeightsError, match=r"grads\['up'\] has rows that share memory"
+    ):
         group.bind_grads({"gate": grads, "up": grads})
     group.close()
 
