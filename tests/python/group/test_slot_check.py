@@ -328,20 +328,6 @@ def test_a_home_does_not_wait_for_a_reader_that_has_left(ranks: RankPool) -> Non
     assert ranks.run(2, _reader_is_gone) == ["PeerGoneError", "NoneType"]  # not of a timeout
 
 
-def _other_check(rank: int, process_group: Any) -> Any:
-    return raised(
-        lambda: uec.new_group(
-            process_group, num_experts=E, slots_per_rank=S, expert=MIXED, check=rank == 1
-        )
-    )
-
-
-def test_ranks_have_to_agree_on_it(ranks: RankPool) -> None:
-    for error in ranks.run(2, _other_check):
-        assert isinstance(error, errors.BootstrapError)
-        assert "check" in str(error)
-
-
 def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(**options: Any) -> bool:
         (group,) = uec.testing.new_loopback_groups(
