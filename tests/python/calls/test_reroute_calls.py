@@ -242,6 +242,13 @@ def test_what_is_wrong_with_a_map_is_said(groups: list[uec.Group]) -> None:
     rejects(says, changed, probs)
     one_more = torch.cat([routing_map, torch.ones((1, E), dtype=torch.bool)])
     rejects(f"routing_map has expert 0 {counts[0] + 1} times", one_more, None)
+    for ids, says in (
+        (torch.tensor([[0, 0]]), "gather_load counted"),
+        (torch.tensor([[0, 9]]), "id 9 at position 1"),
+        (torch.tensor([[0.5]]), "topk_ids is torch.float32"),
+    ):
+        with pytest.raises(errors.InvalidLoadError, match=says):
+            uec.reroute(ids, plan, group=group)
 
 
 def test_what_is_wrong_with_a_plan_is_said(groups: list[uec.Group]) -> None:
@@ -266,7 +273,7 @@ def test_what_is_wrong_with_a_plan_is_said(groups: list[uec.Group]) -> None:
     rejects("cannot be rerouted", by_hand)
     rejects("plan is a NoneType", None)
     other = plan_alone(plan.load, slots_per_rank=S + 1, num_ranks=G, home=HOME)
-    rejects("the plan is for 3 ranks, 3 slots", other)
+    rejects("the plan is for 3 ranks, 3 slots and 5 experts; expected 3, 2 and 5", other)
     plan.home_quota[0] += 1
     rejects(f"quotas of expert 0 sum to {plan.load[:, 0].sum() + 1}; expected", plan)
     plan.home_quota[0] = -1

@@ -21,7 +21,6 @@ from ranks import (
     close_all,
     fill_weights,
     make_weights,
-    plan_alone,
     prepare_all,
     run_python,
     start_all,
@@ -244,6 +243,11 @@ def test_weights_of_a_call_nobody_waits_for_stay_alive() -> None:
         ({"expert": {"w": (8, torch.uint8)}}, "shape is 8"),
         ({"expert": {"w": ((8.0,), torch.uint8)}}, "integers"),
         ({"expert": {"w": ((8,), "uint8")}}, "torch.dtype"),
+        ({"grads": torch.float16}, "float16"),
+        ({"grads": {"v": torch.float32}}, "'v'"),
+        ({"grads": {}}, "expected a dtype"),
+        ({"grads": "float32"}, "expected a dtype"),
+        ({"grads": {"w": torch.int32}}, "int32"),
     ],
 )
 def test_bad_options(options: dict[str, Any], part: str) -> None:
@@ -280,32 +284,6 @@ def test_gather_and_plan_is_one_after_the_other() -> None:
             assert torch.equal(getattr(plan, name), tensor), name
     with pytest.raises(errors.InvalidArgumentError, match="target"):
         uec.gather_and_plan(ids, group=group, target=0.5)
-    close_all([group])
-
-
-# ---- reroute ------------------------------------------------------------------------------------
-
-
-def test_reroute_says_what_is_wrong() -> None:
-    (group,) = _groups(1)
-    ids = torch.tensor([[0, 1], [2, -1]])
-    load = uec.gather_load(ids, group=group)
-    plan = uec.plan_replicas(load, group=group)
-    assert uec.reroute(ids, plan, group=group).tolist() == [[0, 1], [2, -1]]
-    with pytest.raises(errors.InvalidLoadError, match="gather_load counted"):
-        uec.reroute(torch.tensor([[0, 0]]), plan, group=group)
-    with pytest.raises(errors.InvalidLoadError, match="id 9 at position 1"):
-        uec.reroute(torch.tensor([[0, 9]]), plan, group=group)
-    with pytest.raises(errors.InvalidLoadError, match="float32"):
-        uec.reroute(ids.float(), plan, group=group)
-    sums = uec.plan_replicas(load.sum(0), group=group)
-    with pytest.raises(errors.InvalidPlanError, match="cannot be rerouted"):
-        uec.reroute(ids, sums, group=group)
-    other = plan_alone(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
-    with pytest.raises(errors.InvalidPlanError, match="4 experts"):
-        uec.reroute(ids, other, group=group)
-    with pytest.raises(errors.InvalidLoadError, match="list"):
-        uec.reroute(ids.tolist(), plan, group=group)
     close_all([group])
 
 
