@@ -16,7 +16,7 @@ from tiers import cases
 import ultraep_comm as uec
 from ultraep_comm import errors
 
-HOME = [2, 0, 0, 2, 0]  # rank 1 has no mains
+HOME = [2, 0, 0, 2, 0]  # rank 1 has no local experts
 G, E, S = 3, len(HOME), 2
 P = 3 + S
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -116,9 +116,9 @@ def test_map_and_ids_agree_and_meet_the_quotas(
     assert plan.home_quota is not None
     quota = torch.zeros(G * P, dtype=torch.int64)
     for rank in range(G):
-        mains = [e for e in range(E) if HOME[e] == rank]
-        quota[rank * P : rank * P + len(mains)] = plan.home_quota[mains].long()
-        slots = rank * P + len(mains)
+        local = [e for e in range(E) if HOME[e] == rank]
+        quota[rank * P : rank * P + len(local)] = plan.home_quota[local].long()
+        slots = rank * P + len(local)
         quota[slots : slots + S] = plan.slot_quota[rank].long()
     assert torch.equal(received, quota)
     total = int(received.sum())

@@ -71,16 +71,16 @@ def test_slots_are_stable_views() -> None:
             call()
 
 
-def test_expert_pointers_are_mains_then_slots() -> None:
+def test_expert_pointers_are_of_local_experts_then_slots() -> None:
     groups = _groups(4)
     for group in groups:
         weights = make_weights(group)
         pointers = group.expert_pointers(weights)
         for name, segment in SMALL.items():
-            mains = [t.data_ptr() for t in weights[name]]
+            local = [t.data_ptr() for t in weights[name]]
             slots = [t.data_ptr() for t in group.slots[name]]
             assert pointers[name].dtype == torch.int64
-            assert pointers[name].tolist() == mains + slots
+            assert pointers[name].tolist() == local + slots
             assert segment.nbytes == slots[1] - slots[0]
     close_all(groups)
 
