@@ -31,8 +31,8 @@ E, S, H = 8, 1, 64
 KEPT: list[Any] = []  # to the end of the interpreter
 
 
-def _experts(x: torch.Tensor, mains: Any, slots: Any) -> torch.Tensor:
-    return x @ torch.cat([mains["w"], slots["w"]]).sum(0)
+def _experts(x: torch.Tensor, local: Any, slots: Any) -> torch.Tensor:
+    return x @ torch.cat([local["w"], slots["w"]]).sum(0)
 
 
 class Rank:

@@ -83,9 +83,9 @@ def make_weights(group: uec.Group) -> dict[str, torch.Tensor]:
 def fill_weights(
     group: uec.Group, weights: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], epoch: int
 ) -> None:
-    mains = group.topology.local_experts(group.rank)
+    local = group.topology.local_experts(group.rank)
     for index, (name, segment) in enumerate(group.segments.items()):
-        for i, expert in enumerate(mains):
+        for i, expert in enumerate(local):
             raw(weights[name][i], segment).copy_(expert_bytes(epoch, int(expert), index, segment))
 
 

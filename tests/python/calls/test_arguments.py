@@ -76,6 +76,10 @@ WRONG: dict[str, tuple[Callable[[uec.Group], object], str]] = {
     "forecast, float": (lambda _: uec.LoadForecast().update(LOAD.float()), "pass load.long"),
     "decay": (lambda _: uec.LoadForecast("mean", decay="1"), "decay is '1'; expected a number"),
     "mode": (lambda g: uec.replicate_experts(W, PLAN, group=g, mode=[]), r"mode is \[\]; expected"),
+    "reduce mode": (
+        lambda _: uec.reduce_expert_grads(W, PLAN, group=make(grads=torch.float32), mode="push"),
+        r"mode is 'push'; expected 'auto' or one of \['pull'",
+    ),
     "live": (lambda g: nn.Replication(g, live="1"), "live is '1'; expected an integer"),
     "weights, None": (lambda g: begin(g, None), "weights is a NoneType; expected {name: tensor"),
     "weights, 3": (lambda g: begin(g, {"w": 3}), r"weights\['w'\] is a int; expected a ten"),

@@ -11,7 +11,6 @@ import torch
 from compilers import BACKENDS, COMPILE_TIMEOUT, COMPILES, assert_same
 from ranks import bytes_stored, close_all, loopback
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.library import opcheck
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -19,7 +18,6 @@ from ultraep_comm.calls.traced import ORDER, TracedWork
 
 RANKS, EXPERTS, SLOTS, BANKS = 3, 9, 2, 2
 SHAPE = (16, 16)
-OPERATORS = torch.ops.ultraep_comm
 Tensors = list[torch.Tensor]
 
 pytestmark = COMPILES
@@ -234,26 +232,6 @@ def test_compiled_reductions_leave_out_what_slots_keep(
 
 
 # ---- operators and errors -------------------------------------------------------------------
-
-
-def test_operators_with_a_bank() -> None:
-    (group,) = make_groups(1)
-    load = make_loads(0)[0].sum(0)
-    for given in (load, load[None]):
-        arguments = (given, 1, EXPERTS, SLOTS, 1.01, [], ORDER, 1, group.name)
-        opcheck(OPERATORS.plan_replicas_in_bank.default, arguments)
-    plan = uec.plan_replicas(load, group=group, bank=1, reuse=True)
-    fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
-    weights, names = list(make_weights(0, 1).values()), list(group.slots)
-    slots = list(group.banks[1].slots.values())
-    for version, reuse in ((None, True), (2, True), (None, False)):
-        arguments = (
-            *(weights, [-1, -1], names, *fields, slots, names),
-            *(ORDER, "auto", 1, reuse, version, None, group.name),
-        )
-        opcheck(OPERATORS.replicate_experts.default, arguments)
-        opcheck(OPERATORS.start_replicate_experts.default, arguments)
-    close_all([group])
 
 
 def traced_work(token: torch.Tensor, plan: uec.Plan, group: uec.Group) -> TracedWork:

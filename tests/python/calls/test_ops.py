@@ -189,21 +189,32 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         slots_per_rank=SLOTS,
         expert=EXPERT,
         grads=torch.float32,
+        banks=2,
         num_sms=1,
     )
     with group:
         ids = make_ids(rank, 0, 24)
         opcheck(OPERATORS.gather_load.default, (ids, RANKS, EXPERTS, ORDER, group.name))
-        plan = uec.plan_replicas(uec.gather_load(ids, group=group), group=group)
+        load = uec.gather_load(ids, group=group)
+        for given in (load, load.sum(0)):
+            arguments = (given, RANKS, EXPERTS, SLOTS, 1.01, [], ORDER, 1, group.name)
+            opcheck(OPERATORS.plan_replicas_in_bank.default, arguments)
+        plan = uec.plan_replicas(load, group=group)
         assert (plan.slot_expert >= 0).any(dim=1).any()
         tensors, names = list(make_weights(rank, 0).values()), list(EXPERT)
-        slots = list(group.slots.values())
-        arguments = (
-            *(tensors, [-1, -1], names, *plan_fields(plan)),
-            *(slots, names, ORDER, "auto", 0, False, None, None, group.name),
-        )
-        opcheck(OPERATORS.replicate_experts.default, arguments)
-        opcheck(OPERATORS.start_replicate_experts.default, arguments)
+        for bank, reuse, version in (
+            (1, True, None),
+            (1, True, 2),
+            (1, False, None),
+            (0, False, None),
+        ):
+            slots = list(group.banks[bank].slots.values())
+            arguments = (
+                *(tensors, [-1, -1], names, *plan_fields(plan)),
+                *(slots, names, ORDER, "auto", bank, reuse, version, None, group.name),
+            )
+            opcheck(OPERATORS.replicate_experts.default, arguments)
+            opcheck(OPERATORS.start_replicate_experts.default, arguments)
         token = OPERATORS.start_replicate_experts(*arguments)
         opcheck(
             OPERATORS.wait_replicate_experts.default,

@@ -98,30 +98,6 @@ def test_segments_with_one_gradient() -> None:
     group.close()
 
 
-@pytest.mark.parametrize("mode", ["push", "hubs"])
-def test_modes_that_there_are_not(mode: str) -> None:
-    (group,) = make_groups(1)
-    plan = uec.Plan.from_slots([[-1, -1]], num_experts=7)
-    with pytest.raises(errors.InvalidArgumentError, match=r"expected 'auto' or one of \['pull'"):
-        uec.reduce_expert_grads(RankGrads([group], GRADS).mains[0], plan, group=group, mode=mode)
-
-
-@pytest.mark.parametrize(
-    "grads, part",
-    [
-        (torch.float16, "float16"),
-        ({"v": F32}, "'v'"),
-        ({}, "expected a dtype"),
-        ("float32", "expected a dtype"),
-        ({"w13": torch.int32}, "int32"),
-    ],
-)
-def test_gradients_that_a_group_cannot_have(grads: Any, part: str) -> None:
-    with pytest.raises(errors.InvalidArgumentError) as caught:
-        make_groups(1, grads=grads)
-    assert part in str(caught.value)
-
-
 # ---- saved plans --------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from tiers import cases
 import ultraep_comm as uec
 from ultraep_comm import errors
 
-HOME = [2, 0, 0, 2, 0]  # rank 1 has no mains
+HOME = [2, 0, 0, 2, 0]  # rank 1 has no local experts
 G, E, S = 3, len(HOME), 2
 P = 3 + S
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -116,9 +116,9 @@ def test_map_and_ids_agree_and_meet_the_quotas(
     assert plan.home_quota is not None
     quota = torch.zeros(G * P, dtype=torch.int64)
     for rank in range(G):
-        mains = [e for e in range(E) if HOME[e] == rank]
-        quota[rank * P : rank * P + len(mains)] = plan.home_quota[mains].long()
-        slots = rank * P + len(mains)
+        local = [e for e in range(E) if HOME[e] == rank]
+        quota[rank * P : rank * P + len(local)] = plan.home_quota[local].long()
+        slots = rank * P + len(local)
         quota[slots : slots + S] = plan.slot_quota[rank].long()
     assert torch.equal(received, quota)
     total = int(received.sum())
@@ -246,6 +246,7 @@ def test_what_is_wrong_with_a_map_is_said(groups: list[uec.Group]) -> None:
     for bad, says in (
         (ids, f"expert {expert} {counts[expert] - 1} times.* reroute what gather_load counted"),
         (torch.tensor([[0, 9]]), "id 9 at position 1"),
+        (torch.tensor([[0.5]]), "topk_ids is torch.float32"),
     ):
         with pytest.raises(errors.InvalidLoadError, match=says):
             uec.reroute(bad, plan, group=group)
@@ -273,7 +274,7 @@ def test_what_is_wrong_with_a_plan_is_said(groups: list[uec.Group]) -> None:
     rejects("cannot be rerouted", by_hand)
     rejects("plan is a NoneType", None)
     other = plan_alone(plan.load, slots_per_rank=S + 1, num_ranks=G, home=HOME)
-    rejects("the plan is for 3 ranks, 3 slots", other)
+    rejects("the plan is for 3 ranks, 3 slots and 5 experts; expected 3, 2 and 5", other)
     plan.home_quota[0] += 1
     rejects(f"quotas of expert 0 sum to {plan.load[:, 0].sum() + 1}; expected", plan)
     plan.home_quota[0] = -1

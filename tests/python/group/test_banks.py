@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,6 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.group.group import session_of
 
 
 def _walk_in_process(
@@ -290,46 +288,6 @@ def test_check_mode_finds_weights_that_changed_behind_the_bank() -> None:
     assert isinstance(raised(works[0].synchronize), errors.TransferError)
     for group in groups:
         raised(group.close)
-
-
-# ---- memory ---------------------------------------------------------------------------------
-
-
-def test_memory_is_known_before_it_is_taken() -> None:
-    expert = {"w": ((256, 256), torch.bfloat16)}
-    sizes: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": expert}
-    sizes |= {"grads": torch.float32, "banks": 5, "grad_banks": 2}
-    before = uec.group_memory(3, **sizes)
-    groups = uec.testing.new_loopback_groups(3, timeout=30.0, **sizes)
-    after = groups[1].memory()
-    assert before == after
-    assert after.slots == 5 * S * 2 * 256 * 256
-    assert after.slot_grads == 2 * S * 4 * 256 * 256
-    assert after.total == len(session_of(groups[1]).engine.memory[0].local)
-    views = [bank.slots["w"].data_ptr() for bank in groups[0].banks]
-    assert [b - a for a, b in itertools.pairwise(views)] == [S * 2 * 256 * 256] * 4
-    pointers = groups[0].expert_pointers(make_weights(groups[0]), bank=3)["w"]
-    assert pointers[-S].item() == views[3]
-    close_all(groups)
-
-
-def _too_many_banks(rank: int, process_group: dist.ProcessGroup) -> str:
-    try:
-        uec.new_group(
-            process_group,
-            num_experts=E,
-            slots_per_rank=S,
-            expert={"w": ((1 << 20,), torch.bfloat16)},
-            banks=1 << 16,
-        )
-    except errors.OutOfSharedMemoryError as error:
-        return str(error)
-    return ""
-
-
-def test_more_banks_than_memory(ranks: RankPool) -> None:
-    for text in ranks.run(2, _too_many_banks):
-        assert f"{1 << 16} banks of 2 slots" in text
 
 
 # ---- prefetch -------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def run(ways, closes, fails):
         1, num_experts=2, slots_per_rank=1, grads=torch.float32,
         expert={"w": ((2, 2), torch.float32)}, engine=sys.argv[1])
     weights = {"w": torch.nn.Parameter(torch.ones(2, 2, 2))}
-    layer = ReplicatedExperts(group, lambda x, mains, slots: x @ mains["w"][0], weights)
+    layer = ReplicatedExperts(group, lambda x, local, slots: x @ local["w"][0], weights)
     plan = uec.Plan.from_slots([[-1]], num_experts=2)
     call = lambda x: layer(x, plan, microbatch=0)
     x = Same.apply(torch.ones(2, 2, requires_grad=True))

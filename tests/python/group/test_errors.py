@@ -378,8 +378,11 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
         options["slots_per_rank"] = -1
     elif fault == "other experts" and odd:
         options["num_experts"] = E + 1
+    elif fault in ("check", "instances"):
+        options[fault] = odd
     elif fault == "too much memory":
-        options["expert"] = {"w": ((1 << 40,), torch.uint8)}
+        options["expert"] = {"w": ((1 << 20,), torch.bfloat16)}
+        options["banks"] = 1 << 16
     elif fault == "no memory on one rank" and odd:
         from ultraep_comm.fabrics import memory
 
@@ -395,18 +398,23 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fault, own, others",
+    "fault, own, others, text",
     [
-        ("bad argument", "InvalidArgumentError", "BootstrapError"),
-        ("other experts", "BootstrapError", "BootstrapError"),
-        ("too much memory", "OutOfSharedMemoryError", "OutOfSharedMemoryError"),
-        ("no memory on one rank", "OutOfSharedMemoryError", "BootstrapError"),
-        ("engine", "UnsupportedError", "UnsupportedError"),
+        ("bad argument", "InvalidArgumentError", "BootstrapError", "slots_per_rank is -1"),
+        ("other experts", "BootstrapError", "BootstrapError", "num_experts="),
+        ("check", "BootstrapError", "BootstrapError", "check="),
+        ("instances", "BootstrapError", "BootstrapError", "instances="),
+        ("too much memory", *["OutOfSharedMemoryError"] * 2, "65536 banks of 2 slots"),
+        ("no memory on one rank", "OutOfSharedMemoryError", "BootstrapError", "memory"),
+        ("engine", "UnsupportedError", "UnsupportedError", "CUDA"),
     ],
 )
-def test_new_group_fails_on_every_rank(ranks: RankPool, fault: str, own: str, others: str) -> None:
+def test_new_group_fails_on_every_rank(
+    ranks: RankPool, fault: str, own: str, others: str, text: str
+) -> None:
     results = ranks.run(3, _new_group_error, fault)
     assert [r[0] for r in results] == [others, own, others]
+    assert all(text in r[1] for r in results)
     if own != others:
         assert "rank 1" in results[0][1]
 

@@ -71,16 +71,16 @@ def test_slots_are_stable_views() -> None:
             call()
 
 
-def test_expert_pointers_are_mains_then_slots() -> None:
+def test_expert_pointers_are_of_local_experts_then_slots() -> None:
     groups = _groups(4)
     for group in groups:
         weights = make_weights(group)
         pointers = group.expert_pointers(weights)
         for name, segment in SMALL.items():
-            mains = [t.data_ptr() for t in weights[name]]
+            local = [t.data_ptr() for t in weights[name]]
             slots = [t.data_ptr() for t in group.slots[name]]
             assert pointers[name].dtype == torch.int64
-            assert pointers[name].tolist() == mains + slots
+            assert pointers[name].tolist() == local + slots
             assert segment.nbytes == slots[1] - slots[0]
     close_all(groups)
 
@@ -243,6 +243,11 @@ def test_weights_of_a_call_nobody_waits_for_stay_alive() -> None:
         ({"expert": {"w": (8, torch.uint8)}}, "shape is 8"),
         ({"expert": {"w": ((8.0,), torch.uint8)}}, "integers"),
         ({"expert": {"w": ((8,), "uint8")}}, "torch.dtype"),
+        ({"grads": torch.float16}, "float16"),
+        ({"grads": {"v": torch.float32}}, "'v'"),
+        ({"grads": {}}, "expected a dtype"),
+        ({"grads": "float32"}, "expected a dtype"),
+        ({"grads": {"w": torch.int32}}, "int32"),
     ],
 )
 def test_bad_options(options: dict[str, Any], part: str) -> None:

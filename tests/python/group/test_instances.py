@@ -18,6 +18,7 @@ from ranks import (
     close_all,
     expert_bytes,
     fill_weights,
+    make_weights,
     random_plan,
     raw,
     same_bytes,
@@ -296,10 +297,14 @@ def test_memory_is_known_before_it_is_taken() -> None:
     gradients = sum(
         MIXED[name].nbytes // MIXED[name].dtype.itemsize * t.itemsize for name, t in GRADS.items()
     )
+    assert known.slots == 3 * S * weights
+    assert known.slot_grads == 2 * S * gradients
     assert known.local_experts == E // 3 * (3 * weights + 2 * gradients)
     without = uec.group_memory(3, **sizes)
     assert without.local_experts == 0
     assert (without.slots, without.slot_grads) == (known.slots, known.slot_grads)
+    pointers = groups[0].expert_pointers(make_weights(groups[0]), bank=2)["w13"]
+    assert pointers[-S].item() == groups[0].banks[2].slots["w13"].data_ptr()
     close_all(groups)
 
 
@@ -399,15 +404,3 @@ def test_between_processes(ranks: RankPool, engine: str, home: list[int] | None)
     for local_bytes, taken in ranks.run(3, _in_process, engine, home):
         assert taken <= local_bytes
         assert (taken > 0) == (engine == "host")
-
-
-def _only_rank_0(rank: int, process_group: dist.ProcessGroup) -> str:
-    options: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": MIXED}
-    with pytest.raises(errors.BootstrapError) as found:
-        uec.new_group(process_group, engine="host", instances=rank == 0, **options)
-    return str(found.value)
-
-
-def test_ranks_agree_on_it(ranks: RankPool) -> None:
-    for text in ranks.run(2, _only_rank_0):
-        assert "instances=" in text

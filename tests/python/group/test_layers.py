@@ -200,13 +200,13 @@ def apart(rank: int, pg: Any, path: str, engine: str) -> None:
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 2, timedelta(seconds=30))
     elastic._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     elastic._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    mains = {"w": torch.full((M, 3, 4), float(rank))}
-    group, _ = group_for(elastic, like=mains, slots_per_rank=1, engine=engine)
+    local = {"w": torch.full((M, 3, 4), float(rank))}
+    group, _ = group_for(elastic, like=local, slots_per_rank=1, engine=engine)
     with group:
         load = uec.gather_load(torch.zeros((5, 1), dtype=torch.int64), group=group)
         assert load.tolist() == [[5, 0, 0, 0]] * 2
         plan = uec.Plan.from_slots([[2], [0]], num_experts=2 * M)
-        uec.replicate_experts(mains, plan, group=group)
+        uec.replicate_experts(local, plan, group=group)
         assert (group.slots["w"] == 1 - rank).all()
 
 

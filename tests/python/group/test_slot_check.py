@@ -209,27 +209,6 @@ def test_main_weights_that_change_ahead_of_the_transfer_are_the_callers_fault() 
     close_all(groups)
 
 
-def test_synchronize_raises_it_and_the_group_ends() -> None:
-    scene = Scene()
-    scene.await_delivery()
-    _slot(scene.groups[1], "scale", 0)[1] += 1
-    scene.works.append(scene._submit(2))
-    with pytest.raises(errors.CorruptSlotError):
-        scene.works[1].synchronize()
-    assert isinstance(scene.works[1].exception(), errors.CorruptSlotError)
-    health = scene.groups[1].health()
-    assert health.state == "failed"
-    assert health.last_error is not None
-    assert health.last_error.startswith("CorruptSlotError: rank 1")
-    with pytest.raises(errors.GroupClosedError) as caught:
-        uec.replicate_experts(scene.weights[1], scene.plan, group=scene.groups[1])
-    assert isinstance(caught.value.__cause__, errors.CorruptSlotError)
-    for work in scene.works:
-        assert isinstance(raised(work.wait), errors.TransferError)
-    for group in scene.groups:
-        group.close()
-
-
 def test_without_check_nothing_is_compared() -> None:
     groups = _groups(2, check=False)
     weights = [make_weights(group) for group in groups]
@@ -326,20 +305,6 @@ def _reader_is_gone(rank: int, process_group: Any) -> Any:
 
 def test_a_home_does_not_wait_for_a_reader_that_has_left(ranks: RankPool) -> None:
     assert ranks.run(2, _reader_is_gone) == ["PeerGoneError", "NoneType"]  # not of a timeout
-
-
-def _other_check(rank: int, process_group: Any) -> Any:
-    return raised(
-        lambda: uec.new_group(
-            process_group, num_experts=E, slots_per_rank=S, expert=MIXED, check=rank == 1
-        )
-    )
-
-
-def test_ranks_have_to_agree_on_it(ranks: RankPool) -> None:
-    for error in ranks.run(2, _other_check):
-        assert isinstance(error, errors.BootstrapError)
-        assert "check" in str(error)
 
 
 def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:

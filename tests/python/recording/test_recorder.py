@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from emulated_device import EmulatedDevice
 from ranks import (
     RankPool,
@@ -274,7 +272,7 @@ def test_recording_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_groups_and_runs_have_files_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankPool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path))
     runs = set()
@@ -288,21 +286,6 @@ def test_groups_and_runs_have_files_of_their_own(
         load_recordings([tmp_path])
     for run in runs:
         assert len(load_recordings(sorted(tmp_path.glob(f"{run}-*")))) == 2
-    # Groups beside each other, as with several expert-parallel groups: all have a rank 0.
-    folder = tmp_path / "beside"
-    ranks.run(2, _record_alone, str(folder))
-    assert len(list(folder.iterdir())) == 2
-    with pytest.raises(errors.RecordingError, match="two groups"):
-        load_recordings([folder])
-
-
-def _record_alone(rank: int, process_group: Any, folder: str) -> None:
-    os.environ["ULTRAEP_RECORD"] = folder
-    try:
-        alone = [dist.new_group([r]) for r in range(2)][rank]
-        uec.new_group(alone, num_experts=E, slots_per_rank=S, expert=EXPERT).close()
-    finally:
-        del os.environ["ULTRAEP_RECORD"]
 
 
 @pytest.mark.parametrize("action", ["error", "default"])
