@@ -337,7 +337,7 @@ def test_a_reduction_that_was_not_started_is_missed(models: Callable[..., Model]
 
 
 def test_layers_side_by_side_are_refused(models: Callable[..., Model]) -> None:
-    """Two layers on one group's slots whose backward passes have run into each other."""
+    """Two layers of equal plans on one group's slots: backward passes ran into each other."""
     model = models(8, num_ranks=2)
     assert model.plans[0, 0].num_replicas > 0
 
@@ -347,7 +347,7 @@ def test_layers_side_by_side_are_refused(models: Callable[..., Model]) -> None:
         runs, outputs = [], []
         for layer in range(2):
             weights = dict(model.modules[rank][layer].weights.items())
-            runs.append(hooks.ExpertPass(group.save(model.plans[layer, 0], layer=layer), weights))
+            runs.append(hooks.ExpertPass(group.save(model.plans[0, 0], layer=layer), weights))
             joined, weights = hooks.join_reduction(x, runs[layer], weights)
             started, *_ = hooks.start_reduction(joined, runs[layer], weights, group.slots)
             outputs.append((started, hooks.restore_replicas(started * 2, runs[layer])))
