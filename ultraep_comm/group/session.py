@@ -104,9 +104,12 @@ class Session(Shared):
         """
         if self.recorder is not None:
             self.recorder.enter()
-        self.require_open(operation)
+        if not self.takes_calls:
+            self.require_open(operation)
+        if self.engine.raise_fault is None:
+            return
         try:
-            self.raise_fault()
+            self.engine.raise_fault()
         except UltraEPError as error:
             self.reject(error)
             raise
