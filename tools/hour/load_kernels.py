@@ -7,6 +7,7 @@ python tools/hour/load_kernels.py FOLDER [--stand-in]     # --stand-in: in the d
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,12 @@ from typing import Any
 import ultraep_comm
 from ultraep_comm import _core
 from ultraep_comm.engines.cuda.device import find_device
-from ultraep_comm.engines.cuda.kernels import cubin_folder, load_kernels
+from ultraep_comm.engines.cuda.kernels import (
+    INFO_HEADER,
+    INFO_MAGIC,
+    cubin_folder,
+    load_kernels,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,14 +47,13 @@ def stand_in() -> Any:
     return device
 
 
-def table() -> Path:
-    """Return what has a cubin's table, and no kernels: the host's compiler makes it."""
-    from test_cubins import INFO_MAGIC, elf_with_info
-
-    folder, layout = Path(tempfile.mkdtemp()), list(_core.cuda_layout())
-    versions = [_core.CUDA_KERNELS_VERSION, 13, 0, 3, 4, 90]
-    made = elf_with_info(folder, [INFO_MAGIC, *versions, len(layout), *layout])
-    return made.rename(folder / "ultraep_comm-sm_90.cubin")
+def info_alone() -> Path:
+    """Return a cubin without kernels."""
+    layout = _core.cuda_layout()
+    header = INFO_HEADER.pack(INFO_MAGIC, _core.CUDA_KERNELS_VERSION, 13, 0, 3, 4, 90, len(layout))
+    made = Path(tempfile.mkdtemp()) / "ultraep_comm-sm_90.cubin"
+    made.write_bytes(header + struct.pack(f"<{len(layout)}i", *layout))
+    return made
 
 
 def main() -> int:
@@ -62,7 +67,7 @@ def main() -> int:
     if "--stand-in" in sys.argv and not cubin_folder().exists():
         import os
 
-        os.environ["ULTRAEP_CUBINS"] = str(table().parent)
+        os.environ["ULTRAEP_CUBINS"] = str(info_alone().parent)
         names = []
     kernels = load_kernels(device, None)
     for name in names:

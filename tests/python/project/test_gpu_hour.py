@@ -26,7 +26,7 @@ gpu_hour: Any = module_from_spec(
     spec_from_loader("gpu_hour", SourceFileLoader("gpu_hour", str(SCRIPT)))  # type: ignore[arg-type]
 )
 gpu_hour.__spec__.loader.exec_module(gpu_hour)
-from hour import machine, report, running, stages  # noqa: E402
+from hour import load_kernels, machine, report, running, stages  # noqa: E402
 from hour.call import ARCHIVE  # noqa: E402
 from hour.rehearsal import make_wheel  # noqa: E402
 from hour.running import Command, Stage  # noqa: E402
@@ -339,6 +339,11 @@ def test_several_gpus_are_used(commands: list[list[str]]) -> None:
     assert blocks == ["8", "16", "24", "32", "64"] * 4
     of_processes = [w for w in commands if any(x.endswith(("torch.py", "nvshmem.py")) for x in w)]
     assert [words[words.index("-k") + 1] for words in of_processes] == ["8gpus"] * 2
+
+
+def test_the_rehearsal_loads_a_cubin_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULTRAEP_CUBINS", str(load_kernels.info_alone().parent))
+    assert load_kernels.load_kernels(load_kernels.stand_in(), None).nvshmem == (3, 4)
 
 
 def test_every_call_has_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
