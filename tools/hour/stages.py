@@ -296,7 +296,7 @@ class Plan:
         words = self._words(command, "--ranks", "4", *options, file=name or command)
         if self._rehearsal:
             # Calibrated are times, which have to make sense on a busy machine, too.
-            size = "1M" if command == "calibrate" else "64K"
+            size = "4M" if command == "calibrate" else "64K"
             return Command([*words, "-b", size, "--engine", "host"])
         return Command([*words, "--engine", "cuda", "--fabric", "loopback"], seconds=seconds)
 

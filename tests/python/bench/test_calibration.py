@@ -271,10 +271,10 @@ def test_a_busy_machine_is_not_calibrated(change: dict[str, float]) -> None:
 
 
 class Scripted(StandIn):
-    """Real transfers with scripted times."""
+    """Real transfers with scripted times, those of a machine that is too busy first."""
 
     def __init__(self) -> None:
-        self.times = [6.0, 16.0, 116.0, 196.0, 232.0, 20.0, 40.0]
+        self.times = [9.0] * 7 + [6.0, 16.0, 116.0, 196.0, 232.0, 20.0, 40.0]
 
     def time_us(self, run: Callable[[], None], *_: Any, **__: Any) -> float:
         run()
