@@ -269,12 +269,15 @@ def emulated_library(cpp: CppBuild) -> Path:
 
 
 @pytest.fixture
-def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+def emulated(
+    emulated_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EmulatedDevice]:
     """A device on the CPU that groups of the CUDA engine use."""
     device = EmulatedDevice(emulated_library)
     monkeypatch.setattr(device_module, "find_device", lambda: device)
     monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: device.kernels)
-    return device
+    yield device
+    device.synchronize()  # streams live as long as the process: what they use must not go before
 
 
 @pytest.fixture(scope="session")

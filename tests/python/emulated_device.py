@@ -74,7 +74,7 @@ class EmulatedDevice:
         self._held: dict[
             int, torch.Tensor
         ] = {}  # of empty(): kept so that addresses are never reused
-        self._kept: set[tuple[int, int]] = set()  # of keep(): (memory, stream)
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # of keep(), by memory and stream
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8, device="cpu"))
@@ -103,7 +103,7 @@ class EmulatedDevice:
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         stream = self.current_stream()
-        self._kept.update((t.untyped_storage().data_ptr(), stream) for t in tensors)
+        self._kept.update(((t.untyped_storage().data_ptr(), stream), t) for t in tensors)
 
     def is_kept(self, tensor: torch.Tensor, stream: int) -> bool:
         """Return whether memory that is freed now would outlive the work queued on the stream."""
