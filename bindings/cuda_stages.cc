@@ -79,7 +79,7 @@ void bind_cuda_stages(nb::module_& m) {
           nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "plan_in_bank"_a, "shares"_a,
           "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a, "plan_warps"_a,
           "bank_plan_warps"_a, "constants"_a, "faults"_a, "keep"_a, nb::keep_alive<1, 16>())
-      .def("lend_state", &Stages::lend_state, "state"_a, "max_runs"_a)
+      .def("bind_state", &Stages::bind_state, "state"_a, "max_runs"_a)
       .def_prop_ro("max_runs", &Stages::max_runs)
       .def_prop_ro("counts",
                    [](const Stages& s) {

@@ -269,9 +269,7 @@ def emulated_library(cpp: CppBuild) -> Path:
 
 
 @pytest.fixture
-def emulated(
-    emulated_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[EmulatedDevice]:
+def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """A device on the CPU that groups of the CUDA engine use."""
     device = EmulatedDevice(emulated_library)
     monkeypatch.setattr(device_module, "find_device", lambda: device)

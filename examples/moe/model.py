@@ -52,7 +52,7 @@ class MoELayer(nn.Module):
     """A router and this rank's experts."""
 
     def __init__(
-        self, shape: Shape, layer: int, mains: Sequence[int], generator: torch.Generator
+        self, shape: Shape, layer: int, local_experts: Sequence[int], generator: torch.Generator
     ) -> None:
         super().__init__()
         self.layer, self.topk = layer, shape.topk
@@ -63,7 +63,10 @@ class MoELayer(nn.Module):
             for _ in range(shape.num_experts)
         ]
         self.experts = nn.ParameterDict(
-            {name: torch.stack([drawn[e][name].data for e in mains]) for name in shape.expert()}
+            {
+                name: torch.stack([drawn[e][name].data for e in local_experts])
+                for name in shape.expert()
+            }
         )
         for weights in self.experts.values():
             weights.grad = torch.zeros_like(weights)
@@ -115,7 +118,7 @@ class Attention(nn.Module):
 class Model(nn.Module):
     """Maps bytes to logits of the next byte."""
 
-    def __init__(self, shape: Shape, mains: Sequence[int], seed: int) -> None:
+    def __init__(self, shape: Shape, local_experts: Sequence[int], seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.shape = shape
@@ -123,7 +126,7 @@ class Model(nn.Module):
         self.positions = _matrix(shape.context, shape.hidden, generator)
         self.attention = nn.ModuleList(Attention(shape, generator) for _ in range(shape.num_layers))
         self.moe = nn.ModuleList(
-            MoELayer(shape, layer, mains, generator) for layer in range(shape.num_layers)
+            MoELayer(shape, layer, local_experts, generator) for layer in range(shape.num_layers)
         )
         self.head = _matrix(VOCABULARY, shape.hidden, generator)
 

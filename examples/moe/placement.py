@@ -55,8 +55,10 @@ class AtHome:
         topology = group.topology
         instance_of = torch.empty(topology.num_experts, dtype=topk_ids.dtype)
         for rank in range(topology.num_ranks):
-            mains = torch.from_numpy(topology.local_experts(rank)).long()
-            instance_of[mains] = rank * topology.instances_per_rank + torch.arange(len(mains))
+            local_experts = torch.from_numpy(topology.local_experts(rank)).long()
+            instance_of[local_experts] = rank * topology.instances_per_rank + torch.arange(
+                len(local_experts)
+            )
         self.physical_ids = instance_of[topk_ids]
         self.instances = _instances(weights, grads)
         self.instances_per_rank = topology.instances_per_rank

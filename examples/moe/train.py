@@ -106,7 +106,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
         banks=options.layers,
         engine="host",
     ) as group:
-        mains = group.topology.local_experts(rank).tolist()
+        local_experts = group.topology.local_experts(rank).tolist()
         plain: Place = partial(AtHome, group=group)
         replicated: Place = partial(Replicated, layers=replicate_layers(group))
 
@@ -118,7 +118,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
                 context=options.context,
                 seed=seed,
             )
-            model = Model(shape, mains, seed)
+            model = Model(shape, local_experts, seed)
             return Trainer(model, batches, group, options.learning_rate)
 
         steps, shown = options.steps, rank == 0

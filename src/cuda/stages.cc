@@ -134,7 +134,7 @@ Handle Stages::make_event() const {
   return event;
 }
 
-void Stages::lend_state(Address state, int32_t max_runs) {
+void Stages::bind_state(Address state, int32_t max_runs) {
   const std::lock_guard lock(mutex_);
   const RerouteShape shape = shape_.reroute(max_runs);
   std::vector<int32_t> main_id(shape.num_experts), slot_id(shape.num_ranks);

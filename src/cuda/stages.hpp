@@ -114,7 +114,7 @@ class Stages {
 
   // Working memory for up to `max_runs` blocks: state_bytes(max_runs), zeroed, for all launches
   // from now on. Earlier launches, and graphs, keep using what they were given.
-  void lend_state(Address state, int32_t max_runs);
+  void bind_state(Address state, int32_t max_runs);
   int32_t max_runs() const { return max_runs_; }
 
   void plan(const PlanCall& call, Handle stream);

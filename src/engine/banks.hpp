@@ -22,7 +22,7 @@ class Banks {
   }
 
   // Called before a transfer is prepared: drops residents of another version or of other segments,
-  // and lends the call the rest.
+  // and gives the call the rest.
   void enter(ReplicateArgs& args) {
     // Bank 0 also has the slots of calls without a bank, which leave it empty.
     State& bank = states_[std::max(args.bank.index, 0)];

@@ -31,7 +31,7 @@ ultraep_add_core_mutant(taken_by_each PROGRAM transfer/test_team FILE core/trans
   FIND [[    if (best == chosen) {]]
   REPLACE [[    if (true) {]])
 
-ultraep_add_core_mutant(take_told_by_the_leader PROGRAM transfer/test_team
+ultraep_add_core_mutant(team_read_broadcast_by_leader PROGRAM transfer/test_team
   FILE core/transfer/stripe.hpp
   FIND [[    *at = team_.read_from(p % team_.size(), best_at);]]
   REPLACE [[    *at = team_.broadcast(best_at);]])

@@ -51,7 +51,7 @@ struct Fixture {
     stages =
         std::make_unique<Stages>(recorder::make_driver(), kContext, shape, kKernels, kPlanWarps,
                                  kBankPlanWarps, address(constants.data()), &faults);
-    stages->lend_state(address(state.data()), kMaxRuns);
+    stages->bind_state(address(state.data()), kMaxRuns);
     recorder::take_log();
   }
   ~Fixture() {
@@ -214,7 +214,7 @@ void check_state() {
   };
   check(f.state, kMaxRuns);
   std::vector<uint64_t> larger(f.shape.state_bytes(33) / 8 + 1);
-  f.stages->lend_state(Fixture::address(larger.data()), 33);
+  f.stages->bind_state(Fixture::address(larger.data()), 33);
   CHECK_EQ(f.stages->max_runs(), 33);
   check(larger, 33);
   f.launch_ids(kStream);

@@ -67,7 +67,7 @@ class Rank:
     def __init__(self, group: uec.Group, payload: Payload) -> None:
         self.group = group
         self.payload = payload
-        self.mains = group.topology.local_experts(group.rank).tolist()
+        self.local_experts = group.topology.local_experts(group.rank).tolist()
 
     def content(self, name: str, epoch: int, expert: int) -> torch.Tensor:
         data = np.empty(self.group.segments[name].nbytes, np.uint8)
@@ -78,9 +78,9 @@ class Rank:
         """Return weights as stacked tensors."""
         weights = {}
         for name, segment in self.group.segments.items():
-            size = len(self.mains) * segment.nbytes
+            size = len(self.local_experts) * segment.nbytes
             storage = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
-            weights[name] = segment.view(storage, len(self.mains))
+            weights[name] = segment.view(storage, len(self.local_experts))
         return weights
 
     def at_odd_offsets(self, first: int, gap: int) -> dict[str, list[torch.Tensor]]:
@@ -88,12 +88,14 @@ class Rank:
 
         Further apart where their type needs it.
         """
-        sizes = [s.nbytes + gap + 8 for s in self.group.segments.values() for _ in self.mains]
+        sizes = [
+            s.nbytes + gap + 8 for s in self.group.segments.values() for _ in self.local_experts
+        ]
         flat = torch.zeros(first + sum(sizes), dtype=torch.uint8, device=self.group.device)
         weights: dict[str, list[torch.Tensor]] = {}
         for name, segment in self.group.segments.items():
             weights[name] = []
-            for _ in self.mains:
+            for _ in self.local_experts:
                 first += -first % segment.dtype.itemsize
                 weights[name].append(segment.view(flat.narrow(0, first, segment.nbytes), 1)[0])
                 first += segment.nbytes + gap
@@ -101,7 +103,7 @@ class Rank:
 
     def fill(self, weights: Weights, epoch: int) -> None:
         for name, segment in self.group.segments.items():
-            for i, expert in enumerate(self.mains):
+            for i, expert in enumerate(self.local_experts):
                 raw(weights[name][i], segment).copy_(self.content(name, epoch, expert))
 
     def slots(self) -> torch.Tensor:
@@ -191,7 +193,7 @@ class Ranks:
         chosen = [*hard_slots(*shape, home), *(random_slots(s, *shape, home) for s in seeds)]
         return [self.plan(slots) for slots in chosen]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the emulated device, whose streams do not order torch's own operations."""
         if self.engine == "emulated":
             device.find_device().synchronize()
@@ -242,7 +244,7 @@ class Ranks:
 
     def fill(self, weights: Sequence[Weights]) -> int:
         """Fill all weights with the bytes of a new epoch, and all slots with SENTINEL."""
-        self.settle()
+        self.synchronize()
         self.epoch += 1
         for rank, own in zip(self.ranks, weights, strict=True):
             rank.fill(own, self.epoch)
@@ -251,7 +253,7 @@ class Ranks:
 
     def wrong(self, plan: uec.Plan, names: Sequence[str] | None = None) -> list[int]:
         """Return the number of wrong bytes in every rank's slots, including empty ones and gaps."""
-        self.settle()
+        self.synchronize()
         return [
             int((r.slots().cpu().numpy() != r.expected(plan, self.epoch, names)).sum())
             for r in self.ranks
@@ -294,7 +296,7 @@ def random_slots(
 def hard_slots(num_ranks: int, num_experts: int, slots: int, home: Sequence[int]) -> list[Slots]:
     """Return edge cases: no replicas, full plans, chains, rings, hubs that wait for each other."""
     ranks = range(num_ranks)
-    mains = [[e for e in range(num_experts) if home[e] == r] for r in ranks]
+    local_experts = [[e for e in range(num_experts) if home[e] == r] for r in ranks]
     away = [[e for e in range(num_experts) if home[e] != r] for r in ranks]
 
     def neighbours(rank: int) -> list[int]:
@@ -307,9 +309,9 @@ def hard_slots(num_ranks: int, num_experts: int, slots: int, home: Sequence[int]
         fit([[] for _ in ranks]),
         fit([[e for e in (0,) if home[e] != r] for r in ranks]),  # one expert everywhere
         fit([[e for e in (0, 1, num_experts - 1) if home[e] != r] for r in ranks]),
-        fit([mains[r - 1][:slots] if num_ranks > 1 else [] for r in ranks]),  # a ring
+        fit([local_experts[r - 1][:slots] if num_ranks > 1 else [] for r in ranks]),  # a ring
         fit([away[r] if r == num_ranks - 1 else [] for r in ranks]),  # one rank takes all
         fit([away[r][::-1] for r in ranks]),  # full
         # Each rank is a home, and a hub of its neighbours' experts.
-        fit([[e for o in neighbours(r) for e in mains[o][:1]] for r in ranks]),
+        fit([[e for o in neighbours(r) for e in local_experts[o][:1]] for r in ranks]),
     ]

@@ -69,16 +69,16 @@ def test_only_what_is_missing_is_moved(loopback_engine: str, mode: str) -> None:
 
 
 def test_layers_of_one_bank_share_its_slots(loopback_engine: str) -> None:
-    """On a device the slots are mapped behind each layer's mains."""
+    """On a device the slots are mapped behind each layer's weights."""
     groups = new_groups(2, engine=loopback_engine, banks=1, instances=True)
     layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers, 1):
-        mains = [{name: t[:count] for name, t in own.items()} for own in layer]
+        weights = [{name: t[:count] for name, t in own.items()} for own in layer]
         for group in groups:
-            fill_weights(group, mains[group.rank], epoch)
+            fill_weights(group, weights[group.rank], epoch)
         plan, mode = plan_of([[4, 7], [0, -1]]), ("pull", "push", "direct")[epoch - 1]
-        assert replicate(groups, mains, plan, mode=mode, version=epoch) == 3
+        assert replicate(groups, weights, plan, mode=mode, version=epoch) == 3
         for group in groups:
             check_slots(
                 group, {(0, 0, 0): (4, epoch), (0, 0, 1): (7, epoch), (0, 1, 0): (0, epoch)}
@@ -232,9 +232,9 @@ def test_slots_without_tokens_have_no_gradient(loopback_engine: str) -> None:
             bank=index,
             reuse=True,
         )
-        mains = [{"w": torch.full((1, 4), 100.0, device=group.device)} for group in groups]
-        synchronize_all(start_all(groups, mains, plan, call=uec.reduce_expert_grads))
-        assert [main["w"].unique().tolist() for main in mains] == [[102.0], [100.0], [100.0]]
+        main_grads = [{"w": torch.full((1, 4), 100.0, device=group.device)} for group in groups]
+        synchronize_all(start_all(groups, main_grads, plan, call=uec.reduce_expert_grads))
+        assert [main["w"].unique().tolist() for main in main_grads] == [[102.0], [100.0], [100.0]]
         left = [group.banks[index].slot_grads["w"].unique().tolist() for group in groups]
         assert left == [[1.0], [0.0], [3.0]]
         other = groups[0].banks[1 - index % 2].slot_grads["w"]

@@ -79,7 +79,7 @@ class Layer(Ranks):
 
     def route(self) -> None:
         """Draw new ids, mostly of a few hot experts; sometimes a rank has none."""
-        self.settle()
+        self.synchronize()
         hot = torch.randint(self.num_experts, (3,), generator=self.draw)
         for ids in self.ids:
             drawn = torch.randint(-1, self.num_experts, ids.shape, generator=self.draw)
@@ -228,7 +228,7 @@ def test_weights_that_move(streams: str, made: str, forks: str) -> None:
 
         def move(turn: int) -> Any:
             weights = homes[turn % len(homes)]
-            layer.settle()
+            layer.synchronize()
             for own, moved in zip(bound, weights, strict=True):
                 own.update(moved)
             return weights
@@ -280,7 +280,7 @@ def test_graphs_and_eager_calls_take_turns(streams: str, made: str, forks: str) 
             layer.route()
             layer.fill(weights)
             if what == 1:
-                layer.settle()
+                layer.synchronize()
                 held.slot_expert.copy_(plan.slot_expert)
                 replay_transfer()
             else:

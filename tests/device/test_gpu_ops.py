@@ -51,7 +51,7 @@ class Place:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.device.synchronize()
 
 
@@ -63,30 +63,30 @@ def place(
     new_groups: Callable[..., list[uec.Group]],
     nothing_compiled: None,
 ) -> Place:
-    """A device. On the emulated one torch's work is on no stream: operators end settled there."""
+    """A device. On the emulated one torch's work is on no stream: operators end complete there."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no graphs of earlier runs
     made = Place(new_groups)
     if streams == "emulated":
-        _settle_behind_calls(made, monkeypatch)
+        _complete_calls(made, monkeypatch)
         order_gathers(made.device, monkeypatch)  # type: ignore[arg-type]
         monkeypatch.setattr(type(made.device), "is_on_device", lambda self, tensor: True)
     return made
 
 
-def _settle_behind_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def settled(call: Callable[..., Any]) -> Callable[..., Any]:
+def _complete_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
             found = call(*arguments, **options)
             if not options.get("async_op"):
-                place.settle()
+                place.synchronize()
             return found
 
         return run
 
     names = ("gather_load", "plan_for_group", "reroute", "reroute_map", "reroute_gradient")
     for name in (*names, "replicate_experts", "reduce_expert_grads"):
-        monkeypatch.setattr(ops, name, settled(getattr(ops, name)))
-    monkeypatch.setattr(uec.Work, "wait", settled(uec.Work.wait))
+        monkeypatch.setattr(ops, name, complete(getattr(ops, name)))
+    monkeypatch.setattr(uec.Work, "wait", complete(uec.Work.wait))
 
 
 def draw_ids(hot: int, draw: torch.Generator) -> torch.Tensor:
@@ -102,7 +102,7 @@ def make_plan(place: Place, load: torch.Tensor, group: uec.Group) -> uec.Plan:
     slot_expert, slot_quota, home_quota, home, domains = OPERATORS.plan_replicas(
         load, group.num_ranks, EXPERTS, SLOTS, 1.01, [], group.name
     )
-    place.settle()
+    place.synchronize()
     return uec.Plan(
         slot_expert=slot_expert,
         home=home,
@@ -137,7 +137,7 @@ def test_plans_do_not_depend_on_what_was_done_to_earlier_ones(place: Place) -> N
         for tensor in plan.tensors().values():
             tensor.copy_(tensor.flip(0))  # ranks 0 and 1 in each other's place
     again = uec.plan_replicas(place.put(load.sum(0)), group=group)
-    place.settle()
+    place.synchronize()
     assert_same(again, expected)
 
 
@@ -174,24 +174,24 @@ def test_operators_are_what_torch_asks_of_them(place: Place) -> None:
     )
     opcheck(OPERATORS.replicate_experts.default, arguments)
     opcheck(OPERATORS.start_replicate_experts.default, arguments)
-    place.settle()
+    place.synchronize()
 
 
 # ---- compiled -------------------------------------------------------------------------------
 
 
 def layer(
-    ids: torch.Tensor, weights: dict[str, torch.Tensor], group: uec.Group, settle: Any
+    ids: torch.Tensor, weights: dict[str, torch.Tensor], group: uec.Group, synchronize: Any
 ) -> tuple[torch.Tensor, ...]:
-    """From ids to slots and physical ids; ``settle`` is for eager calls on the emulated device."""
+    """From ids to slots and physical ids; ``synchronize`` is for eager calls when emulated."""
     load = uec.gather_load(ids, group=group)
-    settle()
+    synchronize()
     plan = uec.plan_replicas(load, group=group)
-    settle()
+    synchronize()
     before = group.slots["w"] * 2
     work = uec.replicate_experts(weights, plan, group=group, async_op=True)
     physical = uec.reroute(ids, plan, group=group)
-    settle()
+    synchronize()
     assert work is not None
     work.wait()
     return physical, load, plan.slot_expert, plan.home * 1, before, group.slots["w"] * 1
@@ -206,28 +206,28 @@ def check_compiled(place: Place, num_ranks: int, compiled: Callable[..., Any]) -
     draw, replicas = torch.Generator().manual_seed(0), 0
     groups, others = place.make(num_ranks), place.make(num_ranks)
     ids = [place.put(torch.zeros(TOKENS, TOPK, dtype=torch.int64)) for _ in groups]
-    mains = EXPERTS // num_ranks
-    weights = [{"w": place.put(torch.zeros(mains, 16))} for _ in groups]
+    num_local = EXPERTS // num_ranks
+    weights = [{"w": place.put(torch.zeros(num_local, 16))} for _ in groups]
 
-    def run(fn: Callable[..., Any], groups: list[uec.Group], settle: Any) -> list[Any]:
+    def run(fn: Callable[..., Any], groups: list[uec.Group], synchronize: Any) -> list[Any]:
         def call(rank: int) -> list[torch.Tensor]:
             with torch.no_grad():
-                found = fn(ids[rank], weights[rank], groups[rank], settle)
+                found = fn(ids[rank], weights[rank], groups[rank], synchronize)
             return [tensor.clone() for tensor in found]  # of torch's graphs: until the next run
 
         # In this thread if it can be: torch's graphs are made for each thread, and some versions
         # of torch refuse threads that are not their own.
         found = [call(0)] if num_ranks == 1 else loopback(num_ranks, call)
-        place.settle()
+        place.synchronize()
         return found
 
     for turn in range(4):
         for r in range(num_ranks):
             ids[r].copy_(draw_ids(turn, draw))
-            weights[r]["w"].copy_(torch.rand(mains, 16, generator=draw))
+            weights[r]["w"].copy_(torch.rand(num_local, 16, generator=draw))
 
         got = run(compiled, groups, nothing)
-        expected = run(layer, others, place.settle)
+        expected = run(layer, others, place.synchronize)
         for one, other in zip(got, expected, strict=True):
             for i, (a, b) in enumerate(zip(one, other, strict=True)):
                 assert torch.equal(a, b), (turn, i)

@@ -39,9 +39,9 @@ EXPERT = {
 reduce = partial(start_all, call=uec.reduce_expert_grads)
 
 
-def reduce_now(mains: Any, plan: uec.Plan, *, group: uec.Group, **options: Any) -> None:
+def reduce_now(main_grads: Any, plan: uec.Plan, *, group: uec.Group, **options: Any) -> None:
     """Reduce on one rank, and wait."""
-    work = uec.reduce_expert_grads(mains, plan, group=group, async_op=True, **options)
+    work = uec.reduce_expert_grads(main_grads, plan, group=group, async_op=True, **options)
     assert work is not None
     work.synchronize()
 
@@ -74,10 +74,10 @@ def random_plan(groups: list[uec.Group], seed: int) -> uec.Plan:
             (2, 5, 1, {}),
             (3, 7, 2, {"num_sms": 1, "tile_bytes": 1024}),
             (3, 7, 2, {"num_sms": 3, "tile_bytes": 1024}),
-            (4, 3, 2, {"tile_bytes": 4096}),  # a rank without mains
+            (4, 3, 2, {"tile_bytes": 4096}),  # a rank without local experts
             (5, 7, 2, {"num_sms": 2, "home": [4, 4, 0, 1, 1, 1, 2]}),
             (5, 11, 3, {"num_sms": 3}),
-            (8, 3, 2, {}),  # ranks without mains
+            (8, 3, 2, {}),  # ranks without local experts
             (16, 20, 1, {"num_sms": 8, "tile_bytes": 32768}),
             (20, 20, 1, {"num_sms": 1, "tile_bytes": 1024}),
         ],
@@ -116,7 +116,7 @@ def test_all_numbers_of_blocks_add_the_same_bits(engine: str) -> None:
         grads = RankGrads(groups, dict.fromkeys(EXPERT, BF16))
         for mode in MODES:
             grads.reduce(random_plan(groups, 3), 7, mode=mode)
-        found.append(torch.cat([t.cpu().flatten() for m in grads.mains for t in m.values()]))
+        found.append(torch.cat([t.cpu().flatten() for m in grads.main_grads for t in m.values()]))
         close_all(groups)
     assert all(torch.equal(found[0], other) for other in found)
 
@@ -145,7 +145,7 @@ def test_special_values_are_added_as_torch_adds_them(loopback_engine: str) -> No
         grads = RankGrads(groups, {"w": main_dtype})
         for mode in MODES:
             grads.fill(1)
-            grads.mains[0]["w"][0] = triples[:, 0]
+            grads.main_grads[0]["w"][0] = triples[:, 0]
             groups[1].slot_grads["w"][0] = triples[:, 1]
             groups[2].slot_grads["w"][1] = triples[:, 2]
             grads.remember()
@@ -160,7 +160,7 @@ def test_calls_of_all_kinds_take_turns(streams: str) -> None:
     groups = make_groups(streams, 3, num_experts=7, grads=slot_dtypes)
     grads = RankGrads(groups, {"w": F32, "odd": BF16, "b": BF16, "w_t": F32})
     weights = [group.empty_weights() for group in groups]
-    bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
+    bound = [group.bind_grads(own) for group, own in zip(groups, grads.main_grads, strict=True)]
     for seed in range(8):
         plan = random_plan(groups, seed)
         moved = put_plan(groups[0], plan)
@@ -169,7 +169,7 @@ def test_calls_of_all_kinds_take_turns(streams: str) -> None:
         grads.fill(seed)
         works = []
         for group in groups:
-            given = (grads.mains, bound)[(seed + group.rank) % 2]
+            given = (grads.main_grads, bound)[(seed + group.rank) % 2]
             own = moved if (seed // 2 + group.rank) % 2 else plan
             works += reduce([group], given, own, zero=seed % 4 != 0)
         synchronize_all(works)
@@ -181,7 +181,7 @@ def test_calls_of_all_kinds_take_turns(streams: str) -> None:
 def test_a_graph_adds_fresh_gradients(streams: str) -> None:
     groups = make_groups(streams, 4, num_experts=6, grads=F32)
     grads = RankGrads(groups, dict.fromkeys(EXPERT, F32))
-    bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
+    bound = [group.bind_grads(own) for group, own in zip(groups, grads.main_grads, strict=True)]
     held = put_plan(groups[0], random_plan(groups, 0))
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
 
@@ -194,8 +194,10 @@ def test_a_graph_adds_fresh_gradients(streams: str) -> None:
         grads.fill(seed)
         held.slot_expert.copy_(plan.slot_expert)
         if seed % 2:  # the gradients have moved, and graphs follow
-            grads.mains[:] = [{n: t.clone() for n, t in own.items()} for own in grads.mains]
-            for own, moved in zip(bound, grads.mains, strict=True):
+            grads.main_grads[:] = [
+                {n: t.clone() for n, t in own.items()} for own in grads.main_grads
+            ]
+            for own, moved in zip(bound, grads.main_grads, strict=True):
                 own.update(moved)
         if seed == 2:  # calls of both kinds take turns
             synchronize_all(grads.start(plan, bound))
@@ -210,7 +212,7 @@ def test_what_a_capture_cannot_hold(streams: str) -> None:
     groups = make_groups(streams, 2, num_experts=4, slots_per_rank=1, grads=F32)
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     grads = RankGrads(groups, dict.fromkeys(EXPERT, F32))
-    bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
+    bound = [group.bind_grads(own) for group, own in zip(groups, grads.main_grads, strict=True)]
     held = put_plan(groups[0], plan)
     synchronize_all(grads.start(held))  # loads the kernels
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
@@ -220,7 +222,7 @@ def test_what_a_capture_cannot_hold(streams: str) -> None:
             reduce(groups[:1], bound, plan)
         says = r"^rank 0: .* gradients are not .* group.bind_grads\(\)"
         with pytest.raises(errors.UnsupportedError, match=says):
-            reduce(groups[:1], grads.mains, held)
+            reduce(groups[:1], grads.main_grads, held)
 
     graphs.capture(calls)
     grads.reduce(held, 1)  # the group still works
@@ -254,13 +256,13 @@ def small_groups(engine: str, num_ranks: int = 2) -> list[uec.Group]:
 def test_bad_gradients_are_refused_and_peers_do_not_wait(loopback_engine: str, fault: str) -> None:
     groups = small_groups(loopback_engine)
     plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
-    mains: list[Any] = RankGrads(groups, {"w": F32}).mains
-    mains[1] = GRAD_FAULTS[fault][0](mains[1]["w"])
+    main_grads: list[Any] = RankGrads(groups, {"w": F32}).main_grads
+    main_grads[1] = GRAD_FAULTS[fault][0](main_grads[1]["w"])
     for group in groups:
         group.slot_grads["w"].fill_(2)
 
     def call(rank: int) -> BaseException | None:
-        return raised(lambda: reduce_now(mains[rank], plan, group=groups[rank]))
+        return raised(lambda: reduce_now(main_grads[rank], plan, group=groups[rank]))
 
     peer, own = loopback(2, call)
     assert isinstance(own, errors.InvalidWeightsError)
@@ -286,7 +288,7 @@ def test_a_plan_of_the_device_that_is_illegal(
 ) -> None:
     """It is refused where the call is waited for."""
     groups = small_groups(streams)
-    given = RankGrads(groups, {"w": F32}).mains
+    given = RankGrads(groups, {"w": F32}).main_grads
     legal, illegal = (
         put_plan(groups[0], uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4))
         for _ in range(2)
@@ -332,10 +334,10 @@ OTHERS: dict[str, Callable[[uec.Group, Any, uec.Plan], object]] = {
 def test_ranks_that_make_different_calls_fail(loopback_engine: str, other: str) -> None:
     groups = small_groups(loopback_engine, 3)
     plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, 1]], num_experts=6)
-    mains = RankGrads(groups, {"w": F32}).mains
+    main_grads = RankGrads(groups, {"w": F32}).main_grads
 
     def call(rank: int) -> BaseException | None:
-        group, main = groups[rank], mains[rank]
+        group, main = groups[rank], main_grads[rank]
         if rank == 1:
             return raised(lambda: OTHERS[other](group, main, plan))
         return raised(lambda: reduce_now(main, plan, group=group, mode="pull"))
@@ -350,8 +352,8 @@ def test_ranks_that_make_different_calls_fail(loopback_engine: str, other: str) 
 def test_a_rank_that_does_not_call_is_named(engine: str) -> None:
     groups = make_groups(engine, 2, timeout=0.5, num_experts=4, grads=F32)
     plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
-    mains = RankGrads(groups, dict.fromkeys(EXPERT, F32)).mains
+    main_grads = RankGrads(groups, dict.fromkeys(EXPERT, F32)).main_grads
     with pytest.raises(errors.TransferTimeoutError, match=r"reduce_expert_grads.* rank 1") as error:
-        reduce_now(mains[0], plan, group=groups[0])
+        reduce_now(main_grads[0], plan, group=groups[0])
     assert error.value.peer == 1
     close_all(groups)

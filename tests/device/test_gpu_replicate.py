@@ -59,7 +59,7 @@ def thinned(engine: str, calls: Iterable[Case]) -> list[Case]:
             (5, 11, 3, {"tile_bytes": 32768, "num_sms": 2}),
             (8, 13, 2, {}),
             (8, 8, 1, {"num_sms": 2}),
-            (8, 3, 2, {}),  # ranks without mains
+            (8, 3, 2, {}),  # ranks without local experts
             (4, 6, 0, {}),  # no slots
             (16, 32, 2, {"num_sms": 2}),
             (8, 13, 2, {"domains": [0, 0, 0, 4, 4, 4, 4, 1], "allow_cross_domain": True}),
@@ -104,7 +104,7 @@ def test_a_single_wrong_bit_is_found(engine: str) -> None:
 
 @pytest.mark.cases
 def test_an_uneven_home_map(any_engine: str) -> None:
-    home = [0, 2, 2, 2, 0, 2, 1]  # 2, 1, 4 and no mains
+    home = [0, 2, 2, 2, 0, 2, 1]  # 2, 1, 4 and no local experts
     with Ranks(any_engine, 4, SEGMENTS, num_experts=7, home=home) as ranks:
         weights = ranks.shared()
         for plan, mode in thinned(any_engine, itertools.product(ranks.plans(range(10, 14)), MODES)):
@@ -187,7 +187,7 @@ def test_weights_at_odd_addresses(any_engine: str, mode: str) -> None:
 
 @pytest.mark.cases
 def test_dtypes_and_layouts(any_engine: str) -> None:
-    home = [0, 2, 2, 2, 0, 2, 1, 0, 1, 0]  # 4, 2, 4 and no mains
+    home = [0, 2, 2, 2, 0, 2, 1, 0, 1, 0]  # 4, 2, 4 and no local experts
     with Ranks(any_engine, 4, MIXED, num_experts=10, home=home) as ranks:
         shared, stacked = ranks.shared(), ranks.stacked()
         listed = [{name: list(t.unbind()) for name, t in own.items()} for own in stacked]

@@ -36,7 +36,7 @@ class Passes:
         self.groups = new_groups(3, num_experts=5, slots_per_rank=2, expert=expert, **options)
         self.graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
         self.grads = RankGrads(self.groups, dict.fromkeys(expert, torch.float32))
-        pairs = zip(self.groups, self.grads.mains, strict=True)
+        pairs = zip(self.groups, self.grads.main_grads, strict=True)
         self.bound = [group.bind_grads(own) for group, own in pairs]
         self.given = put_plan(self.groups[0], self.plan(0))
         # Load lazily loaded kernels before captures.

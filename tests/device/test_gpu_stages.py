@@ -29,7 +29,7 @@ def _gathers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         order_gathers(found, monkeypatch)
 
 
-def settle() -> None:
+def synchronize() -> None:
     device.find_device().synchronize()
 
 
@@ -51,7 +51,7 @@ def check(case: Case, most: int) -> None:
     out = uec.reroute(there[1], plan, group=case.group)
     found, physical = uec.reroute_map(there[2], there[3], plan, group=case.group)
     alone, nothing = uec.reroute_map(there[2], None, plan, group=case.group)
-    settle()
+    synchronize()
     there[0].fill_(77)  # the plan's own load stays
     here = uec.plan_replicas(load, group=case.group, **how)
     assert_same(plan, here)
@@ -102,7 +102,7 @@ def test_more_ids_than_a_window_of_runs_has(streams: str) -> None:
         ids = case.ids(load)
         plan = uec.plan_replicas(put(case.group, load), group=case.group)
         out = uec.reroute(put(case.group, ids), plan, group=case.group)
-        settle()
+        synchronize()
         here = uec.plan_replicas(load, group=case.group)
         assert torch.equal(out.cpu(), uec.reroute(ids, here, group=case.group))
     case.close()
@@ -146,7 +146,7 @@ def test_gradients(streams: str) -> None:
             *(plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load),
             case.group.name,
         )
-        settle()
+        synchronize()
         assert torch.equal(again.cpu(), grads[0])
         assert torch.equal(plain, physical.detach())
     case.close()
@@ -169,7 +169,7 @@ def test_a_graph_plans_and_reroutes_anew_in_every_replay(streams: str) -> None:
         return plan, out, found, physical
 
     call()  # there is working memory from now on
-    settle()
+    synchronize()
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
     (plan, out, found, physical), replay = graphs.capture(call)
     for _ in range(50 if streams == "cuda" else 5):
@@ -185,7 +185,7 @@ def test_a_graph_plans_and_reroutes_anew_in_every_replay(streams: str) -> None:
         routing.copy_(fresh_map)
         probs.copy_(fresh_probs)
         replay()
-        settle()
+        synchronize()
         here = uec.plan_replicas(fresh, group=case.group)
         assert_same(plan, here)
         assert torch.equal(out.cpu(), uec.reroute(fresh_ids, here, group=case.group))
@@ -195,7 +195,7 @@ def test_a_graph_plans_and_reroutes_anew_in_every_replay(streams: str) -> None:
         check(case, 5)  # between replays the memory serves other plans
     load.fill_(-1)
     replay()
-    settle()
+    synchronize()
     with pytest.raises(errors.InvalidLoadError, match="expert 0"):
         uec.plan_replicas(fresh, group=case.group)
     case.close()
@@ -209,7 +209,7 @@ def test_faults_surface_and_leave_nothing_behind(streams: str) -> None:
     bad[0] = 5
     plan = uec.plan_replicas(put(case.group, load), group=case.group)
     out = uec.reroute(put(case.group, bad), plan, group=case.group)
-    settle()
+    synchronize()
     assert int(out[0]) == -1
     with pytest.raises(errors.InvalidLoadError, match="id 5 at position 0"):
         uec.reroute(put(case.group, ids), plan, group=case.group)

@@ -241,7 +241,7 @@ def test_gradients_are_loaded_coherently_and_added_alone(
         if "add_rows" in name:  # all of a batch are under way before any is added
             wide = [i for i, line in enumerate(body) if re.search(r"\bLDG?\.E\.128", line)]
             assert wide[-1] < adds[0], name
-            # From float32 to bfloat16 mains are loaded by halves, the other way two to a quad.
+            # From float32 to bfloat16 they are loaded by halves, the other way two to a quad.
             halves = "GradTypeE0ELS3_1E" in name
             assert len(wide) >= (4 if halves else 6), name
             fewer = halves or re.search("E1ELS3_0ELb1ELi1E|E0ELS3_0ELb1ELi2E", name)

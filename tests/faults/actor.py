@@ -25,8 +25,8 @@ from ranks import (
     expert_bytes,
     fill_weights,
     make_weights,
+    prepare_forked,
     raw,
-    settle,
     wrong_bytes,
 )
 
@@ -299,7 +299,7 @@ def play(
     """Run the process of one rank: join the cast, play the part, and report."""
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    settle()
+    prepare_forked()
     # torch's records of its last collectives would look like a leak.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     try:

@@ -101,7 +101,7 @@ def in_reduction(actor: Actor) -> None:
     """The victim waits for the gradients of rank 3, which has yet to call."""
     expert = {"w": ((1 << 20,), torch.float32)}
     own = actor.make(expert=expert, grads=torch.float32)
-    mains = {"w": torch.ones((own.group.num_local_experts, 1 << 20))}
+    grads = {"w": torch.ones((own.group.num_local_experts, 1 << 20))}
     own.group.slot_grads["w"].fill_(2.0)
     plan = plan_of(BOTH)
     actor.together()
@@ -110,11 +110,11 @@ def in_reduction(actor: Actor) -> None:
     actor.say("calling")
     # Rank 1 is to add up a part of expert 0's gradients, and rank 3's are missing.
     actor.attempt(
-        "call", lambda: uec.reduce_expert_grads(mains, plan, group=own.group, mode="pull")
+        "call", lambda: uec.reduce_expert_grads(grads, plan, group=own.group, mode="pull")
     )
     if actor.rank != 3:  # has expert 6, which others hold; expert 7 has no replica
         return
-    actor.report.wrong += int((mains["w"][1] != 1.0).sum())
+    actor.report.wrong += int((grads["w"][1] != 1.0).sum())
 
 
 def in_gather(actor: Actor) -> None:

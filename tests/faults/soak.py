@@ -46,7 +46,7 @@ class Soak:
             actor.world, slots_per_rank=S, expert=GRAD, grads=torch.float32, num_sms=1, **options
         )
         self.payload = Payload(seed, {name: s.nbytes for name, s in EXPERT.items()})
-        self.mains = self.group.topology.local_experts(self.rank).tolist()
+        self.local_experts = self.group.topology.local_experts(self.rank).tolist()
         self.weights = self.group.empty_weights()
         self.checked = 0
 
@@ -57,13 +57,13 @@ class Soak:
     # ---- transfers ------------------------------------------------------------------------
 
     def transfer(self, epoch: int) -> int:
-        """Refill the mains, make a call, and return the number of wrong bytes."""
+        """Refill the main weights, make a call, and return the number of wrong bytes."""
         draw = np.random.default_rng((self.seed, epoch))
         fill = float(draw.choice([0.2, 0.7, 1.0]))
         plan = random_plan(self.seed + epoch, self.size, E, S, fill=fill)
         names = [n for n in EXPERT if draw.random() < 0.7] or None
         mode, apart = str(draw.choice(MODES)), bool(draw.random() < 0.5)
-        for index, expert in enumerate(self.mains):
+        for index, expert in enumerate(self.local_experts):
             for name, tensor in self.weights.items():
                 own = _bytes(tensor[index])
                 self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
@@ -94,7 +94,7 @@ class Soak:
                     out = expected[at : at + segment.nbytes].numpy()
                     self.payload.fill(out, epoch=epoch, expert=expert, segment=name)
         wrong = int((memory != expected).sum())
-        for index, expert in enumerate(self.mains):
+        for index, expert in enumerate(self.local_experts):
             for name, segment in EXPERT.items():
                 own = np.empty(segment.nbytes, np.uint8)
                 self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
@@ -115,19 +115,19 @@ class Soak:
         group = self.reducing
         plan = random_plan(self.seed - epoch, self.size, E, S)
         mode = str(np.random.default_rng((self.seed, epoch, 7)).choice(["auto", "pull", "direct"]))
-        grads = {n: self._numbers(epoch, 0, self.rank, n, len(self.mains)) for n in GRAD}
+        grads = {n: self._numbers(epoch, 0, self.rank, n, len(self.local_experts)) for n in GRAD}
         for name, slots in group.slot_grads.items():
             slots.copy_(self._numbers(epoch, 1, self.rank, name, S))
         uec.reduce_expert_grads(grads, plan, group=group, mode=mode)
         wrong = 0
         for name in GRAD:
-            mains = self._numbers(epoch, 0, self.rank, name, len(self.mains))
+            main_grads = self._numbers(epoch, 0, self.rank, name, len(self.local_experts))
             for rank, row in enumerate(plan.slot_expert.tolist()):
                 theirs = self._numbers(epoch, 1, rank, name, S)
                 for slot, expert in enumerate(row):
-                    if expert in self.mains:
-                        mains[self.mains.index(expert)] += theirs[slot]
-            wrong += int((grads[name] != mains).sum())
+                    if expert in self.local_experts:
+                        main_grads[self.local_experts.index(expert)] += theirs[slot]
+            wrong += int((grads[name] != main_grads).sum())
             left = self._numbers(epoch, 1, self.rank, name, S)
             for slot, expert in enumerate(plan.slot_expert[self.rank].tolist()):
                 if expert >= 0:

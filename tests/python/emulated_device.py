@@ -37,7 +37,7 @@ class EmulatedDevice:
         self.library = ctypes.CDLL(str(library))
         for name, arguments in {
             "emulated_begin_capture": 1,
-            "emulated_settle_stream": 1,
+            "emulated_synchronize_stream": 1,
             "emulated_is_capturing": 1,
             "emulated_end_capture": 2,
             "emulated_replay": 2,
@@ -156,10 +156,10 @@ class EmulatedDevice:
         return self._streams, None
 
     def synchronize(self) -> None:
-        self.library.emulated_settle()
+        self.library.emulated_synchronize()
 
     def synchronize_stream(self) -> None:
-        self.library.emulated_settle_stream(self.current_stream())
+        self.library.emulated_synchronize_stream(self.current_stream())
 
     def load(self, cubin: Path) -> EmulatedKernels:
         return self.kernels

@@ -280,15 +280,15 @@ def allocations() -> dict[str, int]:
     with parallel(dist.get_world_size()):
         model = build(case, dist.get_world_size())
         layers = replicate(model, S, engine="host", timeout=60.0)
-        mains = [e.linear_fc2.weight for e in layers[0].experts.local_experts]
+        weights = [e.linear_fc2.weight for e in layers[0].experts.local_experts]
         hidden = torch.randn((4, 2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
-        found = {"stack": sum(p.numel() for p in mains)}
+        found = {"stack": sum(p.numel() for p in weights)}
         with NewTensors() as seen:
             output, _ = layers[0](hidden.requires_grad_())
         found["largest"] = seen.largest
         assert layers[0].replica_plan.num_replicas
         with NewTensors() as seen:  # the measurement itself
-            torch.stack(mains)
+            torch.stack(weights)
         found["control"] = seen.largest
         output.sum().backward()
         layers[0].replicas.group.assert_idle()

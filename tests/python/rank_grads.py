@@ -13,11 +13,11 @@ import ultraep_comm as uec
 
 
 class RankGrads:
-    """Main gradients in ``mains``, with a dtype per segment, and the groups' slot gradients."""
+    """``main_grads`` with a dtype per segment, and the groups' slot gradients."""
 
     def __init__(self, groups: Sequence[uec.Group], dtypes: Mapping[str, torch.dtype]) -> None:
         self.groups = groups
-        self.mains = [
+        self.main_grads = [
             {name: self._main(group, name, dtypes[name]) for name in group.slot_grads}
             for group in groups
         ]
@@ -46,13 +46,13 @@ class RankGrads:
         self._before = [given[: len(self.groups)], given[len(self.groups) :]]
 
     def _all(self) -> list[dict[str, torch.Tensor]]:
-        return [*self.mains, *(group.slot_grads for group in self.groups)]
+        return [*self.main_grads, *(group.slot_grads for group in self.groups)]
 
     def check(self, plan: uec.Plan, *, zero: bool = True) -> None:
         """Check main + (r1 + ... + rn), and that slots are cleared or unchanged."""
-        mains, slots = self._before
+        main_grads, slots = self._before
         rows = plan.slot_expert.tolist()
-        for group, own, before in zip(self.groups, self.mains, mains, strict=True):
+        for group, own, before in zip(self.groups, self.main_grads, main_grads, strict=True):
             for index, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
                 held = [
                     (r, s) for r, row in enumerate(rows) for s, e in enumerate(row) if e == expert
@@ -69,8 +69,8 @@ class RankGrads:
                         assert not tensor[s].any()
 
     def start(self, plan: uec.Plan, given: Sequence[Any] = (), **options: Any) -> list[uec.Work]:
-        """Start every rank's call, with ``given`` in place of ``mains`` if it is not empty."""
-        grads = given or self.mains
+        """Start every rank's call, with ``given`` in place of ``main_grads`` if it is not empty."""
+        grads = given or self.main_grads
         return start_all(self.groups, grads, plan, call=uec.reduce_expert_grads, **options)
 
     def reduce(self, plan: uec.Plan, seed: int, **options: Any) -> None:

@@ -294,7 +294,7 @@ def forkserver() -> Any:
     return context
 
 
-def settle() -> None:
+def prepare_forked() -> None:
     """Prepare a process that was just forked: one thread, and garbage only of what it makes.
 
     To look through all of torch takes 0.1 s, and a copy of its pages.
@@ -304,7 +304,7 @@ def settle() -> None:
 
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
-    settle()
+    prepare_forked()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MAX_RANKS)
     for size in range(1, MAX_RANKS + 1):
         SUBGROUPS[size] = dist.new_group(list(range(size)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from ranks import forkserver, settle
+from ranks import forkserver, prepare_forked
 
 
 def _free_port() -> int:
@@ -24,7 +24,7 @@ def _free_port() -> int:
 
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, task: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    settle()
+    prepare_forked()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
     function, args = task
     try:

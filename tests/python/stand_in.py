@@ -34,8 +34,8 @@ class Emulated(StandIn):
         return lambda: emulated.replay(graph)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.settle()
+        self.synchronize()
         return tensor.clone()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         device.find_device().synchronize()

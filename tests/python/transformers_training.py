@@ -174,9 +174,13 @@ def largest_new_tensor(folder: Path) -> dict[str, Any]:
 
     with mock.patch.object(adapter.UltraEP, "__call__", watch):
         model(input_ids=ids, labels=ids).loss.backward()
-    mains = min(p.to_local().numel() for n, p in model.named_parameters() if "experts" in n)
+    num_elements = min(p.to_local().numel() for n, p in model.named_parameters() if "experts" in n)
     layer = next(iter(adapter.layers(model).values()))
-    return {"largest": found.largest, "mains": mains, "replicas": layer.plan.num_replicas}
+    return {
+        "largest": found.largest,
+        "num_elements": num_elements,
+        "replicas": layer.plan.num_replicas,
+    }
 
 
 def main(path: str, names: list[str]) -> None:

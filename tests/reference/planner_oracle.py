@@ -107,8 +107,8 @@ def fewest_replicas(problem: Problem, threshold: int) -> int:
     for rank, tokens in enumerate(before):
         left = tokens - threshold
         excess += max(left, 0)
-        mains = [e for e, h in zip(problem.load, problem.home, strict=True) if h == rank]
-        for load in sorted(mains, reverse=True):
+        local_experts = [e for e, h in zip(problem.load, problem.home, strict=True) if h == rank]
+        for load in sorted(local_experts, reverse=True):
             if left <= 0:
                 break
             left -= load
@@ -290,11 +290,11 @@ def least_moves(
         at_most({i: 1 for i, (e, _) in enumerate(pairs) if e == expert}, load)
     for rank, before in enumerate(tokens_before(problem)):
         here = [i for i, (_, r) in enumerate(pairs) if r == rank]
-        mains = [e for e, home in enumerate(problem.home) if home == rank]
+        local_experts = [e for e, home in enumerate(problem.home) if home == rank]
         at_most({num_pairs + i: 1 for i in here}, problem.slots_per_rank)
         at_most({num_pairs + i: 1 for i in here if i in moving} | {transfer: -1}, 0)
-        at_most({2 * num_pairs + e: 1 for e in mains} | {transfer: -1}, 0)
-        leaving = {i: -1.0 for i, (e, _) in enumerate(pairs) if e in mains}
+        at_most({2 * num_pairs + e: 1 for e in local_experts} | {transfer: -1}, 0)
+        leaving = {i: -1.0 for i, (e, _) in enumerate(pairs) if e in local_experts}
         at_most(dict.fromkeys(here, 1.0) | leaving, threshold - before)
     largest = np.ones(transfer + 1)
     largest[:num_pairs] = [problem.load[expert] for expert, _ in pairs]

@@ -34,20 +34,20 @@ class Instance:
 
 
 def instances_by_physical_id(plan: Plan) -> dict[int, Instance]:
-    """The numbering: `rank * P + index`, mains first in expert order, then slots."""
+    """The numbering: `rank * P + index`, local experts first in expert order, then slots."""
     by_rank = [
         sorted(expert for expert, home in enumerate(plan.home) if home == rank)
         for rank in range(len(plan.load))
     ]
     stride = max(map(len, by_rank)) + len(plan.slot_expert[0])
     table = {}
-    for rank, mains in enumerate(by_rank):
-        for index, expert in enumerate(mains):
+    for rank, local_experts in enumerate(by_rank):
+        for index, expert in enumerate(local_experts):
             table[rank * stride + index] = Instance(expert, rank, plan.home_quota[expert])
         for slot, expert in enumerate(plan.slot_expert[rank]):
             if expert != -1:
                 quota = plan.slot_quota[rank][slot]
-                table[rank * stride + len(mains) + slot] = Instance(expert, rank, quota)
+                table[rank * stride + len(local_experts) + slot] = Instance(expert, rank, quota)
     return table
 
 

@@ -125,7 +125,7 @@ void Simulation::take(const Transition& t) {
       break;
     case Transition::kStop:
       ranks_[t.index].stopped = 1;
-      world_->lose_last_words(t.index);
+      world_->lose_peer_state(t.index);
       break;
     case Transition::kNotice:
       world_->gone[t.index] = 1;

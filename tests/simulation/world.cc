@@ -175,7 +175,7 @@ void World::show(int32_t flag) {
 
 // A rank has stopped. Publishes of one step are one event here, but need not be in reality: of its
 // latest messages that no rank has seen, any number were never sent.
-void World::lose_last_words(int32_t rank) {
+void World::lose_peer_state(int32_t rank) {
   int32_t first = *num_messages_;  // of those that may be lost
   while (first > 0 && (rank_of(message(first - 1).writer) != rank || !message(first - 1).shown))
     --first;

@@ -181,7 +181,7 @@ class World {
   int32_t pending_flag(int32_t i) const { return pending_[i]; }
   int32_t flag_rank(int32_t flag) const { return flag / flags_per_rank_; }
   void show(int32_t flag);  // its oldest message that is not visible yet
-  void lose_last_words(int32_t rank);
+  void lose_peer_state(int32_t rank);
   bool all_shown(int32_t writer_rank, int32_t to_rank) const;
 
   uint32_t roll(uint32_t sides);  // dice inside a step; 0 where none are thrown

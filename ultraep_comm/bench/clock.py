@@ -74,7 +74,7 @@ class Meter(Protocol):
     def spread(self, jobs: Sequence[Run]) -> None:
         """Run jobs on several streams, ordered after and before the current stream."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device."""
 
     def describe(self) -> dict[str, Any]:
@@ -109,11 +109,11 @@ class HostMeter:
     ) -> float:
         """Time calls with the host clock."""
         (line_up or run)()
-        self.settle()
+        self.synchronize()
         start = time.perf_counter_ns()
         for _ in range(calls):
             run()
-        self.settle()
+        self.synchronize()
         return (time.perf_counter_ns() - start) / 1e3 / calls
 
     def spread(self, jobs: Sequence[Run]) -> None:
@@ -129,7 +129,7 @@ class HostMeter:
         """Copy."""
         return tensor.clone()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing: calls block."""
 
     def describe(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Gpu:
         for stream in used:
             current.wait_stream(stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.torch_device)
 
@@ -374,19 +374,19 @@ class DeviceClock:
         self._meter, self._ranks_here, self._calls = meter, ranks_here, calls
         self._line_up = line_up
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device and the ranks, so that none overwrites what another reads."""
-        self._meter.settle()
+        self._meter.synchronize()
         if not self.loopback:
             dist.barrier()
 
     def time_us(self, run: Run, calls: int = 0) -> float:
         """Return the device time per call, of ``calls`` in a row (0: the clock's number)."""
-        self.settle()
+        self.synchronize()
         took = self._meter.time_us(
             run, calls or self._calls, self._ranks_here, line_up=self._line_up
         )
-        self.settle()
+        self.synchronize()
         return took
 
     def span(self, run: Run) -> tuple[float, float]:

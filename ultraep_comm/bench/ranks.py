@@ -102,7 +102,7 @@ class Ranks(abc.ABC):
         """Return the median host time of one rank's call."""
         times = []
         for _ in range(_HOST_CALLS):
-            self.meter.settle()
+            self.meter.synchronize()
             start = time.perf_counter_ns()
             works = self.start(plan, mode, bound=bound)
             times.append((time.perf_counter_ns() - start) / 1e3 / len(self.groups))
@@ -198,9 +198,9 @@ class WeightRanks(Ranks):
         clock = self.clock()
         self.mark_slots()
         self.fill(plan, payload, epoch)
-        clock.settle()
+        clock.synchronize()
         self.call(plan, mode)
-        clock.settle()
+        clock.synchronize()
         wrong = np.array([self.count_wrong(plan, payload, epoch)])
         return int(add_up(wrong, self.loopback)[0])
 

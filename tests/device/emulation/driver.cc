@@ -122,8 +122,8 @@ int32_t emulated_multiprocessors() { return kMultiprocessors; }
 
 uint64_t emulated_launches() { return launches.load(); }
 
-void emulated_settle() { Streams::instance().settle(); }
-void emulated_settle_stream(void* stream) { Streams::instance().settle(stream); }
+void emulated_synchronize() { Streams::instance().synchronize(); }
+void emulated_synchronize_stream(void* stream) { Streams::instance().synchronize(stream); }
 
 // Keeps a stream busy for that long.
 void emulated_delay(void* stream, int64_t microseconds) {
@@ -152,7 +152,7 @@ int32_t cuCtxPopCurrent(void**) { return kSuccess; }
 
 int32_t cuCtxSynchronize() {
   if (Streams::instance().spoil_captures()) return emulation::kCaptureUnsupported;
-  Streams::instance().settle();
+  Streams::instance().synchronize();
   return kSuccess;
 }
 
@@ -165,9 +165,9 @@ int32_t cuMemcpyHtoD(uint64_t to, const void* from, size_t bytes) {
 int32_t cuStreamSynchronize(void* stream) {
   if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
   if (stream != nullptr)
-    Streams::instance().settle(stream);
+    Streams::instance().synchronize(stream);
   else
-    Streams::instance().settle_legacy();
+    Streams::instance().synchronize_legacy();
   return kSuccess;
 }
 
@@ -179,7 +179,7 @@ int32_t cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void* stream
 
 int32_t cuMemcpyDtoH(void* to, uint64_t from, size_t bytes) {
   if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
-  Streams::instance().settle_legacy();
+  Streams::instance().synchronize_legacy();
   std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
   return kSuccess;
 }

@@ -39,7 +39,7 @@ class Stream {
     changed_.notify_all();
   }
 
-  void settle() {
+  void synchronize() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return queue_.empty(); });
   }
@@ -128,25 +128,25 @@ class Streams {
     staged_.assign(begin, begin + bytes);
     staged_to_ = to;
   }
-  void settle_legacy() {
+  void synchronize_legacy() {
     const std::lock_guard lock(mutex_);
     deliver_staged();
   }
 
-  void settle() {
+  void synchronize() {
     std::vector<Stream*> all;
     {
       const std::lock_guard lock(mutex_);
       deliver_staged();
       for (const auto& [handle, stream] : all_) all.push_back(stream);
     }
-    for (Stream* const stream : all) stream->settle();
+    for (Stream* const stream : all) stream->synchronize();
   }
-  void settle(void* handle) {
+  void synchronize(void* handle) {
     std::unique_lock lock(mutex_);
     Stream& one = stream(handle);
     lock.unlock();
-    one.settle();
+    one.synchronize();
   }
 
   int32_t record(Event* event, void* handle) {

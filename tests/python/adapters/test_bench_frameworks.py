@@ -57,10 +57,10 @@ def _lose_gradients() -> None:
 
     reduce = hooks.uec.reduce_expert_grads
 
-    def lost(mains: Any, plan: Any, *, group: Any, **options: Any) -> Any:
+    def lost(main_grads: Any, plan: Any, *, group: Any, **options: Any) -> Any:
         for grad in group.slot_grads.values():
             grad.zero_()
-        return reduce(mains, plan, group=group, **options)
+        return reduce(main_grads, plan, group=group, **options)
 
     hooks.uec.reduce_expert_grads = lost
 

@@ -231,11 +231,13 @@ def serve(rank: int, group: dist.ProcessGroup) -> list[Any]:
                         fresh = torch.full_like(getattr(layer, name), torch.nan)
                         setattr(layer, name, torch.nn.Parameter(fresh, requires_grad=False))
                     layer.load(weights, rank)
-        mains = slice(rank * (EXPERTS // group.size()), (rank + 1) * (EXPERTS // group.size()))
+        local_experts = slice(
+            rank * (EXPERTS // group.size()), (rank + 1) * (EXPERTS // group.size())
+        )
         for layer, weights in zip(model, whole, strict=True):  # homes have not moved
             for name, value in weights.items():
                 own = getattr(layer, name)[: EXPERTS // group.size()]
-                assert torch.equal(own, value[mains])
+                assert torch.equal(own, value[local_experts])
         assert fake_sglang.STATE.graphs == 0  # SGLang's compiler has seen nothing of it
     return [max(found), imbalances, computed]
 

@@ -190,8 +190,8 @@ def largest(made: Any, copies: bool) -> tuple[int, int, int]:
     inner = getattr(*made.runner)
 
     def joined(*given: Any) -> Any:
-        mains, slots = given[-2:]
-        torch.cat([mains["w1"], slots["w1"]])  # what the test has to notice
+        weights, slots = given[-2:]
+        torch.cat([weights["w1"], slots["w1"]])  # what the test has to notice
         return inner(*given)
 
     run = joined if copies else inner
@@ -201,10 +201,12 @@ def largest(made: Any, copies: bool) -> tuple[int, int, int]:
 
 
 def test_no_tensor_as_large_as_main_weights_is_created(ranks: RankPool, framework: str) -> None:
-    for size, mains, replicas in ranks.run(G, on, framework, largest, False):
+    for size, num_elements, replicas in ranks.run(G, on, framework, largest, False):
         assert replicas > 0
-        assert 0 < size < mains
-    assert all(size >= mains for size, mains, _ in ranks.run(G, on, framework, largest, True))
+        assert 0 < size < num_elements
+    assert all(
+        size >= num_elements for size, num_elements, _ in ranks.run(G, on, framework, largest, True)
+    )
 
 
 def in_float16(made: Any) -> None:

@@ -169,7 +169,7 @@ def test_layers_of_a_model_create_no_tensor_as_large_as_main_weights(
 ) -> None:
     found = SimpleNamespace(**results["new tensors"])
     assert found.replicas > 0
-    assert 0 < found.largest < found.mains
+    assert 0 < found.largest < found.num_elements
 
 
 @needs_transformers

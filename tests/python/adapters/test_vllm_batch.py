@@ -86,7 +86,7 @@ def run_batches(rank: int, group: Any, gathers: bool, holds: str, real: int) -> 
                 computed = torch.bincount(mine.flatten() // P, minlength=G)
                 if gathers:
                     dist.all_reduce(computed, group=group)
-                assert (rows[real:] % P < M).all()  # padding stays with mains
+                assert (rows[real:] % P < M).all()  # padding stays at home
                 plan = layer.replica_plan
                 assert (computed.max() / computed.double().mean()) == pytest.approx(plan.imbalance)
                 found.append((plan.imbalance_before, plan.imbalance, plan.num_replicas))

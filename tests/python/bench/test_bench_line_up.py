@@ -34,7 +34,7 @@ def _waits(ranks: Ranks) -> int:
         time.sleep(late if dist.get_rank() == 1 else 0)
         began = time.monotonic_ns()
         ranks.line_up()
-        ranks.meter.settle()
+        ranks.meter.synchronize()
         ended = time.monotonic_ns()
     last = torch.tensor([began])
     dist.all_reduce(last, op=dist.ReduceOp.MAX)

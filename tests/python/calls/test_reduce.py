@@ -75,7 +75,7 @@ def test_main_gradients_may_be_any_memory() -> None:
 def test_the_chosen_mode_is_told_and_work_can_be_waited_for_later() -> None:
     groups = make_groups(3)
     plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, -1]], num_experts=7)
-    grads = RankGrads(groups, GRADS).mains
+    grads = RankGrads(groups, GRADS).main_grads
     for work in start_all(groups, grads, plan, call=uec.reduce_expert_grads, mode="pull"):
         assert work.mode == "pull"
         work.wait()
@@ -108,7 +108,7 @@ def test_bad_input_names_the_saved_plan(operation: str) -> None:
     handles = [group.save(plan, layer=3, microbatch=5) for group in groups]
 
     def call(rank: int) -> BaseException | None:
-        grads = RankGrads(groups, GRADS).mains[rank]
+        grads = RankGrads(groups, GRADS).main_grads[rank]
         tensors = {name: tensor.to(torch.int16) for name, tensor in grads.items()}
         made = getattr(uec, operation)
         return raised(lambda: made(tensors, handles[rank], group=groups[rank]))
@@ -128,7 +128,7 @@ def test_layers_reduced_in_another_order_do_not_match() -> None:
     groups = make_groups(2, num_experts=4)
     plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)  # the same for both layers
     handles = [[group.save(plan, layer=layer) for layer in (3, 4)] for group in groups]
-    grads = RankGrads(groups, GRADS).mains
+    grads = RankGrads(groups, GRADS).main_grads
 
     def call(rank: int) -> BaseException | None:
         return raised(

@@ -83,11 +83,11 @@ def test_random_calls_move_every_byte_and_sum_every_bit(
                     uec.reduce_expert_grads(
                         main, plan, group=group, async_op=True, mode=mode, zero=zero
                     )
-                    for main, group in zip(own.mains, own.groups, strict=True)
+                    for main, group in zip(own.main_grads, own.groups, strict=True)
                 ]
             )
             own.check(plan, zero=zero)
-        for ours, theirs in zip(both[0].mains, both[1].mains, strict=True):
+        for ours, theirs in zip(both[0].main_grads, both[1].main_grads, strict=True):
             assert all(torch.equal(ours[n], theirs[n]) for n in grads), (seed, mode)
     close_all(groups)
     close_all(on_host)

@@ -353,9 +353,9 @@ def execute(
     return came
 
 
-def local_row(case: Case, rank: int, mains: Sequence[Any], segment: int, index: int) -> Any:
+def local_row(case: Case, rank: int, rows: Sequence[Any], segment: int, index: int) -> Any:
     """Return a local expert's tensor, given its index on the rank."""
-    return mains[segment][[e for e, home in enumerate(case.home) if home == rank][index]]
+    return rows[segment][[e for e, home in enumerate(case.home) if home == rank][index]]
 
 
 def check_main(case: Case, rank: int, step: Step) -> None:
@@ -366,7 +366,9 @@ def check_main(case: Case, rank: int, step: Step) -> None:
 
 @settings(max_examples=cases(40, 400))
 @given(cases_of(), st.data(), st.integers(0, 2**32 - 1))
-def test_slots_become_what_the_mains_are(case: Case, data: st.DataObject, seed: int) -> None:
+def test_slots_become_what_the_local_experts_are(
+    case: Case, data: st.DataObject, seed: int
+) -> None:
     generator = np.random.default_rng(seed)
     ledgers = case.ledgers()
     shape = case.num_ranks, case.slots_per_rank
@@ -377,14 +379,14 @@ def test_slots_become_what_the_mains_are(case: Case, data: st.DataObject, seed: 
         sizes = [(*first, n) for n in case.segments]
         return [torch.from_numpy(generator.integers(0, 256, size, np.uint8)) for size in sizes]
 
-    slots, mains = random_bytes(*shape), random_bytes(case.num_experts)
+    slots, weights = random_bytes(*shape), random_bytes(case.num_experts)
     nothing: Any = None
     for _ in range(data.draw(st.integers(1, 3))):
         plan = draw_plan(data, case, held)
         segments = sorted(data.draw(st.one_of(st.just(every), st.sets(st.sampled_from([*every])))))
         bank = data.draw(st.sampled_from((-1, 0, 0)))
         if bank < 0 or data.draw(st.integers(0, 3)) == 0:  # other weights
-            mains = random_bytes(case.num_experts)
+            weights = random_bytes(case.num_experts)
             for ledger in ledgers:
                 ledger.invalidate(0)
         options = {"bank": bank, "version": ledgers[0].version(0), "mode": data.draw(MODES)}
@@ -392,7 +394,7 @@ def test_slots_become_what_the_mains_are(case: Case, data: st.DataObject, seed: 
         check_ends(steps)
         expected = [slot.clone() for slot in slots]
         for segment in segments:
-            expected[segment][plan >= 0] = mains[segment][plan[plan >= 0]]
+            expected[segment][plan >= 0] = weights[segment][plan[plan >= 0]]
         ready: list[int] = []
         ranks = [
             Transfer(
@@ -400,7 +402,7 @@ def test_slots_become_what_the_mains_are(case: Case, data: st.DataObject, seed: 
                 nothing,
                 0,
                 [slot[rank] for slot in slots],
-                partial(local_row, case, rank, mains),
+                partial(local_row, case, rank, weights),
                 partial(ready.append, rank),
             )
             for rank, own in enumerate(steps)
@@ -435,7 +437,7 @@ def random_grads(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.T
 
 @settings(max_examples=cases(40, 400))
 @given(cases_of(gradients=True), st.data(), st.integers(0, 2**32 - 1))
-def test_mains_get_the_sum_in_the_order_of_ranks(
+def test_main_grads_get_the_sum_in_the_order_of_ranks(
     case: Case, data: st.DataObject, seed: int
 ) -> None:
     shape = case.num_ranks, case.slots_per_rank
@@ -449,14 +451,14 @@ def test_mains_get_the_sum_in_the_order_of_ranks(
         for i, (n, dtype) in enumerate(zip(lengths, case.dtypes, strict=True))
     ]
     main_types = [data.draw(st.sampled_from((torch.float32, torch.bfloat16))) for _ in lengths]
-    mains = [
+    main_grads = [
         random_grads((case.num_experts, n), dtype, seed + 100 + i)
         for i, (n, dtype) in enumerate(zip(lengths, main_types, strict=True))
     ]
     with_tokens = plan if quota is None else np.where(quota > 0, plan, -1).astype(np.int32)
-    expected = [main.clone() for main in mains]
+    expected = [main.clone() for main in main_grads]
     for expert, replicas in case.replicas(with_tokens).items():
-        for i, main in enumerate(mains):
+        for i, main in enumerate(main_grads):
             expected[i][expert] = reduced(main[expert], [slots[i][at] for at in replicas])
     mode = data.draw(st.sampled_from((None, _core.Mode.PULL, _core.Mode.DIRECT)))
     ledgers = case.ledgers()
@@ -471,13 +473,13 @@ def test_mains_get_the_sum_in_the_order_of_ranks(
             nothing,
             0,
             [slot[rank] for slot in slots],
-            partial(local_row, case, rank, mains),
+            partial(local_row, case, rank, main_grads),
         )
         for rank, own in enumerate(steps)
     ]
     execute(case, steps, seed, ranks)
     assert not any(rank._parts for rank in ranks), "nothing is summed in vain"
-    for found, wanted in zip(mains, expected, strict=True):
+    for found, wanted in zip(main_grads, expected, strict=True):
         assert same_bits(found, wanted)
 
 

@@ -124,10 +124,10 @@ def _far_groups(rank: int, process_group: Any) -> Any:
         _with_nvshmem(process_group, device, runtime, allow_cross_domain=True, grads=torch.float32)
     apart = _with_nvshmem(process_group, device, runtime, grads=torch.float32)
     inside = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1], [-1, -1]], num_experts=E)
-    mains = {
+    main_grads = {
         n: torch.zeros(apart.num_local_experts, *s.shape[1:]) for n, s in apart.slot_grads.items()
     }
-    uec.reduce_expert_grads(mains, inside, group=apart)
+    uec.reduce_expert_grads(main_grads, inside, group=apart)
     assert device.launches()[-1] == "ultraep_reduce"
     apart.close()
     assert not runtime.registered

@@ -1,4 +1,4 @@
-"""Slots that appear behind other mains in a device's virtual memory: over memfds."""
+"""Slots that appear behind other weights in a device's virtual memory: over memfds."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_layers_share_the_slots_of_a_bank(emulated: EmulatedDevice) -> None:
     layers = [[group.banks[0].empty_instances() for group in groups] for _ in range(3)]
     count = E // 2
     for epoch, layer in enumerate(layers):
-        mains = [{name: t[:count] for name, t in own.items()} for own in layer]
-        assert not any(t.any() for own in mains for t in own.values())
-        for group, own in zip(groups, mains, strict=True):
+        weights = [{name: t[:count] for name, t in own.items()} for own in layer]
+        assert not any(t.any() for own in weights for t in own.values())
+        for group, own in zip(groups, weights, strict=True):
             fill_weights(group, own, epoch)
-        regions = [group.bind(own).region for group, own in zip(groups, mains, strict=True)]
+        regions = [group.bind(own).region for group, own in zip(groups, weights, strict=True)]
         assert regions == [0 if epoch == 0 else -1] * 2  # others are pushed
-        synchronize_all(start_all(groups, mains, PLAN))
+        synchronize_all(start_all(groups, weights, PLAN))
         for group in groups:
             for index, (name, segment) in enumerate(EXPERT.items()):
                 for slot, expert in enumerate(PLAN.slot_expert[group.rank].tolist()):
@@ -59,7 +59,7 @@ def test_layers_share_the_slots_of_a_bank(emulated: EmulatedDevice) -> None:
     assert bool((grads[0][count:] == 1).all())
     assert not driver.handles
     close_all(groups)
-    del layers, layer, mains, own, shown, found, grads, groups, group
+    del layers, layer, weights, own, shown, found, grads, groups, group
     gc.collect()
     assert not driver.ranges
 
@@ -74,8 +74,8 @@ def test_refusals_are_typed(monkeypatch: pytest.MonkeyPatch, emulated: EmulatedD
     for group in groups:
         with pytest.raises(errors.UnsupportedError, match=why):
             group.banks[0].empty_instances()
-    mains = [{name: t[: E // 2] for name, t in own.items()} for own in layer]
-    synchronize_all(start_all(groups, mains, PLAN))  # the group goes on
+    weights = [{name: t[: E // 2] for name, t in own.items()} for own in layer]
+    synchronize_all(start_all(groups, weights, PLAN))  # the group goes on
     close_all(groups)
     groups = _groups()
     groups[0].banks[0].empty_instances()

@@ -56,7 +56,7 @@ def loads_of(num_experts: int, most: int) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("mains", "most"),
+    ("local_counts", "most"),
     [
         ((1, 1), 9),
         ((2, 2), 5),
@@ -72,10 +72,10 @@ def loads_of(num_experts: int, most: int) -> Iterator[np.ndarray]:
     ids=str,
 )
 def test_every_small_load_is_exact_with_the_certain_slots(
-    mains: tuple[int, ...], most: int
+    local_counts: tuple[int, ...], most: int
 ) -> None:
-    num_ranks, num_experts = len(mains), sum(mains)
-    home = np.repeat(np.arange(num_ranks, dtype=np.int32), mains)
+    num_ranks, num_experts = len(local_counts), sum(local_counts)
+    home = np.repeat(np.arange(num_ranks, dtype=np.int32), local_counts)
     slots = uec.slots_for_exact(num_ranks=num_ranks, num_experts=num_experts, home=home)
     for load in loads_of(num_experts, most + cases(0, 1)):
         plan = plan_exactly(load, home, num_ranks, slots)
@@ -111,9 +111,9 @@ def test_where_only_the_last_style_is_exact(by_home: list[list[int]]) -> None:
 @settings(max_examples=cases(150, 3000))
 def test_large_loads_are_exact_with_the_certain_slots(data: st.DataObject) -> None:
     """Also with few experts in use, where slots are scarce; the definition finds the same plan."""
-    mains = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any))
-    num_ranks, num_experts = len(mains), sum(mains)
-    home = np.repeat(np.arange(num_ranks, dtype=np.int32), mains)
+    local_counts = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any))
+    num_ranks, num_experts = len(local_counts), sum(local_counts)
+    home = np.repeat(np.arange(num_ranks, dtype=np.int32), local_counts)
     home = home[np.array(data.draw(st.permutations(range(num_experts))))]
     slots = uec.slots_for_exact(num_ranks=num_ranks, num_experts=num_experts, home=home)
     one = st.sampled_from([0, 0, 1, 1000]) | st.integers(0, 2**31 - 1)
@@ -134,13 +134,13 @@ def test_large_loads_are_exact_with_the_certain_slots(data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "mains"), [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 3), (5, 2)]
+    ("num_ranks", "local_counts"), [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 3), (5, 2)]
 )
-def test_fewer_slots_are_not_certain(num_ranks: int, mains: int) -> None:
+def test_fewer_slots_are_not_certain(num_ranks: int, local_counts: int) -> None:
     """The load that `slots_for_exact` names: no plan at all is exact with one slot less."""
-    num_experts = num_ranks * mains
+    num_experts = num_ranks * local_counts
     slots = uec.slots_for_exact(num_ranks=num_ranks, num_experts=num_experts)
-    load = [num_ranks] * (num_experts - mains) + [0] * mains
+    load = [num_ranks] * (num_experts - local_counts) + [0] * local_counts
     problem = problem_of(load, num_ranks, slots - 1, target=1.0)
     mean = -(-sum(load) // num_ranks)
     if slots > 1:

@@ -153,8 +153,8 @@ def test_the_search_ends_within_the_stated_number_of_probes(
         patch.setattr(planner, "_probe", counted)
         plan_in_numpy(problem, costs)
     num_ranks, slots = problem.num_ranks, problem.slots_per_rank
-    mains = max(problem.home.count(rank) for rank in range(num_ranks))
-    caps = slots + max(0, math.ceil(math.log2(max(mains, 1) / max(slots, 1)))) + 2
+    num_local = max(problem.home.count(rank) for rank in range(num_ranks))
+    caps = slots + max(0, math.ceil(math.log2(max(num_local, 1) / max(slots, 1)))) + 2
     steps = math.ceil(math.log2(4096 * num_ranks))
     pools = 1 if problem.allow_cross_domain else len(set(problem.domain))
     if costs is None:

@@ -300,7 +300,7 @@ def example() -> tuple[Plan, NDArray[np.int64]]:
 
 
 def test_an_example_by_hand() -> None:
-    """P = 2: mains are instances 0 and 2, the replica is 3. Rank 1 keeps its two tokens."""
+    """P = 2: local experts are instances 0 and 2, the replica is 3. Rank 1 keeps its two tokens."""
     plan, ids = example()
     status, out = reroute_in_core(plan, ids, 0)
     assert status.fault is Fault.NONE

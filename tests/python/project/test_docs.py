@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import forkserver, settle
+from ranks import forkserver, prepare_forked
 from tiers import sampled
 
 import ultraep_comm as uec
@@ -27,7 +27,7 @@ PAGES += [*sorted((ROOT / "bench").glob("*.md")), ROOT / "bench" / "results" / "
 
 def run_as_rank(script: Path, rank: int, variables: dict[str, str]) -> None:
     """Run a program in this process, as one that ``torchrun`` has started."""
-    settle()
+    prepare_forked()
     with script.with_suffix(f".{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

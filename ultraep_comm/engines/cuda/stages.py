@@ -597,7 +597,7 @@ class CudaStages(Engine):
         num_runs = 1 << (num_runs - 1).bit_length()
         state = self._device.allocate(self._shape.state_bytes(num_runs))
         self._memory.append(state)
-        translated(self._stages.lend_state, state.data_ptr(), num_runs)
+        translated(self._stages.bind_state, state.data_ptr(), num_runs)
 
     def _tensors(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return int32 tensors in one allocation."""

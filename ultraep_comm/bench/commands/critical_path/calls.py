@@ -239,7 +239,7 @@ class PathCalls:
         }
         for call in paths.values():
             call()
-            self._meter.settle()
+            self._meter.synchronize()
         made = [
             Variant(name="gather_load", run=lambda: Found(loads=self.gather())),
             Variant(name="plan_replicas", run=lambda: Found(plans=self.plan(self._loads))),

@@ -278,7 +278,7 @@ class Measurement:
         """Draw fresh ids, and put them on the device."""
         expected = Expected.of(draw_ids(self._settings, turn), self._ranks.groups)
         self._calls.prepare(expected)
-        self._meter.settle()
+        self._meter.synchronize()
         return expected
 
     def _time(self, variant: Variant, expected: Expected, epoch: int) -> float:

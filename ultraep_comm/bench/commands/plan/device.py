@@ -220,7 +220,7 @@ def _measure_plans(
     for i, case in enumerate(cases):
         load = stages.to_device(case.load)
         plans: list[Plan] = []
-        meter.settle()
+        meter.synchronize()
 
         def plan(load: torch.Tensor = load, plans: list[Plan] = plans) -> None:
             plans[:] = [stages.plan(load, target_ppm, None)]
@@ -228,7 +228,7 @@ def _measure_plans(
         if i == 0:
             first = meter.time_us(plan, 1, 1, line_up=lambda: None)
         times.append(meter.time_us(plan, PLAN_CALLS, 1))
-        meter.settle()
+        meter.synchronize()
         wrong += count_wrong_plan(plans[0], case.plan)
     stages.raise_fault()
     return {
@@ -245,7 +245,7 @@ def _measure_others(
     """Return the times of counts, an empty launch, reroutes of padding and of ids; wrong values."""
     ids, padding = stages.to_device(case.ids), stages.to_device(torch.full((1, 1), -1))
     plan = stages.plan(stages.to_device(case.load), 1_000_000, None)
-    meter.settle()
+    meter.synchronize()
     for name in FIELDS:  # use the host's plan, whatever the target
         getattr(plan, name).copy_(getattr(case.plan, name))
     found: dict[str, torch.Tensor] = {}
@@ -259,11 +259,11 @@ def _measure_others(
     gather_us = meter.time_us(gather, _GATHER_CALLS, 1)
     launch_us = meter.time_us(lambda: stages.save([], None, 0, 0), PLAN_CALLS, 1)
     shares_us = meter.time_us(shares, PLAN_CALLS, 1)
-    meter.settle()
+    meter.synchronize()
     with suppress(InvalidLoadError):  # padding was not counted in the load
         stages.raise_fault()
     reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
-    meter.settle()
+    meter.synchronize()
     wrong = count_unequal(found["counts"], case.load[:1])
     wrong += count_unequal(found["ids"], case.physical)
     return gather_us, launch_us, shares_us, reroute_us, wrong
@@ -333,17 +333,17 @@ class AllRanks:
             self._epoch += 1
             self.ranks.mark_slots()
             self.ranks.fill(plan, self._payload, self._epoch)
-            meter.settle()
+            meter.synchronize()
             run = functools.partial(self.ranks.call, given, "auto")
             times.append(meter.time_us(run, _GATHER_CALLS, len(groups)))
-            meter.settle()
+            meter.synchronize()
             wrong += self.ranks.count_wrong(plan, self._payload, self._epoch)
         at_once_us = None
         if plans_at_once(groups[0]):
             own = [stages.to_device(i) for i in ids]
             made: list[Plan] = []
             gather_and_plan_together(groups, own, target)  # allocates, so that it can be captured
-            meter.settle()
+            meter.synchronize()
 
             def plan_all() -> None:
                 made[:] = gather_and_plan_together(groups, own, target)
@@ -351,7 +351,7 @@ class AllRanks:
             # Replayed: without capture, a call of all ranks enqueues as many events as ranks.
             replay = meter.capture(plan_all)
             at_once_us = meter.time_us(replay, _GATHER_CALLS, len(groups))
-            meter.settle()
+            meter.synchronize()
             for found in made:
                 assert found.load is not None
                 wrong += count_unequal(found.load, load) + count_wrong_plan(found, plan)
