@@ -76,6 +76,10 @@ class EmulatedDevice:
         ] = {}  # of empty(): kept so that addresses are never reused
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # of keep(), by memory and stream
 
+    def __del__(self) -> None:
+        # Streams outlive it: its memory must not be freed before they are done with it.
+        self.library.emulated_synchronize()
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8, device="cpu"))
         address = self._memory[-1].data_ptr()
