@@ -1,11 +1,7 @@
 #include "bind.hpp"
 
 NB_MODULE(_core, m) {
-  m.doc() = R"(The C++ core and the engines. Use the functions of `ultraep_comm` instead.
-
-The stub is generated from this module. After changing the bindings and reinstalling, run:
-
-    python -m nanobind.stubgen -q -m ultraep_comm._core -o ultraep_comm/_core.pyi)";
+  m.doc() = "The C++ core and the engines. Use the functions of `ultraep_comm` instead.";
   uec::python::bind_enums(m);
   uec::python::bind_planner(m);
   uec::python::bind_reroute(m);
