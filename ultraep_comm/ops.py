@@ -63,17 +63,36 @@ def _fake_plan(
     return tuple(load.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
+def _fake_plan_in_bank(
+    load: Tensor, num_ranks: int, num_experts: int, slots_per_rank: int, *_: Any
+) -> tuple[Tensor, ...]:
+    moves = load.new_empty((num_ranks, slots_per_rank), dtype=torch.bool)
+    return *_fake_plan(load, num_ranks, num_experts, slots_per_rank), moves
+
+
+_LOAD = (
+    "Tensor load, int num_ranks, int num_experts, int slots_per_rank, float target, float[] cost"
+)
+
+
 @_operator(
-    "plan_replicas(Tensor load, int num_ranks, int num_experts, int slots_per_rank, float target,"
-    " float[] cost, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_plan,
+    f"plan_replicas({_LOAD}, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_plan
+)
+@_operator(
+    f"plan_replicas_in_bank({_LOAD}, Tensor(a!) order, int bank, str group)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_plan_in_bank,
 )
 def _plan_replicas(
-    load: Tensor, _g: int, _e: int, _s: int, target: float, cost: list[float], group: str
+    load: Tensor, _g: int, _e: int, _s: int, target: float, cost: list[float], *rest: Any
 ) -> tuple[Tensor | None, ...]:
+    *order_and_bank, group = rest
+    reuse = bool(order_and_bank)
+    bank: int = order_and_bank[-1] if reuse else 0
     # An operator's results must not share memory: a graph reuses each after its last use.
-    plan = plan_for_group(load, find_group(group), target, _cost_of(cost), apart=True)
-    return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
+    plan = plan_for_group(load, find_group(group), target, _cost_of(cost), bank, reuse, apart=True)
+    fields = (plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains)
+    return (*fields, plan.slots_to_fill) if reuse else fields
 
 
 def _cost_of(cost: list[float]) -> PlanCost | None:
@@ -168,41 +187,8 @@ torch.library.register_autograd(
 
 # ---- in order ------------------------------------------------------------------------------
 #
-# They declare a write to ``order`` and do not touch it: collective calls, and what reads the table
-# of a bank, which these change.
-
-
-def _fake_plan_in_bank(
-    load: Tensor, num_ranks: int, num_experts: int, slots_per_rank: int, *_: Any
-) -> tuple[Tensor, ...]:
-    moves = load.new_empty((num_ranks, slots_per_rank), dtype=torch.bool)
-    return *_fake_plan(load, num_ranks, num_experts, slots_per_rank), moves
-
-
-@_operator(
-    "plan_replicas_in_bank(Tensor load, int num_ranks, int num_experts, int slots_per_rank,"
-    " float target, float[] cost, Tensor(a!) order, int bank, str group)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_plan_in_bank,
-)
-def _plan_replicas_in_bank(
-    load: Tensor,
-    _g: int,
-    _e: int,
-    _s: int,
-    target: float,
-    cost: list[float],
-    _order: Tensor,
-    bank: int,
-    group: str,
-) -> tuple[Tensor | None, ...]:
-    plan = plan_for_group(
-        load, find_group(group), target, _cost_of(cost), bank, reuse=True, apart=True
-    )
-    return (
-        *(plan.slot_expert, plan.slot_quota, plan.home_quota),
-        *(plan.home, plan.domains, plan.slots_to_fill),
-    )
+# They and plan_replicas_in_bank declare a write to ``order`` and do not touch it: collective calls,
+# and what reads the table of a bank, which these change.
 
 
 def _fake_gather(topk_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Tensor:
@@ -278,29 +264,15 @@ def _wait_replicate(
 
 
 def _transfer_of(
-    tensors: list[Tensor],
-    counts: list[int],
-    given: list[str],
-    slot_expert: Tensor,
-    home: Tensor,
-    slot_quota: Tensor | None,
-    home_quota: Tensor | None,
-    slots: list[Tensor],
-    names: list[str],
-    _order: Tensor,
-    mode: str,
-    bank: int,
-    reuse: bool,
-    version: int | None,
-    layer: int | None,
-    group_name: str,
+    tensors: list[Tensor], counts: list[int], given: list[str], *rest: Any
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
     """Return the slots that are copies, the rows that the plan fills, and the call."""
-    group = find_group(group_name)
+    *fields, slots, names, _order, mode, bank, reuse, version, layer, name = rest
+    group = find_group(name)
     call = partial(
         replicate_experts,
         unflatten(tensors, counts, given),
-        plan_of_fields(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
+        plan_of_fields(*fields, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
         segments=names,
@@ -308,7 +280,7 @@ def _transfer_of(
         layer=layer,
     )
     copies = _find_copies(slots, bank_of(bank, group).slots, names)
-    return copies, _filled(slot_expert, group) if copies else [], call
+    return copies, _filled(fields[0], group) if copies else [], call
 
 
 @_operator(
@@ -317,28 +289,14 @@ def _transfer_of(
     " str group) -> ()",
     lambda *_: None,
 )
-def _reduce(
-    grads: list[Tensor],
-    counts: list[int],
-    given: list[str],
-    slot_expert: Tensor,
-    home: Tensor,
-    slot_quota: Tensor | None,
-    home_quota: Tensor | None,
-    slot_grads: list[Tensor],
-    _order: Tensor,
-    mode: str,
-    zero: bool,
-    bank: int,
-    reuse: bool,
-    group_name: str,
-) -> None:
-    group = find_group(group_name)
+def _reduce(grads: list[Tensor], counts: list[int], given: list[str], *rest: Any) -> None:
+    *fields, slot_grads, _order, mode, zero, bank, reuse, name = rest
+    group = find_group(name)
     held = bank_of(bank, group).slot_grads
     call = partial(
         reduce_expert_grads,
         unflatten(grads, counts, given),
-        plan_of_fields(slot_expert, home, slot_quota, home_quota, bank=bank, reuse=reuse),
+        plan_of_fields(*fields, bank=bank, reuse=reuse),
         group=group,
         mode=mode,
         zero=zero,

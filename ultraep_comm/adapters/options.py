@@ -13,7 +13,7 @@ from ultraep_comm.adapters.checks import agree, check_experts, check_unchanged, 
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.layers import group_for
 from ultraep_comm.nn import Replication
-from ultraep_comm.nn.weights import check_trained
+from ultraep_comm.nn.weights import check_trained, names_with_gradient
 from ultraep_comm.weights.segments import Weights
 
 OF_LAYER = ("target", "cost", "min_tokens", "mode", "backward_segments")
@@ -55,15 +55,9 @@ def open_layer(
         options: as for :func:`check_options`, and the group's ``slots_per_rank``.
     """
     of_layer = {name: options.pop(name) for name in OF_LAYER if name in options}
-    grads = dict.fromkeys(find_trained(weights), torch.float32) or None
+    grads = dict.fromkeys(names_with_gradient(weights), torch.float32) or None
     group, layer = group_for(process_group, like=weights, banks=live, grads=grads, **options)
     return Replication(group, layer=layer, live=live, **of_layer)
-
-
-def find_trained(weights: Weights) -> list[str]:
-    """Return the names of weights that need gradients; of an expert's, all or none do."""
-    firsts = {n: w if isinstance(w, torch.Tensor) else w[0] for n, w in weights.items()}
-    return [name for name, weight in firsts.items() if weight.requires_grad]
 
 
 def calls_of(
@@ -94,7 +88,7 @@ def calls_of(
             nor bfloat16; or the experts were changed.
     """
     weights: dict[str, torch.Tensor] = dict(experts.named_parameters(recurse=False))
-    trained = find_trained(weights)
+    trained = names_with_gradient(weights)
     if calls is not None and isinstance(calls.group, uec.Group):  # else it was loaded
         check_unchanged(calls, experts, hooks=hooks)
         if not trained or set(trained) == calls.group.slot_grads.keys():

@@ -34,7 +34,7 @@ from ultraep_comm.engines.reports import DIVERGED
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import is_on_device, rejecting
-from ultraep_comm.nn.weights import check_trained
+from ultraep_comm.nn.weights import check_trained, listed, names_with_gradient
 from ultraep_comm.system import undocumented
 from ultraep_comm.weights.binding import Binding
 from ultraep_comm.weights.segments import Weights
@@ -349,7 +349,7 @@ def _own_gradients(
         has_replicas = [e in placed for e in group.topology.local_experts(group.rank).tolist()]
     for weight in weights.values():
         added = [any(has_replicas)] if isinstance(weight, Tensor) else has_replicas
-        for like, is_added, grad in zip(_listed(weight), added, rest, strict=False):
+        for like, is_added, grad in zip(listed(weight), added, rest, strict=False):
             own = _or_zeros(like, grad)
             # The reduction takes no memory twice, nor other strides than those of the weights.
             if is_added or own.data_ptr() in seen or own.stride() != like.stride():
@@ -454,14 +454,6 @@ def start_reduction(
     return x, {**weights, **unflatten(rest[: len(own)], counts, passed)}, {**slots, **dict(after)}
 
 
-def _listed(weight: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [weight] if isinstance(weight, Tensor) else weight
-
-
-def _names_with_gradient(weights: Weights) -> list[str]:
-    return [n for n, w in weights.items() if any(t.requires_grad for t in _listed(w))]
-
-
 def find_trained(weights: Weights, group: uec.Group) -> list[str]:
     """Return the names of the main weights that need gradients.
 
@@ -470,7 +462,7 @@ def find_trained(weights: Weights, group: uec.Group) -> list[str]:
         UnsupportedError: their dtype is neither float32 nor bfloat16.
     """
     check_trained(weights, group.rank)
-    wanted = _names_with_gradient(weights)
+    wanted = names_with_gradient(weights)
     if wanted and set(wanted) != set(group.slot_grads):
         raise InvalidArgumentError(
             f"rank {group.rank}: main weights {sorted(wanted)} need gradients; expected all that"
@@ -489,7 +481,7 @@ def _check_graph(x: Tensor, run: ExpertPass, weights: Weights) -> None:
         )
     for name, weight in weights.items():
         node = undocumented(Hook, "_backward_cls")
-        if not all(isinstance(t.grad_fn, node) for t in _listed(weight)):
+        if not all(isinstance(t.grad_fn, node) for t in listed(weight)):
             raise InvalidArgumentError(
                 f"rank {rank}: main weights {name!r} of layer {run.handle.layer} have not been"
                 " through before_dispatch, so their gradients would leave before they are complete;"
@@ -503,7 +495,7 @@ def join_reduction(x: Tensor, run: ExpertPass, weights: Weights) -> tuple[Tensor
     The experts have to use the returned weights. With ``main_grads`` hooks on parameters then run
     after the reduction.
     """
-    trained = {name: weights[name] for name in _names_with_gradient(weights)}
+    trained = {name: weights[name] for name in names_with_gradient(weights)}
     tensors, counts = flatten(trained)
     x, *rest = hook(partial(_join, run), 1 + len(tensors), x, *tensors)
     return x, {**weights, **unflatten(rest, counts, trained)}

@@ -62,10 +62,20 @@ def _local(
     return tensor
 
 
+def listed(weight: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a segment's tensors, one or several."""
+    return [weight] if isinstance(weight, Tensor) else weight
+
+
+def names_with_gradient(weights: Weights) -> list[str]:
+    """Return the names of weights of which some need gradients."""
+    return [n for n, w in weights.items() if any(t.requires_grad for t in listed(w))]
+
+
 def check_trained(weights: Weights, rank: int) -> None:
     """Raise UnsupportedError if gradients are needed of a dtype that no reduction takes."""
     for name, value in weights.items():
-        for tensor in [value] if isinstance(value, Tensor) else value:
+        for tensor in listed(value):
             if tensor.requires_grad and tensor.dtype not in GRAD_TYPES:
                 raise UnsupportedError(
                     f"rank {rank}: main weights {name!r} need gradients and are {tensor.dtype};"
