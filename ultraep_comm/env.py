@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,19 +48,14 @@ def _read(name: str, convert: Callable[[str], T]) -> T | None:
         ) from None
 
 
-def timeout() -> float | None:
-    """Return the seconds for every wait, or None."""
-    return _read("ULTRAEP_TIMEOUT", float)
-
-
-def num_sms() -> int | None:
-    """Return the number of workers per rank, or None."""
-    return _read("ULTRAEP_NUM_SMS", int)
-
-
-def tile_bytes() -> int | None:
-    """Return the tile size in bytes, or None."""
-    return _read("ULTRAEP_TILE_BYTES", int)
+# The values of variables as the table has them; None: not set.
+timeout = partial(_read, "ULTRAEP_TIMEOUT", float)
+num_sms = partial(_read, "ULTRAEP_NUM_SMS", int)
+tile_bytes = partial(_read, "ULTRAEP_TILE_BYTES", int)
+cubins = partial(_read, "ULTRAEP_CUBINS", Path)
+calibration = partial(_read, "ULTRAEP_CALIBRATION", Path)
+record_folder = partial(_read, "ULTRAEP_RECORD", Path)
+record_calls = partial(_read, "ULTRAEP_RECORD_CALLS", int)
 
 
 def check() -> bool | None:
@@ -72,36 +68,6 @@ def check() -> bool | None:
     return None if value is None else value == 1
 
 
-def cubins() -> Path | None:
-    """Return the folder of the cubins, or None."""
-    return _read("ULTRAEP_CUBINS", Path)
-
-
-def calibration() -> Path | None:
-    """Return the file of measured costs, or None."""
-    return _read("ULTRAEP_CALIBRATION", Path)
-
-
-def record_folder() -> Path | None:
-    """Return the folder for every group's recording, or None."""
-    return _read("ULTRAEP_RECORD", Path)
-
-
-def record_calls() -> int | None:
-    """Return the number of calls that such a recording holds, or None."""
-    return _read("ULTRAEP_RECORD_CALLS", int)
-
-
-def vllm() -> str | None:
-    """Return what the plugin of vLLM is to do, "eplb" or "batch", or None."""
-    return _mode("ULTRAEP_VLLM")
-
-
-def sglang() -> str | None:
-    """Return what the plugin of SGLang is to do, "eplb" or "batch", or None."""
-    return _mode("ULTRAEP_SGLANG")
-
-
 def _mode(name: str) -> str | None:
     text = os.environ.get(name)
     if text not in (None, "", "eplb", "batch"):
@@ -109,6 +75,10 @@ def _mode(name: str) -> str | None:
             f"environment variable {name}={text!r}; expected 'eplb', 'batch', or nothing"
         )
     return text or None
+
+
+vllm = partial(_mode, "ULTRAEP_VLLM")
+sglang = partial(_mode, "ULTRAEP_SGLANG")
 
 
 def gloo_interface() -> str | None:
