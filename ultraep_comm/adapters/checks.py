@@ -163,11 +163,7 @@ def refuse(*problems: tuple[Any, str]) -> None:
 
 
 def describe_experts(experts: Sequence[Mapping[str, torch.Tensor]], rank: int) -> list[Any]:
-    """Return what all ranks have to have in common, for :func:`agree`.
-
-    Args:
-        experts: of a layer, of each its parameters by name.
-        rank: this rank.
+    """Return what all ranks have to have in common, for :func:`agree`, of each expert's parameters.
 
     Raises:
         UnsupportedError: they have several shapes, or are trained in part, or in another dtype than
@@ -221,9 +217,7 @@ def _name(code: Any) -> str:
 def _describe_code(experts: torch.nn.Module, hooks: bool = True) -> dict[str, Any]:
     """Return what decides what a module computes, apart from its weights.
 
-    Args:
-        experts: the module.
-        hooks: whether hooks of the module itself, and another ``forward`` in it, count.
+    ``hooks``: whether hooks of the module itself, and another ``forward`` in it, count.
     """
     found: dict[str, Any] = {}
     for path, module in experts.named_modules():

@@ -92,12 +92,7 @@ def _check_body(kind: Any) -> None:
 
 
 def _find_layers(engine: Any, kind: Any) -> list[Any]:
-    """Return an engine's AutoEP layers.
-
-    Raises:
-        InvalidArgumentError: it has none.
-        UnsupportedError: it trains them in a way for which the adapter was not written.
-    """
+    """Return an engine's AutoEP layers; raise if it has none, or none that can have replicas."""
     if not isinstance(engine, checks.find(_ENGINE)):
         raise InvalidArgumentError(
             f"replicate was given a {type(engine).__name__}; expected the engine that"
@@ -124,11 +119,7 @@ def _find_layers(engine: Any, kind: Any) -> list[Any]:
 
 
 def _describe(layer: Any) -> list[Any]:
-    """Return what a layer has to have in common with other ranks'.
-
-    Raises:
-        UnsupportedError: it cannot have replicas.
-    """
+    """Describe a layer for :func:`checks.agree`."""
     checks.refuse((hasattr(layer, "replicas"), "it has replicas already"))
     for module, path in ((layer, _LAYER), (layer.experts, _EXPERTS)):
         name, known = type(module).__name__, checks.find(path)

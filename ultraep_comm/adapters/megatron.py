@@ -98,11 +98,7 @@ def replicate(
 
 
 def _describe(layer: Any) -> list[Any]:
-    """Return what a layer has to have in common with other ranks'.
-
-    Raises:
-        UnsupportedError: it cannot have replicas.
-    """
+    """Describe a layer for :func:`checks.agree`."""
     config, experts, dispatcher = layer.config, layer.experts, layer.token_dispatcher
     for name, why in _REFUSED.items():
         value = getattr(config, name, None)

@@ -52,7 +52,9 @@ def open_layer(
         process_group: the expert-parallel group.
         weights: this rank's main weights.
         live: microbatches whose passes overlap; each takes slots of its own.
-        options: as for :func:`check_options`, and the group's ``slots_per_rank``.
+        options: as for :func:`check_options`, and the group's ``slots_per_rank``: replicas that a
+            rank can hold at a time: memory for that many experts, and for their gradients in fp32,
+            once for all layers of one shape.
     """
     of_layer = {name: options.pop(name) for name in OF_LAYER if name in options}
     grads = dict.fromkeys(names_with_gradient(weights), torch.float32) or None

@@ -145,10 +145,7 @@ def replicate(config: Any, *, slots_per_rank: int = 2, live: int = 1, **options:
 
     Args:
         config: of ``RoutedExperts``.
-        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
-            for their gradients in fp32, once for all layers of one shape.
-        live: microbatches whose passes overlap; each takes slots of its own.
-        options: as for :func:`ultraep_comm.adapters.options.check_options`.
+        slots_per_rank, live, options: as for :func:`ultraep_comm.adapters.options.open_layer`.
 
     Raises:
         InvalidArgumentError: another option.

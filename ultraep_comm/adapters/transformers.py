@@ -53,10 +53,7 @@ def configure(*, slots_per_rank: int = 2, live: int = 1, **options: Any) -> None
     """Set how models that are loaded from now on replicate; the same on every rank.
 
     Args:
-        slots_per_rank: replicas that a rank can hold at a time: memory for that many experts, and
-            for their gradients in fp32, once for all layers of one shape.
-        live: microbatches whose passes overlap; each takes slots of its own.
-        options: as for :func:`ultraep_comm.adapters.options.check_options`.
+        slots_per_rank, live, options: as for :func:`ultraep_comm.adapters.options.open_layer`.
 
     Raises:
         InvalidArgumentError: another option.

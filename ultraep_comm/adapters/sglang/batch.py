@@ -122,11 +122,7 @@ class Batches:
         return original(layer, dispatch_output)
 
     def _describe(self, layer: Any) -> dict[str, Any]:
-        """Return what a layer has to have in common with other ranks'.
-
-        Raises:
-            UnsupportedError: a setting, or the layer, does not go with replicas.
-        """
+        """Describe a layer for :func:`checks.agree`."""
         config = self._sglang["get_exec"]()
         locations = self._sglang["get_global_expert_location_metadata"]()
         graphs = config.graph.cuda_graph_config

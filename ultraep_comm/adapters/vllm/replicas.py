@@ -42,11 +42,8 @@ class Replicas:
     def __init__(self, layer: Any, coordinator: Any, number: int, facts: Mapping[str, Any]) -> None:
         """Join or create a group, and put the weights before its slots. Collective.
 
-        Args:
-            layer: its RoutedExperts.
-            coordinator: of the expert-parallel ranks.
-            number: of the layer in its model.
-            facts: as ``describe`` returns them.
+        ``coordinator``: of the expert-parallel ranks; ``number``: of the layer in its model;
+        ``facts``: what ``describe`` has returned of it.
         """
         are_copied = facts["are_copied"]
         weights = {name: getattr(layer, name) for name in facts["segments"]}
