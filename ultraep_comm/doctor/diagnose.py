@@ -44,12 +44,7 @@ class Finding:
 
 
 def diagnose(facts: Facts, required: Collection[str] = ()) -> list[Finding]:
-    """Return the findings, the worst first.
-
-    Args:
-        facts: of this machine.
-        required: of `REQUIRABLE`, what has to be there.
-    """
+    """Return the findings, the worst first; ``required``: of `REQUIRABLE`, what has to be there."""
     found = [*_broken(facts), *_driver(facts), *_software(facts), *_devices(facts), *_peers(facts)]
     taken = facts.taken
     if facts.driver.devices and taken and taken.engine == "host" and not _is_bad(found):
