@@ -266,6 +266,11 @@ def describe_states(states: Sequence[RankState]) -> str:
     return "\n".join(lines)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type's name."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5" for ascending ranks."""
     runs: list[list[int]] = []

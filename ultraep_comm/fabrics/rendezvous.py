@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.errors import BootstrapError, UnsupportedError, first_line
 from ultraep_comm.system import Process, undocumented
 
 IFNAME = (
@@ -340,10 +340,10 @@ class Rendezvous:
             if (dead := members.find_dead()) is not None:
                 return self._blame(*dead)
             time.sleep(0.01)
-        text = (str(error) or type(error).__name__).splitlines()[0]
         return BootstrapError(
             f"rank {self.rank}: the process group's store cannot be reached; has the process ended"
-            f" that hosts it, or has this one too many files open (ulimit -n)? ({text})"
+            f" that hosts it, or has this one too many files open (ulimit -n)?"
+            f" ({first_line(error)})"
         )
 
 

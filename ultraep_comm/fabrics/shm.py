@@ -240,7 +240,7 @@ class ShmFabric:
         self.peer_processes = [-1] * rendezvous.num_ranks
         watch_forks(self)
         with rendezvous.failure_scope(), contextlib.ExitStack() as undo:
-            undo.callback(self._close_files)
+            undo.callback(self.leave_to_parent)
             if apart := find_apart(rendezvous):
                 raise UnsupportedError(f"{say_apart(apart)}. Use engine='c10d'")
             self._watch_peers()
@@ -310,10 +310,7 @@ class ShmFabric:
             ) from error
 
     def leave_to_parent(self) -> None:
-        """Close this child's copies of the files, which would hide the parent's death."""
-        self._close_files()
-
-    def _close_files(self) -> None:
+        """Close the files: a forked child's copies would hide the parent's death."""
         while self._opened:
             # Removed before it is closed: after Ctrl-C or a fork here, a second close could hit
             # another file with the same number.
@@ -321,5 +318,5 @@ class ShmFabric:
 
     def close(self) -> None:
         """Close the pipe, by which peers see that this rank has gone."""
-        self._close_files()
+        self.leave_to_parent()
         self._rendezvous.leave()

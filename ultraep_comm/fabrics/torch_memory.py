@@ -21,6 +21,7 @@ from ultraep_comm.errors import (
     OutOfSharedMemoryError,
     UltraEPError,
     UnsupportedError,
+    first_line,
 )
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.rendezvous import Rendezvous
@@ -63,7 +64,7 @@ class SymmetricMemory:
             except RuntimeError as error:
                 raise UnsupportedError(
                     f"fabric='torch' needs symmetric memory of CUDA devices, which this torch"
-                    f" {torch.__version__} does not have ({_first_line(error)}); install a CUDA"
+                    f" {torch.__version__} does not have ({first_line(error)}); install a CUDA"
                     f" build of torch, or {INSTEAD}"
                 ) from error
         elif name != BACKEND:
@@ -125,13 +126,8 @@ def find_memory() -> SymmetricMemory:
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
             f"fabric='torch': torch {torch.__version__} has no symmetric memory that this library"
-            f" supports ({_first_line(error)}); install another version, or {INSTEAD}"
+            f" supports ({first_line(error)}); install another version, or {INSTEAD}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 class TorchFabric:
@@ -243,7 +239,7 @@ class TorchFabric:
 
     def _explain(self, error: Exception, what: str) -> UltraEPError:
         start = f"rank {self._rendezvous.rank}: {what} by torch's symmetric memory"
-        why = _first_line(error)
+        why = first_line(error)
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return OutOfSharedMemoryError(
                 f"{start}: {why}. Use fewer slots_per_rank or smaller experts, or leave more"

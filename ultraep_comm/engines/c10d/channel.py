@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ultraep_comm.env import gloo_interface
+from ultraep_comm.errors import first_line
 from ultraep_comm.system import undocumented
 
 _FOREVER = timedelta(days=365)
@@ -45,11 +46,6 @@ class BrokenChannelError(Exception):
         super().__init__(text)
         self.peer, self.receives = peer, receives
         self.seconds, self.timed_out = seconds, timed_out
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class Message(NamedTuple):

@@ -20,13 +20,12 @@ from ultraep_comm.engines.c10d.channel import (
     BrokenChannelError,
     Channel,
     GlooChannel,
-    first_line,
     gloo_is_local,
 )
 from ultraep_comm.engines.c10d.engine import C10dEngine
 from ultraep_comm.engines.c10d.probe import measure
 from ultraep_comm.engines.options import Options
-from ultraep_comm.errors import BootstrapError, UnsupportedError, name_ranks
+from ultraep_comm.errors import BootstrapError, UnsupportedError, first_line, name_ranks
 from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.fabrics.rendezvous import (
     DEFAULT_TIMEOUT,
