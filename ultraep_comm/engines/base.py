@@ -120,13 +120,8 @@ class Engine:
     ) -> SharedRegion:
         """Return new memory in which slots appear once more, at some places.
 
-        Args:
-            allocate: how a region of so many bytes is made, where the slots are host memory.
-            num_bytes: of the region.
-            places: where slots are to appear.
-
-        Returns:
-            A region, without ``bases`` if peers cannot address it.
+        ``allocate`` makes a region of so many bytes, where the slots are host memory. The result
+        has no ``bases`` if peers cannot address it.
 
         Raises:
             UnsupportedError: the slots' memory can be mapped only once.

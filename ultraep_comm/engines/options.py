@@ -46,11 +46,7 @@ def allowed_backends(
 
 
 def _as_device(device: torch.device | str | None, engine: str) -> torch.device | None:
-    """Check a ``device=`` argument.
-
-    Raises:
-        InvalidArgumentError: it is no device, or of a type that the engine does not work on.
-    """
+    """Return a ``device=`` argument; raise InvalidArgumentError if the engine cannot work there."""
     try:
         found = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -218,11 +214,7 @@ class Options:
     ) -> _core.EngineConfig:
         """Return the engine's configuration, without addresses.
 
-        Args:
-            topology: the group's topology.
-            rank: this rank.
-            call_timeout: as for :meth:`limits`.
-            cost: the cost model's constants.
+        ``call_timeout``: as for :meth:`limits`; ``cost``: the cost model's constants.
         """
         call_limit, wait_limit = self.limits(call_timeout)
         return _core.EngineConfig(

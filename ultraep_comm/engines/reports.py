@@ -288,15 +288,7 @@ def failure_of(
     topology: Topology,
     names: Sequence[str],
 ) -> UltraEPError:
-    """Return the error of the first call of a group that failed.
-
-    Args:
-        report: the engine's.
-        operation: the call's name and details.
-        rank: this rank.
-        topology: the group's topology.
-        names: the names of the group's segments.
-    """
+    """Return the error of a group's first call that failed; ``names``: of its segments."""
     refused = _refusal_error(report, rank, topology, names)
     if refused is not None:
         name_call(refused, operation)

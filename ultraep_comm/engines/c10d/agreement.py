@@ -69,11 +69,7 @@ class Agreement:
     ) -> None:
         """Start to exchange this rank's record of a call with those of all other ranks.
 
-        Args:
-            kind: of the record.
-            epoch: the call's number.
-            digest: of all calls so far; the same on all ranks.
-            counts: of a gather, int32 ``[E]``; None: of another call.
+        ``digest``: of all calls so far; ``counts``: of a gather, int32 ``[E]``.
 
         In step i a rank sends all that it knows to the rank 2**i before it, and receives as much
         from the one 2**i after it: log2(G) messages each way, where all pairs would take G - 1.
@@ -86,10 +82,7 @@ class Agreement:
         self._arriving = self._calls.post([*self._arrive, *self._leave[:1]])
 
     def finish(self, limit: float) -> None:
-        """Wait for the records of all ranks.
-
-        Args:
-            limit: in seconds, for all waits together; 0: none.
+        """Wait for the records of all ranks: ``limit`` seconds in all; 0: no limit.
 
         Raises:
             BrokenChannelError: a rank did not take part in time, or is gone.
@@ -134,10 +127,7 @@ class Agreement:
     def broadcast(self, fault: _core.Fault, peer: int, root: int) -> None:
         """Tell all peers how this rank has failed, without waiting for them.
 
-        Args:
-            fault: what happened.
-            peer: with which rank; -1: with none.
-            root: the rank that failed first.
+        ``peer``: with which rank, -1: with none; ``root``: the rank that failed first.
         """
         words = torch.tensor([fault.value, peer, root], dtype=torch.int64, device="cpu")
         for to in range(self._num_ranks):
@@ -147,13 +137,9 @@ class Agreement:
                 self._sent += self._alarms.post([Message(to, _NOTICE_TAG, words, receives=False)])
 
     def poll(self, peer: int) -> tuple[int, _core.Fault, int, int] | None:
-        """Return a rank that has failed, and what it has told by :meth:`broadcast`.
+        """Return a failed rank, ``peer`` or (-1) any, and what it has told by :meth:`broadcast`.
 
-        Args:
-            peer: the rank; -1: any.
-
-        Returns:
-            None: no notice has arrived within a grace period, or the rank is gone.
+        None: no notice has arrived within a grace period, or the rank is gone.
         """
         awaited = [p for p in self._receives if peer in (-1, p.message.peer)]
         end, open_ = time.monotonic() + _GRACE, True

@@ -79,10 +79,7 @@ class Movement(ABC):
             self._issue(steps)
 
     def finish(self, limit: float) -> None:
-        """Issue the rest, and wait for all.
-
-        Args:
-            limit: of each wait, in seconds; 0: none.
+        """Issue the rest, and wait for all: at most ``limit`` seconds for each; 0: no limit.
 
         Raises:
             BrokenChannelError: a message did not arrive or leave.

@@ -21,13 +21,8 @@ def measure(
     """Return what messages cost, as this rank has measured it. Collective.
 
     A small message's latency; the time that it costs where several are under way; and the rate of
-    messages of 512 KiB: of one pair of ranks alone, and of all at once, each to the next.
-
-    Args:
-        channel: whose messages are timed.
-        rank, num_ranks: of the group.
-        device: of the messages.
-        rounds: of each figure; the fastest counts, as whatever disturbs a message slows it.
+    messages of 512 KiB: of one pair of ranks alone, and of all at once, each to the next. Of the
+    ``rounds`` of each figure the fastest counts, as whatever disturbs a message slows it.
     """
 
     def time_of(batches: Sequence[Sequence[Message]], rounds: int) -> float:

@@ -279,12 +279,7 @@ def _typed_errors(what: str) -> Iterator[None]:
 
 
 def checked(answer: tuple[Any, ...], what: str = "") -> Any:
-    """Return the values of a cuda.bindings answer; raise DeviceError on an error code.
-
-    Args:
-        answer: the error code and the values.
-        what: was asked for; empty: the error does not say.
-    """
+    """Return the values of an answer; for an error raise DeviceError, naming ``what`` failed."""
     result, *values = answer
     if int(result) != 0:
         asked = f" when asked for {what}" if what else ""

@@ -128,10 +128,8 @@ def version_text(version: int) -> str:
 def check_info(info: CubinInfo, *, cuda_major: int, nvshmem: tuple[int, int] | None = None) -> None:
     """Check that a cubin matches this installation.
 
-    Args:
-        info: what the cubin was built with.
-        cuda_major: CUDA major version of the installed bindings and NVSHMEM.
-        nvshmem: (major, minor) of NVSHMEM's host library; None: the cubin is used without NVSHMEM.
+    ``cuda_major``: of the installed bindings and NVSHMEM; ``nvshmem``: (major, minor) of NVSHMEM's
+    host library; None: the cubin is used without it.
 
     Raises:
         UnsupportedError: one of them does not match; names both and what to install or build.
@@ -171,11 +169,7 @@ PLAN_WARPS = 16  # at most; each runs its own probes, so two rounds suffice. Not
 
 
 def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
-    """Load the cubin for a device.
-
-    Args:
-        device: the device to load it on.
-        nvshmem: (major, minor) of NVSHMEM's host library; None: it is not used.
+    """Load the cubin for a device; ``nvshmem``: as for :func:`check_info`.
 
     Raises:
         UnsupportedError: there is none, or it does not match this installation.
@@ -192,12 +186,8 @@ def find_kernels(
 ) -> dict[str, int]:
     """Return the handles of a group's kernels, by their names in `CudaLauncherConfig`.
 
-    Args:
-        device: where they run.
-        kernels: has them.
-        config: of the group.
-        far: some peers are reached by puts.
-        adds: slots have gradients; else there is no ``reduce``.
+    ``far``: some peers are reached by puts; ``adds``: slots have gradients, else there is no
+    ``reduce``.
 
     Raises:
         UnsupportedError: the group is too large for the reduce kernel.

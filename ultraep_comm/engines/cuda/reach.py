@@ -29,9 +29,7 @@ def clique_number(links: Links | None) -> int:
 def warn_of_split_cliques(cliques: Sequence[int], domain: IntArray) -> None:
     """Warn, once, if NVLink joins ranks that have no load/store access to each other.
 
-    Args:
-        cliques: `clique_number` of each rank.
-        domain: ``[G]``, found by load/store access.
+    ``cliques``: `clique_number` of each rank; ``domain``: ``[G]``, found by load/store access.
     """
     if len(set(domain.tolist())) == 1:
         return

@@ -46,8 +46,6 @@ class CudaStages(Engine):
     driver rejects raises DeviceError, or UnsupportedError during a capture.
 
     Attributes:
-        home: int32 ``[E]`` on the device, shared by all plans made here.
-        domains: int32 ``[G]``, likewise.
         plan_warps: warps of the plan kernel: as many as asked for, or as fit; 0: none fits.
     """
 
@@ -207,10 +205,7 @@ class CudaStages(Engine):
     ) -> Tensor | None:
         """Write addresses to a table, int64 ``[num_segments, M]``, in the current stream's order.
 
-        Args:
-            addresses: to write.
-            shape: of the table.
-            table: which is written to; None: a new one, ready for every stream.
+        Without a ``table``, to a new one, ready for every stream.
 
         Returns:
             The table; None if it would be a new one, and the current stream is being captured.
@@ -268,9 +263,6 @@ class CudaStages(Engine):
 
         The plan's tensors share one allocation, and constants are shared by all plans. With
         ``apart`` each tensor has its own memory, and ``load`` is the given tensor.
-
-        Raises:
-            UnsupportedError: the group is too large for the kernel.
         """
         if not self.is_on_device(load):
             return super().plan(load, target_ppm, costs, apart=apart, bank=bank)

@@ -35,10 +35,7 @@ def pages(num_bytes: int) -> int:
 def compose(device: Device, num_bytes: int, places: Sequence[Place]) -> torch.Tensor:
     """Map allocations side by side: new ones at places without an address, and between places.
 
-    Args:
-        device: where they are.
-        num_bytes: of all of it.
-        places: in ascending order, whole pages; only these can be places of other memory in turn.
+    ``places``: in ascending order, whole pages; only these can be places of other memory in turn.
 
     Returns:
         uint8; what is new is zeroed.
