@@ -97,8 +97,7 @@ def gather_and_plan(
         topk_ids: as for :func:`gather_load`.
         group: the group.
         routing_map, counts, num_tokens, source: likewise.
-        target: as for :func:`plan_replicas`; the same on every rank, as is ``cost``.
-        cost: as for :func:`plan_replicas`.
+        target, cost: as for :func:`plan_replicas`; the same on every rank.
 
     Returns:
         The plan, on the device of the routing; its ``load`` is that of :func:`gather_load`.

@@ -63,9 +63,7 @@ def make_loopback_fabrics(
 ) -> list[LoopbackFabric]:
     """Return the fabrics of all ranks. The first rank to ask allocates for all.
 
-    Args:
-        num_ranks: G.
-        allocate: takes a number of bytes and returns zeroed uint8 memory.
+    ``allocate`` takes a number of bytes and returns zeroed uint8 memory.
     """
     lock = threading.Lock()
     made: list[list[torch.Tensor]] = []

@@ -64,12 +64,8 @@ def find_token_bound(
 def _bound_in_domain(local_loads: list[list[int]], slots: int) -> tuple[int, list[int]]:
     """Return the bound for one domain, and the ranks for which one token less is impossible.
 
-    Args:
-        local_loads: the loads of each rank's local experts.
-        slots: S.
-
-    Returns:
-        Tokens, and positions of ranks; all of them if the bound is their mean.
+    Ranks are positions in ``local_loads``, the loads of each rank's local experts; all of them if
+    the bound is their mean.
     """
     own = [sum(loads) for loads in local_loads]
     order = sorted(range(len(own)), key=lambda r: -own[r])

@@ -240,12 +240,7 @@ class Binder:
         return InvalidWeightsError(f"rank {self._rank}: {self._what}{text}")
 
     def _find_addresses(self, tensors: Weights, segments: Mapping[str, Segment]) -> Addresses:
-        """Check tensors against segments, and return their addresses.
-
-        Raises:
-            InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
-                strides.
-        """
+        """Check tensors against segments, and return their addresses."""
         unknown = [name for name in tensors if name not in segments]
         if unknown:
             raise self._refusal(f" have a segment {unknown[0]!r}; expected {list(segments)}")
