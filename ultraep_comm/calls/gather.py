@@ -63,12 +63,7 @@ def gather_load(
         TransferError: the exchange failed; this too may surface in the next call.
     """
     session = session_of(group)
-    given: _Given = {
-        "topk_ids": topk_ids,
-        "routing_map": routing_map,
-        "counts": counts,
-        "num_tokens": num_tokens,
-    }
+    given = (topk_ids, routing_map, counts, num_tokens)
     if torch.compiler.is_dynamo_compiling():
         routing, form = _find_routing(given, session)
         if source is not None:
@@ -106,14 +101,10 @@ def gather_and_plan(
         InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
     """
     session = session_of(group)
-    given: _Given = {
-        "topk_ids": topk_ids,
-        "routing_map": routing_map,
-        "counts": counts,
-        "num_tokens": num_tokens,
-    }
+    given = (topk_ids, routing_map, counts, num_tokens)
     if torch.compiler.is_dynamo_compiling():
-        load = gather_load(group=group, source=source, **given)
+        tokens: dict[str, Any] = {"counts": counts, "num_tokens": num_tokens, "source": source}
+        load = gather_load(topk_ids, group=group, routing_map=routing_map, **tokens)
         return plan_replicas(load, group=group, target=target, cost=cost)
     try:
         objective = plan_objective(target, cost, group)
@@ -127,18 +118,18 @@ def gather_and_plan(
 
 
 _FORMS: tuple[Form, ...] = ("topk_ids", "routing_map", "counts")
-_Given: TypeAlias = "dict[str, Any]"  # by name: one of the forms, and num_tokens
+_Given: TypeAlias = "tuple[Any, ...]"  # the forms, all but one of them None, and num_tokens
 
 
 def _find_routing(given: _Given, session: Session) -> tuple[torch.Tensor, Form]:
     """Return the routing that was given, checked and without its padding, and its form."""
-    found = [form for form in _FORMS if given[form] is not None]
+    found = [i for i, value in enumerate(given[:-1]) if value is not None]
     if len(found) != 1:
+        names = [_FORMS[i] for i in found]
         raise InvalidArgumentError(
-            f"rank {session.rank}: the routing was given as {found}; expected one of {list(_FORMS)}"
+            f"rank {session.rank}: the routing was given as {names}; expected one of {list(_FORMS)}"
         )
-    form, num_tokens = found[0], given["num_tokens"]
-    routing = given[form]
+    form, routing, num_tokens = _FORMS[found[0]], given[found[0]], given[-1]
     if not torch.compiler.is_dynamo_compiling():
         check_routing(routing, form, session)
     if form == "counts" and num_tokens is not None:
@@ -211,9 +202,10 @@ def _exchange(
     """Exchange loads outside the engine; a rank that rejects its input sends REJECTED_ROW."""
     engine, t = session.engine, session.topology
     what = "the routing, in a group whose domains cannot reach each other,"
-    on_device = [name for name, value in given.items() if engine.is_on_device(value)]
+    on_device = [engine.is_on_device(value) for value in given]
     # Before anything is exchanged: a capture cannot hold the copies.
-    given = given | {name: engine.to_host(given[name], what) for name in on_device}
+    moved = zip(given, on_device, strict=True)
+    given = tuple(engine.to_host(value, what) if there else value for value, there in moved)
     counts = torch.full((t.num_experts,), REJECTED_ROW, dtype=torch.int32, device="cpu")
     try:
         if rejected is None:
@@ -230,4 +222,4 @@ def _exchange(
     if rejected is not None:
         session.reject(rejected)
         raise rejected
-    return engine.empty(table.shape).copy_(table) if on_device else table
+    return engine.empty(table.shape).copy_(table) if any(on_device) else table

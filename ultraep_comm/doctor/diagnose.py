@@ -46,16 +46,12 @@ class Finding:
 def diagnose(facts: Facts, required: Collection[str] = ()) -> list[Finding]:
     """Return the findings, the worst first; ``required``: of `REQUIRABLE`, what has to be there."""
     found = [*_broken(facts), *_driver(facts), *_software(facts), *_devices(facts), *_peers(facts)]
-    taken = facts.taken
-    if facts.driver.devices and taken and taken.engine == "host" and not _is_bad(found):
+    taken, is_bad = facts.taken, any(finding.severity != NOTE for finding in found)
+    if facts.driver.devices and taken and taken.engine == "host" and not is_bad:
         reason = facts.torch.candidates[0].missing
         found.append(Finding(WARNING, "auto", f"no engine uses the GPUs here: {reason}"))
     found += _required(facts, required)
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _is_bad(found: list[Finding]) -> bool:
-    return any(finding.severity != NOTE for finding in found)
 
 
 def _extra(facts: Facts) -> str:
