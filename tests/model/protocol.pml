@@ -1,8 +1,8 @@
 /* The flag protocol of replicate_experts() at the granularity of flags, for spin to search in full.
  *
  * RANKS ranks make two calls on one group, each under a plan of its own, and nothing but flags
- * holds them together: a rank may be a call ahead of another. tests/python/model/test_model.py runs every
- * configuration and every mutant; docs/developing.md shows how to run one by hand.
+ * holds them together: a rank may be a call ahead of another. tests/model/test_protocol_model.py runs
+ * every configuration and every mutant; docs/developing.md shows how to run one by hand.
  *
  *   -DMODE=PUSH | PULL | DIRECT
  *   -DRANKS=3 | 4

@@ -203,3 +203,8 @@ def test_model_reaches(name: str, tmp_path: Path) -> None:
     options, state = REACHED[name]
     result = search(tmp_path, {**options, "PROBE": state})
     assert result.violated == ["0"], result.text
+
+
+def test_the_model_names_its_tests() -> None:
+    named = re.findall(r"tests/[\w/]+\.py", MODEL.read_text())
+    assert named == [Path(__file__).relative_to(MODEL.parents[2]).as_posix()]
