@@ -100,6 +100,16 @@ def test_a_machine_has_nothing_but_its_link() -> None:
     assert outside() == before
 
 
+def test_the_limits_of_a_link_are_documented() -> None:
+    text = " ".join((Path(__file__).parents[3] / "bench" / "METRICS.md").read_text().split())
+    burst = (
+        f"`{netlab._LEAST_AHEAD >> 10} KiB` or `{1e6 * netlab._AHEAD_SECONDS:.0f} us` of its rate"
+    )
+    assert f"An idle link may burst {burst}, whichever is more" in text
+    window = f"`{1e3 * netlab._WINDOW_SECONDS:.0f} ms` of the rate"
+    assert f"a connection's window is {window}, at least {netlab._LEAST_WINDOW >> 10} KiB" in text
+
+
 # ---- the end ------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ultraep_comm.bench.measure import times_of
 from ultraep_comm.model import MACHINES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,6 +48,22 @@ def test_machines_are_those_of_the_model() -> None:
             f"| `{name}` | {machine.egress_gbps:g} GB/s | {machine.hop_us:g} us |"
             f" {machine.domain_size} ranks | {far} |"
         ) in text
+
+
+def test_costs_of_a_byte_are_those_of_the_machine_beside_them() -> None:
+    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+    nvl72 = re.findall(r"expert_byte=1 / (\d+e9).*NVL72", text)
+    eight = re.findall(r"`1 / (\d+e9)` for 8 H100", text)
+    served = re.findall(r'--tensor-parallel-size 8[^`]*"expert_byte": ([\d.e-]+)', text)
+    assert nvl72
+    assert eight
+    assert served
+    for name, rates in (
+        ("nvl72", map(float, nvl72)),
+        ("hgx8", [*map(float, eight), *(1 / float(cost) for cost in served)]),
+    ):
+        for rate in rates:
+            assert rate == pytest.approx(MACHINES[name].egress_gbps * 1e9, rel=0.01), name
 
 
 def test_there_are_figures_of_all_kinds() -> None:
@@ -90,6 +108,22 @@ def test_worked_numbers_are_worked_right() -> None:
         value /= 1e3 if " B" in left else 1  # B / us in GB/s, and B / (GB/s) in us
         places = len(right.partition(".")[2])
         assert value == pytest.approx(float(right), abs=0.51 * 10**-places, rel=2e-3), left
+
+
+def test_the_time_of_an_iteration_is_as_worked() -> None:
+    text = " ".join((ROOT / "bench" / "METRICS.md").read_text().split())
+    span = r"from (\d+) to (\d+) us"
+    found = re.search(
+        rf"\*\*Time of an iteration\*\*: the last rank's end minus the first rank's start\."
+        rf".*? with one rank in the call {span} and another {span} it is (\d+) us,"
+        r" and across machines (\d+) us\.",
+        text,
+    )
+    assert found is not None
+    *spans, together, across = (float(x) for x in found.groups())
+    for one_clock, expected in ((True, together), (False, across)):
+        (times,) = times_of(np.reshape(spans, (2, 2, 1, 1)), one_clock=one_clock)
+        assert times.iterations.tolist() == [expected]
 
 
 # ---- the command --------------------------------------------------------------------------------
