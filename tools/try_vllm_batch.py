@@ -26,6 +26,8 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from ultraep_comm.bench.machine import find_commit
+
 G, E, K, H, INNER, S, LAYERS, BATCHES = 4, 16, 4, 64, 32, 2, 3, 4
 TOKENS, FEW = 64, 8  # of a rank's batch, and of the last batch
 PADDING = (0, 16, 0, 0)  # of these, for each batch
@@ -309,6 +311,7 @@ def run() -> dict[str, Any]:
     stand_in_for_gatherv()
     result: dict[str, Any] = {
         "versions": {n: importlib.metadata.version(n) for n in ("vllm", "torch", "ultraep_comm")},
+        "commit": find_commit(),
         "sizes": {
             "ranks": G,
             "experts": E,

@@ -34,6 +34,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from training import Trainer, compare, train
 
 import ultraep_comm as uec
+from ultraep_comm.bench.machine import find_commit
 
 CLAIM_FAILED, ERROR = 1, 2
 
@@ -148,8 +149,8 @@ def report(results: Results, options: argparse.Namespace, seconds: float) -> int
     )
     print_table(title, claims)
     if options.json:
-        written = {"seconds": seconds, "ranks": options.ranks, **results.to_json()}
-        options.json.write_text(json.dumps(written))
+        written = {"commit": find_commit(), "seconds": seconds, "ranks": options.ranks}
+        options.json.write_text(json.dumps(written | results.to_json()))
     if options.picture:
         draw_loads(results.replicated, options.picture)
     return 0 if all(claim.holds for claim in claims) else CLAIM_FAILED

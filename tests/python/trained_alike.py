@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from doc_blocks import trained as table
 
+from ultraep_comm.bench.machine import find_commit
+
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -81,7 +83,7 @@ def run_cases(
     path: str, names: Sequence[str], cases: Mapping[str, Callable[[], Any]], *, shows: bool = True
 ) -> None:
     """Run cases by name, by default all; rank 0 writes what they return, and prints a table."""
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"commit": find_commit()}
     for name in names or cases:
         results[name] = cases[name]()
         if dist.get_rank() == 0:

@@ -41,7 +41,10 @@ def describe_machine() -> dict[str, str | int]:
 
 @lru_cache(maxsize=1)
 def find_commit() -> str:
-    """Return the commit of this checkout, with ``-dirty`` if changed; else the version."""
+    """Return the commit of this checkout, with ``-dirty`` if changed; else the version.
+
+    Files in ``bench/results`` do not count: several may be written before they are committed.
+    """
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -52,7 +55,8 @@ def find_commit() -> str:
     try:
         # An installed copy may lie in an unrelated repository.
         git("ls-files", "--error-unmatch", Path(__file__).name)
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        code = (":/", ":(top,exclude)bench/results")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return f"v{ultraep_comm.__version__}"

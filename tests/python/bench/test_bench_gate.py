@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -293,3 +294,22 @@ def test_places_of_ranks(tmp_path: Path) -> None:
         "domain 0: ranks 0-1",
         "domain 1: ranks 2-3",
     ]
+
+
+def test_a_commit_is_dirty_by_its_code_not_by_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, result = tmp_path / "ultraep_comm" / "machine.py", tmp_path / "bench/results/o.json"
+    for path in (code, result):
+        path.parent.mkdir(parents=True)
+        path.write_text("old")
+    who = ["-c", "user.name=me", "-c", "user.email=me@localhost"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True)
+    monkeypatch.setattr(machine, "__file__", str(code))
+    find_commit = machine.find_commit.__wrapped__
+    result.write_text("new")
+    clean = find_commit()
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    code.write_text("new")
+    assert find_commit() == f"{clean}-dirty"
