@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import own_tests
+import try_sglang
 from includes import BELOW
 
 from ultraep_comm.bench.commands.plan.cells import size_text
@@ -263,6 +265,55 @@ def trained(document: Document) -> str:
     return _markdown(head, rows)
 
 
+def outcomes(document: Document) -> str:
+    """What a framework's own tests found."""
+    return _fence(own_tests.summary(document))
+
+
+def sglang(document: Document) -> str:
+    """What SGLang's own code found."""
+    return _fence(try_sglang.summary(document))
+
+
+def batches(document: Document) -> str:
+    """Batches in vLLM's layers, by kind of run and by size."""
+    rows = []
+    for kind, found in document["runs"].items():
+        for size in dict.fromkeys(one["tokens"] + one["padding"] for one in found):
+            of = [one for one in found if one["tokens"] + one["padding"] == size]
+            before, after, replicas, errors, outputs = (
+                [one[key] for one in of]
+                for key in (
+                    *("imbalance_before", "imbalance", "replicas"),
+                    *("largest_error", "largest_output"),
+                )
+            )
+            rows.append(
+                [
+                    *(kind, str(size)),
+                    *(f"{min(x):.2f} to {max(x):.2f}" for x in (before, after)),
+                    f"{min(replicas)} to {max(replicas)}",
+                    *(f"{max(errors):.1e}", f"{max(outputs):.1f}"),
+                ]
+            )
+    header = ["", "tokens", "imbalance before", "after", "replicas", "largest error"]
+    return _markdown([*header, "largest output"], rows)
+
+
+def by_blocks(document: Document) -> str:
+    """Times and rates of the largest transfers of a GPU, by number of blocks."""
+    rows: dict[str, list[str]] = {}
+    blocks: list[str] = []
+    for record in document["records"]:
+        found = re.fullmatch(r"36864 KiB to (.*), (\d+) blocks", record["row"])
+        if found is not None:
+            cell = f"{record['us']['p50']:.1f} us, {record['gbps']:.0f} GB/s"
+            rows.setdefault(found[1], []).append(cell)
+            blocks.append(f"{found[2]} blocks")
+    header = ["36 MiB to", *dict.fromkeys(blocks)]
+    return _markdown(header, [[name, *cells] for name, cells in rows.items()])
+
+
 BLOCKS: dict[str, Callable[[Document], str]] = {
     block.__name__: block
     for block in (
@@ -282,6 +333,10 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         planner,
         sensitivity,
         trained,
+        outcomes,
+        sglang,
+        batches,
+        by_blocks,
     )
 }
 

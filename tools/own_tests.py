@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from ultraep_comm.bench.machine import find_commit
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -46,9 +48,17 @@ def run_tests(
     return {name: dict(found) for name, found in counts.items()}
 
 
-def main(
-    text: str, package: str, run: Callable[[Path, Path], dict[str, Any]], summary: str, moved: str
-) -> int:
+def summary(result: Mapping[str, Any]) -> str:
+    """Return what :func:`main` prints of a result."""
+    lines = [", ".join(f"{name} {version}" for name, version in result["versions"].items())]
+    for name, counts in result["tests"].items():
+        found = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
+        lines.append(f"{name}: {found}")
+    numbers = [f"{k.replace('_', ' ')}: {v}" for k, v in result.items() if isinstance(v, int)]
+    return "\n".join([*lines, ", ".join(numbers)])
+
+
+def main(text: str, package: str, run: Callable[[Path, Path], dict[str, Any]], moved: str) -> int:
     """Run the tests, print the result, and return 0 if all passed and something has moved.
 
     Args:
@@ -56,7 +66,6 @@ def main(
         package: the framework's distribution.
         run: given the framework's sources and an empty folder, returns ``tests``, as of
             :func:`run_tests`, and numbers.
-        summary: a format for these.
         moved: the number that must not be 0.
     """
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
@@ -67,10 +76,8 @@ def main(
     versions = {name: importlib.metadata.version(name) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         result = {"versions": versions, **run(options.source.resolve(), Path(folder))}
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    for name, counts in result["tests"].items():
-        print(f"{name}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
-    print(summary.format(**result))
+    result["commit"] = find_commit()
+    print(summary(result))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     failed = any(set(counts) - {"passed", "skipped"} for counts in result["tests"].values())

@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
+from ultraep_comm.bench.machine import find_commit
 
 RANKS = 4
 SIZES = ((2, 8), (5, 16), (20, 32), (64, 72), (256, 288))  # logical and physical experts
@@ -313,6 +315,23 @@ def run(mode: str, count: int) -> list[Any]:
         return [json.loads(Path(folder, f"{mode}-{r}").read_text()) for r in range(RANKS)]
 
 
+def summary(result: Mapping[str, Any]) -> str:
+    """Return what is printed of a result."""
+    lines = [", ".join(f"{name} {version}" for name, version in result["versions"].items())]
+    lines += [
+        "eplb: {experts} experts in {rows} rows: {layers} layers, {moved} experts moved,"
+        " {wrong_rows} wrong rows".format(**size)
+        for size in result["eplb"]
+    ]
+    lines.append(
+        "batch: {batches} batches, {replicas} replicas, imbalance {before:.2f} to {after:.3f},"
+        " fullest rank {fullest_rank:.3f}, at most {difference:.1e} from dense".format(
+            **result["batch"]
+        )
+    )
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run both, print the result, and return 0 if nothing is wrong and experts have moved."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -322,26 +341,18 @@ def main() -> int:
     options = parser.parse_args()
     import_sglang()
     versions = {n: importlib.metadata.version(n) for n in ("sglang", "torch", "ultraep_comm")}
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
     eplb = []
     for size, found in zip(SIZES, zip(*run("eplb", options.updates), strict=True), strict=True):
         layers, moved, wrong = found[0][0], sum(f[1] for f in found), sum(f[2] for f in found)
         eplb.append({"experts": size[0], "rows": size[1], "layers": layers, "moved": moved})
         eplb[-1]["wrong_rows"] = wrong
-        print(
-            f"eplb: {size[0]} experts in {size[1]} rows: {layers} layers, {moved} experts moved,"
-            f" {wrong} wrong rows"
-        )
     names = ("batches", "difference", "before", "after", "fullest_rank", "replicas")
     every = run("batch", options.batches)
     batch = dict(zip(names, every[0], strict=True))
     batch["difference"] = max(found[1] for found in every)
-    print(
-        "batch: {batches} batches, {replicas} replicas, imbalance {before:.2f} to {after:.3f},"
-        " fullest rank {fullest_rank:.3f}, at most {difference:.1e} from dense".format(**batch)
-    )
+    result = {"versions": versions, "commit": find_commit(), "eplb": eplb, "batch": batch}
+    print(summary(result))
     if options.json is not None:
-        result = {"versions": versions, "eplb": eplb, "batch": batch}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     failed = any(e["wrong_rows"] or not e["moved"] for e in eplb) or batch["difference"] > 1e-4
     return int(failed or batch["fullest_rank"] > 1.05)

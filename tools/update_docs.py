@@ -29,7 +29,7 @@ from typing import Any
 from doc_blocks import BLOCKS, DRAWINGS
 
 ROOT = Path(__file__).resolve().parents[1]
-_MARKER = re.compile(r"^<!-- from bench/results/(\w+)\.json: (\w+) -->\n", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- from bench/results/([\w/]+)\.json: (\w+) -->\n", re.MULTILINE)
 _DRAWN = re.compile(r"^<!-- drawn by tools/doc_blocks\.py: (\w+) -->\n", re.MULTILINE)
 _PRINTED = re.compile(r"```python\n(.*?)```\s*\n<!-- printed by the code above -->\n", re.DOTALL)
 _BLOCK = re.compile(r"```\w*\n.*?^```\n|(?:\|[^\n]*\n)+", re.DOTALL | re.MULTILINE)
