@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ultraep_comm import Plan, plan_replicas
-from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.table import format_table
@@ -31,6 +30,7 @@ STAGES = Path(__file__).parents[2] / "tests" / "ptx" / "critical_path.json"
 CLOCKS = {"nvl72": "a", "gb200": "b"}
 ROWS = {"gather": "load:8,256,65536,65536,8", "plan": "plan:64,256,2,16"}
 RANKS, EXPERTS, SLOTS = 64, 256, 2
+EXPERT_BYTES = 37_748_736  # Qwen3-235B in bf16
 KINDS = ("imbalance2", "imbalance4", "zipf1.0", "lognormal")
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from ultraep_comm import slots_for_exact
 from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.plan.cells import plan_load
-from ultraep_comm.bench.options import EXACT_TARGET
 from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.plan.certificate import verify_plan
@@ -55,7 +54,7 @@ def main() -> None:
                 weights = random.lognormal(0, random.uniform(0, MAX_SKEW), experts)
                 tokens = ranks * int(MAX_TOKENS ** random.uniform())
                 load = random.multinomial(tokens, weights / weights.sum())
-                plan = plan_load(size, load, EXACT_TARGET)
+                plan = plan_load(size, load, 1.0)
                 if plan.is_exact:
                     exact += 1
                     continue

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ultraep_comm import Plan, plan_replicas
-from ultraep_comm.bench.commands.model import DEFAULT_SIZES
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.options import check_writable
@@ -26,6 +25,7 @@ from ultraep_comm.model import predict, predict_reduction
 from ultraep_comm.plan.topology import Topology
 
 MACHINES = ("nvl72-links", "nvl72", "gb200")
+SIZES = ("64/256/2", "64/128/2", "64/128/1", "40/160/4", "72/288/2")
 MEGABYTES = (10, 19, 38, 90)
 MODES = ("push", "pull", "direct")
 KINDS = ("imbalance2", "imbalance4", "zipf1.0", "lognormal")
@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.json:
         check_writable(options.json, "--json")
-    plans = {size: make_plans(size) for size in DEFAULT_SIZES.split(",")}
+    plans = {size: make_plans(size) for size in SIZES}
     cells = [(size, mb, machine) for size in plans for mb in MEGABYTES for machine in MACHINES]
     records = []
     for at, (size, mb, machine) in enumerate(cells):

@@ -3,23 +3,26 @@
     python bench/recipes/model_fan_out.py [--json FILE]
 
 The expert's home is rank 0 of 64, its replicas are on the next ranks. A record is one transfer on
-the NVL72 of ultraep_comm.model; "relay" is the model of the published relay. `python -m
-ultraep_comm.viz bound FILE` draws the records.
+the NVL72 of ultraep_comm.model; "relay" is the model of the published relay. `python
+bench/studies draw FILE` draws the records.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 
 from ultraep_comm import Plan
-from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
-from ultraep_comm.bench.peers.relay import predict_relay
 from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import predict
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from studies.model.published import EXPERT_BYTES
+from studies.peers.relay import predict_relay
 
 MACHINE = "nvl72"
 NUM_RANKS = 64

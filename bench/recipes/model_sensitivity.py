@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ultraep_comm import Plan, plan_replicas
-from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
 from ultraep_comm.bench.options import check_writable
 from ultraep_comm.bench.report import show_progress, write_records
@@ -34,6 +33,7 @@ SHAPES = {  # experts, imbalance (0: one expert), seed
     "64/256/2, one expert": (256, 0.0, 0),
 }
 MODES = ("push", "pull")
+EXPERT_BYTES = 37_748_736  # Qwen3-235B in bf16
 
 
 def make_plans() -> list[Plan]:

@@ -2,28 +2,32 @@
 
     python bench/recipes/plan_against.py [--traces FOLDER] [--seeds N] [--json FILE]
 
-As `python -m ultraep_comm.bench plan --against`, for several sizes and numbers of tokens; a
+As `python bench/studies against`, for several sizes and numbers of tokens; a
 workload's loads are its first steps. `--traces` is the folder with the recorded routing, of which
 every `--every`th step and layer is taken. MoonEP's cases are summed up: `cases` says on how many
-each planner is exact. `python -m ultraep_comm.viz frontier FILE` draws the records.
+each planner is exact. `python bench/studies draw FILE` draws the records.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ultraep_comm.bench.commands.plan import PEER_NAMES, TRACE, PlanSize
-from ultraep_comm.bench.commands.plan.against import COLUMNS, EXPERT_BYTES, MACHINE, compare
+from ultraep_comm.bench.commands.plan import TRACE, PlanSize
 from ultraep_comm.bench.commands.plan.cells import Loads
-from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.options import DEFAULT_TARGET, WORKLOADS, ZIPF
-from ultraep_comm.bench.peers.moonep_cases import CASES, RANKS
+from ultraep_comm.bench.options import DEFAULT_TARGET, ZIPF
 from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.bench.traces import open_trace
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from studies.against.run import COLUMNS, EXPERT_BYTES, MACHINE, compare
+from studies.loads import make_loads
+from studies.options import PEER_NAMES, WORKLOADS
+from studies.peers.moonep_cases import CASES, RANKS
 
 SLOTS = 2
 # Ranks, experts, topk, tokens of a rank, families.

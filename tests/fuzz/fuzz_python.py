@@ -14,6 +14,7 @@ from pathlib import Path
 
 import atheris
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.targets import TARGETS
 

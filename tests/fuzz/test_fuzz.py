@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 
 from fuzz.inputs import Bytes, calibration_document, result_documents
 from fuzz.targets import TARGETS
+from studies.cli import main as studies
+from studies.draw.bound import load_results
 from ultraep_comm import errors
 from ultraep_comm.bench.cli import main as bench
 from ultraep_comm.bench.commands.show import print_document
@@ -30,7 +32,6 @@ from ultraep_comm.calibration import read_calibration
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import MAX_COUNT, Topology
 from ultraep_comm.system import MAX_JSON_BYTES, read_json
-from ultraep_comm.viz.bound import load_results
 from ultraep_comm.viz.cli import main as viz
 
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
@@ -237,7 +238,7 @@ def test_names_in_results_that_no_font_has(tmp_path: Path) -> None:
     assert result.size == "a?"
     assert result.mode.startswith("?")
     assert len(result.mode) <= 60
-    assert viz(["bound", str(path), "--out", str(tmp_path / "o.png")]) == 0
+    assert studies(["draw", str(path), "--out", str(tmp_path / "o.png")]) == 0
 
 
 def test_a_text_in_place_of_a_number_is_not_repeated() -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from studies import cli as studies
 from ultraep_comm.bench import cli, launch
 from ultraep_comm.bench.clock import Meter
 from ultraep_comm.bench.commands.calibrate import run as calibrate
@@ -38,10 +39,16 @@ ONE_PLAN_KEYS = {
 }
 
 
+def program_of(command: str) -> Any:
+    """The command line that has a command: the benchmark's, or that of the studies."""
+    return studies if any(one.name == command for one in studies.COMMANDS) else cli
+
+
 def settings_of(command: str, *arguments: str) -> Any:
     """Checked settings of a command line."""
-    options = cli.make_parser().parse_args([command, *arguments])
-    (found,) = (one for one in cli.COMMANDS if one.name == command)
+    program = program_of(command)
+    options = program.make_parser().parse_args([command, *arguments])
+    (found,) = (one for one in program.COMMANDS if one.name == command)
     return found.make_settings(options)
 
 
@@ -125,7 +132,7 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        code = cli.main(named)
+        code = program_of(named[0]).main(named)
     texts = {p.name: p.read_text() for p in sorted(output.iterdir())}
     ranks = [
         "".join(text for name, text in texts.items() if name[:3] == kind) for kind in ("out", "err")

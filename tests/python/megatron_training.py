@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -298,7 +299,8 @@ def allocations() -> dict[str, int]:
 def main(path: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    from ultraep_comm.bench.commands.layer import megatron_cpu
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+    from studies.layer import megatron_cpu
 
     megatron_cpu.install()
     cases: dict[str, Any] = {name: partial(compare, case) for name, case in CASES.items()}

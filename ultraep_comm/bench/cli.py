@@ -8,20 +8,15 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from ultraep_comm.bench.command import add_commands, parse_arguments
+from ultraep_comm.bench.command import Command, add_commands, parse_arguments
 from ultraep_comm.bench.commands import (
     calibrate,
     critical_path,
-    imbalance,
-    layer,
     links,
-    model,
     plan,
     reduce,
     replicate,
     show,
-    steady,
-    validate,
 )
 from ultraep_comm.bench.launch import launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.options import Settings
@@ -33,26 +28,30 @@ COMMANDS = (
     replicate.COMMAND,
     reduce.COMMAND,
     plan.COMMAND,
-    imbalance.COMMAND,
-    steady.COMMAND,
-    model.COMMAND,
     critical_path.COMMAND,
-    layer.COMMAND,
     links.COMMAND,
     calibrate.COMMAND,
-    validate.COMMAND,
     show.COMMAND,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status.
+    """Run a command; return its exit status, as `run_commands` does."""
+    return run_commands(COMMANDS, make_parser(), arguments)
+
+
+def run_commands(
+    commands: Sequence[Command],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run the one of the commands that a command line names; return its exit status.
 
     0: success; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted; 128 plus a
     signal's number: the signal ended a rank.
     """
-    options = parse_arguments(make_parser(), arguments)
-    command = next(one for one in COMMANDS if one.name == options.command)
+    options = parse_arguments(parser, arguments)
+    command = next(one for one in commands if one.name == options.command)
     try:
         settings = command.make_settings(options)
     except (InvalidArgumentError, OSError) as error:

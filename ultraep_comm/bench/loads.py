@@ -11,9 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.options import IMBALANCE, MOONEP_CASES, PUBLISHED, WORKLOADS, ZIPF
-from ultraep_comm.bench.peers.moonep_cases import cases_of
-from ultraep_comm.bench.workloads import workload_load
+from ultraep_comm.bench.options import IMBALANCE, PUBLISHED, ZIPF
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.topology import contiguous_home
 
@@ -125,24 +123,16 @@ def make_loads(
     """Return loads ``[E]`` of one family, equal for equal arguments.
 
     Args:
-        family: one of `options.FAMILIES` or `options.WORKLOADS`, "moonep", or "imbalance" and a
-            number.
+        family: one of `options.FAMILIES`, or "imbalance" and a number.
         num_ranks: G, with contiguous homes.
         num_experts: E, at least ``topk``.
         num_tokens: of all ranks; a load sums to ``topk`` times this number.
         topk: experts of a token.
-        seeds: number of loads, of a workload its first steps; "adversarial" and "moonep" have a
-            fixed number, and the latter its own tokens.
+        seeds: number of loads; "adversarial" has a fixed number.
 
     Returns:
         The loads; none if G ranks cannot have the imbalance of the family.
     """
-    if family == MOONEP_CASES:
-        return [case.load(num_ranks) for case in cases_of(num_ranks, num_experts)]
-    if family in WORKLOADS:
-        shape = {"num_ranks": num_ranks, "num_experts": num_experts, "topk": topk}
-        shape["num_tokens"] = num_tokens // num_ranks
-        return [workload_load(family, **shape, step=step) for step in range(seeds)]
     if family == "adversarial":
         return adversarial_loads(num_ranks, num_experts, num_tokens * topk)
     if family in PUBLISHED or family.startswith(IMBALANCE):

@@ -32,7 +32,7 @@ MAX_RANKS = 1024
 DEFAULT_EXPERTS = 32
 DEFAULT_EXPERT_BYTES = 16 << 20
 DEFAULT_IMBALANCE = 3.0
-DEFAULT_TARGET, EXACT_TARGET = 1.01, 1.0  # imbalance at which a planner may stop
+DEFAULT_TARGET = 1.01  # imbalance at which a planner may stop
 ALL_MODES = ("push", "pull", "direct", "auto")
 # Time columns: percentiles over iterations, and statistics of the ranks' mean times.
 TIMES = ("p50", "p90", "p99", "max", "rank-min", "rank-avg", "rank-max")
@@ -42,23 +42,6 @@ ZIPF = {f"zipf{s:.1f}": s for s in (0.6, 1.0, 1.4)}
 PUBLISHED = {f"published{x:g}": x for x in (1.5, 2.0, 3.0, 4.0)}
 IMBALANCE = "imbalance"  # prefix of further families, as in "imbalance2.5"
 FAMILIES = (*ZIPF, "lognormal", *PUBLISHED, "adversarial")
-# The public balance workloads, by short name; see `workloads.route_tokens`.
-WORKLOADS = {
-    name[:2]: name
-    for name in (
-        "W0_balanced",
-        "W1_hot_expert_set",
-        "W2_hot_rank",
-        "W3_spread_hot_experts",
-        "W4_source_ragged",
-        "W5_zero_expert_rank",
-        "W6_rotating_hotspot",
-        "W7_burst",
-    )
-}
-WORKLOAD_SEED = 1234  # published, as are the defaults:
-WORKLOAD_RANKS, WORKLOAD_EXPERTS, WORKLOAD_TOPK, WORKLOAD_TOKENS = 4, 8, 2, 128  # of each rank
-MOONEP_CASES = "moonep"  # a family: the cases of `peers.moonep_cases` that have the size
 _FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
 _SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
 

@@ -3,9 +3,6 @@
 load      tokens of every rank before and after replication (PNG, HTML page)
 timeline  what every rank did when: recorded calls, or a predicted transfer; or the parts of
           critical paths (PNG, Perfetto JSON)
-bound     time over the least possible time, by mode (PNG)
-frontier  imbalance against transfer time, by planner (PNG)
-steady    what each layer moves, step after step (PNG)
 
 "COMMAND --help" has an example of each. PNG pictures need matplotlib:
 pip install -c constraints.txt -e '.[viz]'.
@@ -18,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,16 +31,10 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording, load_recordings
 from ultraep_comm.system import FAILED
-from ultraep_comm.viz.bound import draw_bound, load_results
 from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
-from ultraep_comm.viz.frontier import draw_frontier, load_points
 from ultraep_comm.viz.loads import LoadSeries, draw_load, make_page, plan_trace, series_of
-from ultraep_comm.viz.steady import draw_steady, load_panels
 from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST = 1 << 20  # limit of ranks, slots, tokens per rank, and layers
 _TOKENS, _TOPK, _EXPERT_BYTES = 4096, 8, "36M"  # of a generated load, as in the benchmarks
@@ -71,19 +62,6 @@ TIMELINE_EXAMPLES = """examples:
   python -m ultraep_comm.viz timeline --imbalance 3 --mode push --width 8 --out transfer.png
   python -m ultraep_comm.viz timeline bench/results/critical_path.json --out critical_path.png
 A JSON file that it writes opens in https://ui.perfetto.dev or chrome://tracing.
-"""
-BOUND_EXAMPLES = """example:
-  python -m ultraep_comm.viz bound results.json --out bound.png
-Results are from python -m ultraep_comm.bench model --json, or records with size (bytes), mode,
-fan_out and over_bound; see docs/pictures.md.
-"""
-FRONTIER_EXAMPLES = """example:
-  python -m ultraep_comm.viz frontier against.json --out frontier.png
-Results are from python -m ultraep_comm.bench plan --against --json.
-"""
-STEADY_EXAMPLES = """example:
-  python -m ultraep_comm.viz steady steady.json --out steady.png
-Results are from python -m ultraep_comm.bench steady --json.
 """
 
 
@@ -251,22 +229,6 @@ def _epochs(text: str | None) -> range | None:
     return range(begin, end + 1)
 
 
-def _of_results(draw: Callable[[Path], Figure]) -> Callable[[argparse.Namespace], None]:
-    """Return a command that draws a file of results."""
-    writers: Writers[Path] = {".png": lambda file, path: save_png(draw(file), path)}
-
-    def run(options: argparse.Namespace) -> None:
-        _check_outputs(options.out, writers)
-        _write(options.file, options.out, writers)
-
-    return run
-
-
-_bound = _of_results(lambda file: draw_bound(load_results(file), source=short(file.name)))
-_frontier = _of_results(lambda file: draw_frontier(load_points(file), source=short(file.name)))
-_steady = _of_results(lambda file: draw_steady(load_panels(file), source=short(file.name)))
-
-
 # ---- shared by the commands ---------------------------------------------------------------------
 
 
@@ -363,40 +325,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_out(timeline, TIMELINE_WRITERS)
     timeline.set_defaults(run=_timeline)
-
-    bound = commands.add_parser(
-        "bound",
-        help="time over the least possible time, by mode",
-        description="Draw time over bound by mode, against fan-outs or loads, a panel per size.",
-        epilog=BOUND_EXAMPLES,
-        formatter_class=plain,
-    )
-    bound.add_argument("file", type=Path, metavar="FILE.json", help="results")
-    _add_out(bound, {".png": lambda _shown, _path: None})
-    bound.set_defaults(run=_bound)
-
-    frontier = commands.add_parser(
-        "frontier",
-        help="imbalance against transfer time, by planner",
-        description="Draw the plans of several planners for the same loads, a panel per size.",
-        epilog=FRONTIER_EXAMPLES,
-        formatter_class=plain,
-    )
-    frontier.add_argument("file", type=Path, metavar="FILE.json", help="results")
-    _add_out(frontier, {".png": lambda _shown, _path: None})
-    frontier.set_defaults(run=_frontier)
-
-    steady = commands.add_parser(
-        "steady",
-        help="what each layer moves, step after step",
-        description="Draw the experts that each layer moves in each step, from empty slots, on top"
-        " of residents, and after a prefetch.",
-        epilog=STEADY_EXAMPLES,
-        formatter_class=plain,
-    )
-    steady.add_argument("file", type=Path, metavar="FILE.json", help="results")
-    _add_out(steady, {".png": lambda _shown, _path: None})
-    steady.set_defaults(run=_steady)
     for own in commands.choices.values():
         own.set_defaults(parser=own)
     return parser

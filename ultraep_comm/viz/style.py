@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: distinguishable with any kind of colour vision, and in grey.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, PURPLE, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
+SKY, PURPLE = "#56B4E9", "#CC79A7"
 INK, MUTED, FAINT = "#1a1a1a", "#5c5c5c", "#d9d9d9"
 # From no load through the mean, in the middle, to the largest.
 DIVERGING = (

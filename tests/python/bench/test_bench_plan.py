@@ -24,7 +24,7 @@ from ultraep_comm.bench.loads import (
     tuned_load,
 )
 from ultraep_comm.bench.options import FAMILIES, PUBLISHED
-from ultraep_comm.bench.peers.ultraep import MIN_QUOTA, plan_published
+from ultraep_comm.bench.published import MIN_QUOTA, plan_published
 from ultraep_comm.plan.topology import contiguous_home
 
 TINY = ["plan", "--tokens", "64", "--topk", "2", "--seeds", "2"]

@@ -14,8 +14,8 @@ from plan_tokens import ROWS, ULTRAEP, rank_tokens
 from ranks import plan_alone
 
 import ultraep_comm as uec
+from studies.peers.moonep import tokens_moonep
 from ultraep_comm import interop
-from ultraep_comm.bench.peers.moonep import tokens_moonep
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.plan.topology import contiguous_home
 

@@ -15,10 +15,10 @@ from ranks import plan_alone, run_python
 from reference import schedule
 from tiers import cases
 
+from studies.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
+from studies.peers.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm import Plan, _core
-from ultraep_comm.bench.commands.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
-from ultraep_comm.bench.peers.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm.calibration import MAX_FIGURE, MeasuredCosts
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
 from ultraep_comm.model import MACHINES, Machine, find_machine, predict

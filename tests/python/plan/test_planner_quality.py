@@ -11,7 +11,7 @@ from ranks import plan_alone
 
 import ultraep_comm as uec
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.peers.ultraep import plan_published
+from ultraep_comm.bench.published import plan_published
 from ultraep_comm.plan.bounds import find_transfer_bound
 from ultraep_comm.plan.topology import contiguous_home
 

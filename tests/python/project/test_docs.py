@@ -15,8 +15,9 @@ from ranks import forkserver, prepare_forked
 from tiers import sampled
 
 import ultraep_comm as uec
+from studies.cli import main as studies
 from ultraep_comm import env
-from ultraep_comm.viz.cli import main as draw
+from ultraep_comm.viz.cli import main as viz
 
 ROOT = Path(__file__).resolve().parents[3]
 USAGE = (ROOT / "docs" / "usage.md").read_text()
@@ -94,20 +95,24 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_pictures_are_made_by_the_commands_shown(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = r"^(?:\.venv/bin/)?python -m ultraep_comm\.viz (.*) --out (docs/pictures/.*)$"
+    command = (
+        r"^(?:\.venv/bin/)?python (-m ultraep_comm\.viz|bench/studies) (.*) --out"
+        r" (docs/pictures/.*)$"
+    )
     picture = r"!\[[^]]*\]\(((?:docs/)?pictures/[^)]+)\)"
     commands, shown = set(), set()
     for page in PAGES:
         commands |= set(re.findall(command, page.read_text(), re.MULTILINE))
         shown |= {page.parent / name for name in re.findall(picture, page.read_text())}
-    for arguments, name in commands:
+    for program, arguments, name in commands:
         again = tmp_path / Path(name).name
         given = [str(ROOT / a) if a.startswith("bench/") else a for a in arguments.split()]
+        draw = studies if program == "bench/studies" else viz
         assert draw([*given, "--out", str(again)]) == 0
         committed = (ROOT / name).read_bytes()
         assert len(committed) < 200_000
         assert committed[:24] == again.read_bytes()[:24]  # a PNG of as many pixels
-    made = {ROOT / name for _, name in commands}
+    made = {ROOT / name for *_, name in commands}
     assert made == shown == set((ROOT / "docs" / "pictures").iterdir())
 
 

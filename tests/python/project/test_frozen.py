@@ -294,18 +294,13 @@ def describe(option: argparse.Action) -> str:
 # Where a limit can be given it is, so that its keys are there.
 ALONE = {
     "plan": "--sizes 4/8/1 --families zipf1.0 --seeds 1 --tokens 16 --topk 2 --max-over-bound 99",
-    "model": "--sizes 4/8/1 --imbalances 2 --families zipf1.0 --seeds 1 --tokens 64 --topk 2"
-    " --expert-bytes 64K",
 }
 FEW = "--ranks 2 -b 8K -n 1"
 RANKS = {
     "replicate": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
     "reduce": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
     "links": f"{FEW} -w 0 -c --min-bandwidth 1e-9",
-    "layer": "--ranks 2 --experts 4 --tokens 16 --topk 1 --hidden 8 --inner 8 -n 1 -w 0"
-    " --max-over-bound 1e9",
     "calibrate": "--ranks 3 -b 4M -n 5",
-    "validate": "--plans 1 -b 4M -e 4M -n 5 --max-error 1e9",
 }
 SPAWN = [sys.executable, "-m", "ultraep_comm.bench"]
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     DEFAULT_TARGET,
     FAMILIES,
-    MOONEP_CASES,
-    WORKLOADS,
-    ZIPF,
     Add,
     Settings,
     add_bound_limit,
@@ -37,11 +33,8 @@ TRACE = "trace"
 DEFAULT_SIZES = (
     "8/128/2,8/32/1,32/32/1,32/32/2,40/160/4,64/128/1,64/128/2,64/256/2,72/288/2,256/512/2"
 )
-AGAINST_SIZES = "64/256/2"
-AGAINST_FAMILIES = (*ZIPF, "lognormal", *WORKLOADS)
-ALL_PEERS = "all"
-PEER_NAMES = ("none", "moonep", "ultraep", "llep", "eplb", "eplb-hier", "lplb")  # peers.PEERS
 DEFAULT_SEEDS = 4
+LOADS_MINIMA = {"seeds": 1, "tokens": 1, "topk": 1}  # of `add_loads`
 DEFAULT_WARPS = "1,2,4,8,16"
 DEFAULT_DOMAIN = 64
 MAX_ONE_DOMAIN = 72  # ranks; the largest NVLink domain
@@ -144,20 +137,18 @@ class PlanSettings(LoadsSettings):
         trace_name: file name of the trace.
         engine: "host" compares planners, "cuda" times kernels.
         warps: of the plan kernel, one measurement for each.
-        against: names of `peers.PEERS` to compare with; none: only the published planner.
     """
 
     target: float
     certify: bool = False
     trace_name: str = ""
     warps: tuple[int, ...] = ()
-    against: tuple[str, ...] = ()
 
 
-def add_sizes(add: Add, default: str, more: str = "") -> None:
-    """Add ``--sizes``; ``more`` is said about the default."""
-    text = f"ranks, experts and slots of a rank (default {default}{more})"
-    add("--sizes", default=None if more else default, metavar="G/E/S,...", help=text)
+def add_sizes(add: Add, default: str) -> None:
+    """Add ``--sizes``."""
+    text = f"ranks, experts and slots of a rank (default {default})"
+    add("--sizes", default=default, metavar="G/E/S,...", help=text)
 
 
 def add_loads(add: Add, seeds: int) -> None:
@@ -170,36 +161,13 @@ def add_loads(add: Add, seeds: int) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
-    add_sizes(add, DEFAULT_SIZES, f"; with --against {AGAINST_SIZES}")
+    add_sizes(add, DEFAULT_SIZES)
     add(
         "--families",
         metavar="NAME,...",
-        help=f"families of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all"
-        f" these); the public workloads {', '.join(WORKLOADS)}; {MOONEP_CASES}, its planning cases"
-        f" (default with --against: {', '.join(AGAINST_FAMILIES)})",
+        help=f"families of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
     )
-    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
-    add_loads(add, DEFAULT_SEEDS)
-    add(
-        "--target",
-        type=float,
-        default=DEFAULT_TARGET,
-        help=f"imbalance at which to stop (default {DEFAULT_TARGET:g})",
-    )
-    add(
-        "--certify",
-        action="store_true",
-        help="print what holds for every plan: its balance and the best possible, its transfer, and"
-        " the ranks that limit them; plans are verified with and without",
-    )
-    add(
-        "--against",
-        nargs="?",
-        const=ALL_PEERS,
-        metavar="NAME,...",
-        help="a row for every planner: ours, and our readings of other systems' (default: all):"
-        f" {', '.join(PEER_NAMES)}",
-    )
+    add_plans(add)
     add(
         "--domain-size",
         type=int,
@@ -222,6 +190,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(add)
 
 
+def add_plans(add: Add) -> None:
+    """Add the loads to plan, and how: `add_loads`, ``--trace``, ``--target`` and ``--certify``."""
+    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
+    add_loads(add, DEFAULT_SEEDS)
+    add(
+        "--target",
+        type=float,
+        default=DEFAULT_TARGET,
+        help=f"imbalance at which to stop (default {DEFAULT_TARGET:g})",
+    )
+    add(
+        "--certify",
+        action="store_true",
+        help="print what holds for every plan: its balance and the best possible, its transfer, and"
+        " the ranks that limit them; plans are verified with and without",
+    )
+
+
 def make_settings(options: argparse.Namespace) -> PlanSettings:
     """Check the arguments of ``plan``, and read the trace.
 
@@ -230,13 +216,7 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
         TraceError: the file is no trace.
         OSError: the trace cannot be read.
     """
-    from ultraep_comm.plan.planner import target_to_ppm
-
-    found = check_shared(options, dict.fromkeys(("seeds", "tokens", "topk", "domain_size"), 1))
-    try:
-        target_to_ppm(options.target)
-    except ValueError as error:
-        raise InvalidArgumentError(f"--target: {error}") from None
+    found = check_shared(options, {**LOADS_MINIMA, "domain_size": 1})
     gate = found["gate"]
     if gate and options.engine == "cuda":
         raise InvalidArgumentError(
@@ -249,32 +229,50 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
             " those, with --engine host"
         )
     warps = _parse_warps(options)
-    against = _parse_against(options)
-    families = _parse_families(options.families, options.trace is not None, bool(against))
-    default_sizes = AGAINST_SIZES if against else DEFAULT_SIZES
-    given = default_sizes if options.sizes is None else options.sizes
-    sizes = parse_plan_sizes(given, options.domain_size)
-    for size in sizes:
-        if against and size.num_ranks > min(size.domain_size, MAX_ONE_DOMAIN):
-            raise InvalidArgumentError(
-                f"--against compares planners within one domain, but --sizes has {size}; expected"
-                f" at most {MAX_ONE_DOMAIN} ranks, and no smaller --domain-size"
-            )
-    if set(families) - {TRACE, MOONEP_CASES}:
-        from ultraep_comm.bench.workloads import check_pools
+    sizes = parse_plan_sizes(options.sizes, options.domain_size)
+    return PlanSettings(
+        **found,
+        **check_plans(options, sizes, default=FAMILIES),
+        warps=warps,
+        **take(options, "engine"),
+    )
 
+
+def check_plans(
+    options: argparse.Namespace,
+    sizes: tuple[PlanSize, ...],
+    *,
+    default: tuple[str, ...],
+    more: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Check families and the options of `add_plans`, and read the trace.
+
+    Args:
+        options: parsed command line.
+        sizes: to plan for.
+        default: families without ``--families``, beside that of a trace.
+        more: names that ``--families`` may have beside `options.FAMILIES`.
+        fixed: further ones, whose loads have their own tokens.
+
+    Returns:
+        Fields of `PlanSettings`.
+
+    Raises:
+        InvalidArgumentError: an argument is invalid.
+        TraceError: the file is no trace.
+        OSError: the trace cannot be read.
+    """
+    from ultraep_comm.plan.planner import target_to_ppm
+
+    try:
+        target_to_ppm(options.target)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--target: {error}") from None
+    families = _parse_families(options, default, (*FAMILIES, *more, *fixed))
+    if set(families) - {TRACE, *fixed}:
         for size in sizes:
             check_load(size, options.tokens, options.topk)
-            workloads = [family for family in families if family in WORKLOADS]
-            check_pools(workloads, size.num_experts, options.topk, f"--sizes has {size}")
-    if MOONEP_CASES in families:
-        from ultraep_comm.bench.peers.moonep_cases import cases_of, sizes_text
-
-        if not any(cases_of(size.num_ranks, size.num_experts) for size in sizes):
-            raise InvalidArgumentError(
-                f"--families has {MOONEP_CASES}, but its cases have none of --sizes; expected one"
-                f" of {sizes_text()}"
-            )
     trace = None
     if TRACE in families:
         from ultraep_comm.bench.traces import open_trace
@@ -284,16 +282,13 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
             raise InvalidArgumentError(
                 f"{options.trace} has {trace.num_experts} experts, but none of --sizes has"
             )
-    return PlanSettings(
-        **found,
-        sizes=sizes,
-        families=families,
-        trace=trace,
-        trace_name="" if trace is None else options.trace.name,
-        warps=warps,
-        against=against,
-        **take(options, "seeds", "tokens", "topk", "target", "certify", "engine"),
-    )
+    return {
+        "sizes": sizes,
+        "families": families,
+        "trace": trace,
+        "trace_name": "" if trace is None else options.trace.name,
+        **take(options, "seeds", "tokens", "topk", "target", "certify"),
+    }
 
 
 def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]:
@@ -331,34 +326,18 @@ def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]
     return tuple(sizes)
 
 
-def _parse_against(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.against is None:
-        return ()
-    for flag, value in (("engine", options.engine), ("max-over-bound", options.max_over_bound)):
-        if value not in (None, "host"):
-            raise InvalidArgumentError(
-                f"--{flag} is {value}, but is not for --against; give one of the two"
-            )
-    text = ",".join(PEER_NAMES) if options.against == ALL_PEERS else options.against
-    names = parse_families(text, PEER_NAMES, "--against")
-    if "lplb" in names and importlib.util.find_spec("scipy") is None:
-        raise InvalidArgumentError(
-            "--against lplb needs SciPy, for its linear program; run: pip install"
-            " 'ultraep_comm[bench]'"
-        )
-    return names
-
-
-def _parse_families(text: str | None, has_trace: bool, against: bool) -> tuple[str, ...]:
+def _parse_families(
+    options: argparse.Namespace, default: tuple[str, ...], possible: tuple[str, ...]
+) -> tuple[str, ...]:
+    text, has_trace = options.families, options.trace is not None
     more = (TRACE,) if has_trace else ()
     if text is None:
-        return (*(AGAINST_FAMILIES if against else FAMILIES), *more)
-    possible = (*FAMILIES, *WORKLOADS, MOONEP_CASES, *more)
+        return (*default, *more)
     if has_trace and TRACE not in text:
         raise InvalidArgumentError(f"--families {text}: --trace was given; expected {TRACE} too")
     if TRACE in text and not has_trace:
         raise InvalidArgumentError(f"--families {text}: {TRACE} needs --trace FILE.npz")
-    return parse_families(text, possible)
+    return parse_families(text, (*possible, *more))
 
 
 def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
@@ -393,9 +372,9 @@ def check_load(size: PlanSize, tokens: int, topk: int) -> None:
 
 COMMAND = Command(
     name="plan",
-    help="compare the planner with others",
+    help="compare the planner with the published one",
     description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
-    " bound and time, next to the published planner or, with --against, several.",
+    " bound and time, next to the published planner.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.plan.run",

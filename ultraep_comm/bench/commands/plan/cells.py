@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,18 +56,22 @@ def show_certificates(report: Report, records: Sequence[Record]) -> None:
             report.show(f"# {size_text(record)} {record['family']} {i}{planner}: {text}")
 
 
-def each_cell(settings: LoadsSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
-    """Yield every size and kind with its loads, if there are any."""
+def each_cell(
+    settings: LoadsSettings, report: Report, make_loads: Callable[..., Loads] = make_loads
+) -> Iterator[tuple[PlanSize, str, Loads]]:
+    """Yield every size and kind with its loads, if there are any; ``make_loads`` makes them."""
     cells = [(size, family) for size in settings.sizes for family in settings.kinds]
     for i, (size, family) in enumerate(cells):
         report.progress(i, len(cells), f"{size} {family}")
-        loads = make_plan_loads(settings, size, family)
+        loads = make_plan_loads(settings, size, family, make_loads)
         if len(loads):
             yield size, family, loads
     report.progress(len(cells), len(cells))
 
 
-def make_plan_loads(settings: LoadsSettings, size: PlanSize, family: str) -> Loads:
+def make_plan_loads(
+    settings: LoadsSettings, size: PlanSize, family: str, make_loads: Callable[..., Loads]
+) -> Loads:
     """Return the loads ``[E]`` of one size and kind."""
     if family != TRACE:
         return make_loads(

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ultraep_comm.bench.clock import Gpu
 from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
-from ultraep_comm.bench.commands.plan.against import run_against
 from ultraep_comm.bench.commands.plan.cells import (
     Loads,
     describe_certificates,
@@ -25,7 +24,7 @@ from ultraep_comm.bench.commands.plan.cells import (
 from ultraep_comm.bench.commands.plan.device import run_device
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of, transfer_bound
-from ultraep_comm.bench.peers.ultraep import plan_published
+from ultraep_comm.bench.published import plan_published
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.plan.certificate import verify_plan
@@ -38,8 +37,6 @@ def run(settings: PlanSettings, report: Report) -> int:
     Raises:
         UltraEPError: there is no device, or a load of the trace is invalid.
     """
-    if settings.against:
-        return run_against(settings, report)
     if settings.engine == "host":
         return run_host(settings, report)
     return run_device(Gpu(), settings, report)
