@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -74,6 +76,20 @@ def faked(mode: str = "eplb", more: Any = None, **changed: Any) -> Iterator[Any]
         modules[name] = modules.get(name, {}) | contents
     with plugged("ULTRAEP_VLLM", mode, "0.33.0", modules):
         yield sys.modules[f"{eplb}.eplb_state"]
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[io.StringIO]:
+    """Return what vLLM's own configuration of ``logging`` lets a server print."""
+    text = io.StringIO()
+    logger, handler = logging.getLogger("vllm"), logging.StreamHandler(text)
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel("NOTSET")
 
 
 def differences() -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from eplb_rows import count_wrong, make_rows, random_map
-from fake_vllm import FakeBase, FakeElastic, faked, original
+from fake_vllm import FakeBase, FakeElastic, faked, original, shown
 from ranks import RankPool, own_group, raised
 
 from ultraep_comm import errors
@@ -87,7 +87,9 @@ def rearrange(rank: int, group: dist.ProcessGroup, how: str) -> tuple[int, int, 
     weights = [make_rows(maps[n].reshape(G, L)[rank], n) for n in range(LAYERS)]
     buffer = [torch.empty_like(w) for w in weights[0]]
     given, stream, count = list(buffer), [], 0
-    mover = make_mover(group, weights, buffer)
+    with shown() as text:
+        mover = make_mover(group, weights, buffer)
+    assert f"EPLB moves experts by ultraep_comm: {L} rows a rank" in text.getvalue()
     assert isinstance(mover, FakeBase)
     assert not mover.needs_profile_buffer_reservation
     assert all(a is not b and a.shape == b.shape for a, b in zip(buffer, given, strict=True))

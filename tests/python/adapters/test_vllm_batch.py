@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeElastic, faked
+from fake_vllm import FakeElastic, faked, shown
 from fake_vllm_batch import (
     LAYERS,
     NAMES,
@@ -118,6 +118,19 @@ def test_outputs_are_those_without_replicas(
             assert before > 1.4
             assert after <= 1.02
             assert replicas > 0
+
+
+def join_shown(rank: int, group: Any) -> str:
+    with shown() as text, registered(rank, LAYERS, group, gathers=False) as layers:
+        for n, layer in enumerate(layers):
+            load(layer, rank, n, 0)
+        add_model(layers, group)
+    return text.getvalue()
+
+
+def test_the_log_of_vllm_says_that_layers_have_replicas(ranks: RankPool) -> None:
+    for text in ranks.run(G, join_shown):
+        assert f"{LAYERS} MoE layers have replicas for each batch" in text
 
 
 def run_lonely(rank: int, group: Any, min_tokens: int) -> list[Any]:

@@ -7,6 +7,7 @@ the environment variable ULTRAEP_VLLM is set, so that this module imports neithe
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 EPLB = "vllm.distributed.eplb"
+LOGGER = logging.getLogger("vllm.ultraep_comm")  # vLLM shows INFO of its own loggers only
 SETTING = "--enable-expert-parallel and --enable-eplb, with several ranks"
 _CREATE = "create_eplb_communicator"
 _PARAMETERS = "group_coordinator backend expert_weights expert_buffer"

@@ -8,7 +8,6 @@ keep their names and shapes, and own experts their rows; vLLM's EPLB moves nothi
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -18,12 +17,11 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import checks
-from ultraep_comm.adapters.vllm import EPLB, replace_factory
+from ultraep_comm.adapters.vllm import EPLB, LOGGER, replace_factory
 from ultraep_comm.adapters.vllm.checks import ROUTER, describe
 from ultraep_comm.adapters.vllm.replicas import CONTEXT, HAS_CONTEXT, Replicas
 from ultraep_comm.errors import UnsupportedError
 
-_LOGGER = logging.getLogger("ultraep_comm")
 _MOE = "vllm.model_executor.layers.fused_moe"
 _EXPERTS = f"{_MOE}.routed_experts:RoutedExperts"
 _STATE = f"{EPLB}.eplb_state:EplbState"
@@ -130,7 +128,7 @@ def join(coordinator: Any, expert_weights: Sequence[Sequence[torch.Tensor]], _: 
     described = checks.agree(coordinator.cpu_group, describe, layers)
     for number, (layer, facts) in enumerate(zip(layers, described, strict=True)):
         layer.replicas = Replicas(layer, coordinator, number, facts)
-    _LOGGER.info("vLLM: %d MoE layers have replicas for each batch", len(layers))
+    LOGGER.info("vLLM: %d MoE layers have replicas for each batch", len(layers))
 
 
 class Experts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.adapters import checks, rows
-from ultraep_comm.adapters.vllm import EPLB, replace_factory
+from ultraep_comm.adapters.vllm import EPLB, LOGGER, replace_factory
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.group.group import rejecting
 
-_LOGGER = logging.getLogger("ultraep_comm")
 _BASE = f"{EPLB}.eplb_communicator:EplbCommunicator"
 _STREAM = f"{EPLB}.eplb_utils:device_stream"
 # What is called or overridden, and the parameters that it was written for.
@@ -75,7 +73,7 @@ class Mover:
         self.moved, self._layer, self._stream = 0, -1, None
         self._old: list[list[int]] = []
         self._forget()
-        _LOGGER.info("vLLM's EPLB moves experts by ultraep_comm: %d rows a rank", self._rows)
+        LOGGER.info("vLLM's EPLB moves experts by ultraep_comm: %d rows a rank", self._rows)
 
     def set_stream(self, stream: Any) -> None:
         """Use a stream for what follows; None: the current one."""

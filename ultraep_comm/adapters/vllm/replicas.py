@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.adapters.checks import agree, find
 from ultraep_comm.adapters.options import OF_GROUP, OF_LAYER
+from ultraep_comm.adapters.vllm import LOGGER
 from ultraep_comm.adapters.vllm.checks import (
     count_local_experts,
     describe,
@@ -27,7 +27,6 @@ Tensor = torch.Tensor
 
 CONTEXT = "vllm.forward_context:get_forward_context"
 HAS_CONTEXT = "vllm.forward_context:is_forward_context_available"
-_LOGGER = logging.getLogger("ultraep_comm")
 
 
 class Replicas:
@@ -65,7 +64,7 @@ class Replicas:
             try:
                 whole = group.banks[0].empty_instances()
             except UnsupportedError as error:
-                _LOGGER.info("vLLM: slots are copied for each batch: %s", error)
+                LOGGER.info("vLLM: slots are copied for each batch: %s", error)
         for name, rows in whole.items():
             rows[:count].copy_(weights[name].data[:count])
             weights[name].data = rows
