@@ -15,8 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import own_tests
-import try_sglang
 from includes import BELOW
 
 from ultraep_comm.bench.commands.plan.cells import size_text
@@ -248,58 +246,6 @@ def charged_reductions(document: Document) -> str:
     return _markdown(["expert", *(f"{mode}, {machine}" for mode, machine in ways)], rows)
 
 
-def trained(document: Document) -> str:
-    """Training without and with replicas, as the programs in tests/python compare it."""
-    head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
-    head += ["rerouted", "imbalance before", "after", "replicas"]
-    rows = []
-    for name, found in document.items():
-        if "losses" not in found:
-            continue
-        losses = [", ".join(f"{loss:.7f}" for loss in run) for run in found["losses"]]
-        worst = [f"{max(found[of]):.1e}" for of in ("gradients", "expert_gradients")]
-        _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
-        spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
-        counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
-        rows.append([name, *losses, *worst, str(found["rerouted"]), *spans, counts])
-    return _markdown(head, rows)
-
-
-def outcomes(document: Document) -> str:
-    """What a framework's own tests found."""
-    return _fence(own_tests.summary(document))
-
-
-def sglang(document: Document) -> str:
-    """What SGLang's own code found."""
-    return _fence(try_sglang.summary(document))
-
-
-def batches(document: Document) -> str:
-    """Batches in vLLM's layers, by kind of run and by size."""
-    rows = []
-    for kind, found in document["runs"].items():
-        for size in dict.fromkeys(one["tokens"] + one["padding"] for one in found):
-            of = [one for one in found if one["tokens"] + one["padding"] == size]
-            before, after, replicas, errors, outputs = (
-                [one[key] for one in of]
-                for key in (
-                    *("imbalance_before", "imbalance", "replicas"),
-                    *("largest_error", "largest_output"),
-                )
-            )
-            rows.append(
-                [
-                    *(kind, str(size)),
-                    *(f"{min(x):.2f} to {max(x):.2f}" for x in (before, after)),
-                    f"{min(replicas)} to {max(replicas)}",
-                    *(f"{max(errors):.1e}", f"{max(outputs):.1f}"),
-                ]
-            )
-    header = ["", "tokens", "imbalance before", "after", "replicas", "largest error"]
-    return _markdown([*header, "largest output"], rows)
-
-
 def by_blocks(document: Document) -> str:
     """Times and rates of the largest transfers of a GPU, by number of blocks."""
     rows: dict[str, list[str]] = {}
@@ -332,10 +278,6 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         critical_path,
         planner,
         sensitivity,
-        trained,
-        outcomes,
-        sglang,
-        batches,
         by_blocks,
     )
 }

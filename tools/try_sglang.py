@@ -6,7 +6,8 @@
 ``eplb``: layers are brought to random maps by SGLang's ``ExpertLocationUpdater``, and every row is
 compared with what SGLang's own ``update_expert_weights_single_layer`` makes of a copy; its canary
 is on. ``batch``: batches go through SGLang's TopK, its standard dispatcher and its FusedMoE, and
-are compared with all experts computed in one place. docs/frameworks.md has the rest.
+are compared with all experts computed in one place. docs/frameworks/sglang.md says what to
+install.
 
 Stand-ins: torchvision, where it is missing; the kernel of the experts, because SGLang's for the CPU
 does not know experts of other ranks; and a model's number of experts, in place of its config.

@@ -3,8 +3,11 @@
 
     python tools/try_transformers.py FOLDER [--json FILE]
 
-FOLDER is the unpacked source distribution of transformers, for its tests; docs/frameworks.md has
-the rest. The distribution has no classes of models that use these tests, nor what starts their
+FOLDER is the unpacked source distribution of transformers, for its tests (they need `parameterized`):
+
+    pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz
+
+The distribution has no classes of models that use these tests, nor what starts their
 ranks: both are here. The implementation "auto", which the tests take, is replaced by the adapter's.
 """
 

@@ -3,7 +3,8 @@
 
     python tools/try_vllm.py FOLDER [--json FILE]
 
-FOLDER is the unpacked source distribution of vLLM, for its tests; docs/frameworks.md has the rest.
+FOLDER is the unpacked source distribution of vLLM, for its tests; docs/frameworks/vllm.md says what
+to install. vLLM skips the tests that need CUDA, XPU or NIXL; two of the others use no communicator.
 First comes :func:`prepare`. Ranks are forked, not spawned, which spares them minutes of imports.
 """
 

@@ -33,14 +33,14 @@ _MARKER = re.compile(r"^<!-- from bench/results/([\w/]+)\.json: (\w+) -->\n", re
 _DRAWN = re.compile(r"^<!-- drawn by tools/doc_blocks\.py: (\w+) -->\n", re.MULTILINE)
 _PRINTED = re.compile(r"```python\n(.*?)```\s*\n<!-- printed by the code above -->\n", re.DOTALL)
 _BLOCK = re.compile(r"```\w*\n.*?^```\n|(?:\|[^\n]*\n)+", re.DOTALL | re.MULTILINE)
-_FIGURE = re.compile(r"(\d+)(\.\d+)?(%?)(<!--= (\w+):(\S+) -->)")
+_FIGURE = re.compile(r"(\d+)(\.\d+)?(%?)(<!--= (\w+):(.+?) -->)")
 
 
 def documents(root: Path) -> list[Path]:
     """Return the documents that may have figures."""
     return [
         root / "README.md",
-        *sorted((root / "docs").glob("*.md")),
+        *sorted((root / "docs").rglob("*.md")),
         *sorted((root / "bench").glob("*.md")),
         root / "bench" / "results" / "README.md",
     ]

@@ -76,7 +76,7 @@ def check_signature(path: str, parameters: str) -> Any:
     if found[: len(expected)] != expected:
         raise UnsupportedError(
             f"{path} takes {found}; the adapter was written for {expected}. Use a version of the"
-            " framework that was tried: see docs/frameworks.md"
+            " framework that was tried: see docs/frameworks"
         )
     return function
 

@@ -87,7 +87,7 @@ def _check_body(kind: Any) -> None:
     if missing := [name for name in (*_VIEWED, "_finalize_output") if name not in read]:
         raise UnsupportedError(
             f"{kind.__name__}._forward reads no {missing}; the adapter was written for a release"
-            " that does. Use a version of the framework that was tried: see docs/frameworks.md"
+            " that does. Use a version of the framework that was tried: see docs/frameworks"
         )
 
 

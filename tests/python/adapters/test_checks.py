@@ -196,7 +196,7 @@ def test_what_moved_in_a_release_is_said(tmp_path: Path) -> None:
 def test_a_fake_is_like_the_installed_release(framework: str) -> None:
     fake = FAKES / f"fake_{framework}.py"
     if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed: see docs/frameworks.md")
+        pytest.skip(f"{framework} is not installed: see docs/frameworks/{framework}.md")
     done = run_python(str(TOOLS / "compare_fakes.py"), str(fake))
     if ": not installed" in done.stdout:  # another release, without what the adapter needs
         pytest.skip(done.stdout)

@@ -21,7 +21,7 @@ from ultraep_comm.errors import UnsupportedError
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
-    reason="deepspeed is not installed: see docs/frameworks.md",
+    reason="deepspeed is not installed: see docs/frameworks/deepspeed.md",
 )
 
 

@@ -21,7 +21,7 @@ from ultraep_comm.errors import UnsupportedError
 
 needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None,
-    reason="torchtitan is not installed: see docs/frameworks.md",
+    reason="torchtitan is not installed: see docs/frameworks/torchtitan.md",
 )
 
 

@@ -153,7 +153,7 @@ def test_plans_come_back_from_ultraeps_tensors(data: st.DataObject) -> None:
 def test_the_documentation_runs() -> None:
     (shown,) = re.findall(
         r"```python\n([^`]*import interop.*?)```",
-        (ROOT / "docs" / "frameworks.md").read_text(),
+        (ROOT / "docs" / "frameworks" / "README.md").read_text(),
         re.DOTALL,
     )
     exec(shown, {})

@@ -223,7 +223,7 @@ def variables() -> Section:
         text = "".join(path.read_text() for path in paths)
         return set(re.findall(r"\bULTRAEP_[A-Z_]*[A-Z]\b", text))
 
-    docs = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+    docs = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]
     named_in = {
         "package": named(*PACKAGE.rglob("*.py")),
         "docs": named(*docs),
