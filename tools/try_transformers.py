@@ -3,7 +3,7 @@
 
     python tools/try_transformers.py FOLDER [--json FILE]
 
-FOLDER is the unpacked source distribution of transformers, for its tests (they need `parameterized`):
+FOLDER is the unpacked source distribution of transformers, for its tests, which need parameterized:
 
     pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz
 
