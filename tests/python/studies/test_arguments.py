@@ -134,20 +134,19 @@ sys.exit(", ".join(name for name in heavy if name in sys.modules) or 0)
     assert all(f"bench/studies {command}" in done.stdout for command in NAMES)
 
 
-def test_the_entry_runs_alone_and_on_ranks(tmp_path: Path) -> None:
-    """From another folder, so that nothing but the entry finds the package; ranks are forked."""
+def test_the_entry_starts_ranks(tmp_path: Path) -> None:
+    """From another folder, so that nothing but the entry finds the package."""
     few = "--ranks 2 --experts 4 --tokens 16 --topk 1 --hidden 8 --inner 8 -n 1 -w 0 --check"
-    for study, arguments in {"imbalance": "--workloads W1", "layer": few}.items():
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "bench" / "studies"), study, *arguments.split()],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f": {study}" in done.stdout.splitlines()[0]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "studies"), "layer", *few.split()],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].endswith(": layer")
 
 
 def test_machines_in_the_parser_are_those_of_the_model() -> None:
