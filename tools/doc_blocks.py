@@ -19,7 +19,6 @@ from includes import BELOW
 
 from ultraep_comm.bench.commands.plan.cells import size_text
 from ultraep_comm.bench.commands.show import print_document
-from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import MACHINES, Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,18 +39,6 @@ def shown(document: Document) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_document(document)
     return _fence(printed.getvalue())
-
-
-def example(document: Document) -> str:
-    """The closing table of examples/moe."""
-    rows = []
-    for claim in document["claims"].values():
-        judged = claim["limit"] is not None
-        figures = [f"{claim[key]:.3g}" if judged else "" for key in ("value", "limit")]
-        holds = ("yes" if claim["holds"] else "NO") if judged else ""
-        rows.append([claim["text"], claim["plain"], claim["replicated"], *figures, holds])
-    header = ("", "plain", "with replicas", "value", "limit", "holds")
-    return _fence(format_table([header], rows))
 
 
 def published(document: Document) -> str:
@@ -264,7 +251,6 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
     block.__name__: block
     for block in (
         shown,
-        example,
         break_even,
         published,
         claims,

@@ -43,7 +43,7 @@ ultraep.configure(slots_per_rank=2)
 parallel = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="ultraep")
 model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=parallel).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-text = torch.tensor(list((Path(__file__).parents[1] / "moe" / "text.txt").read_bytes()))
+text = torch.tensor(list((Path(__file__).parents[1] / "text.txt").read_bytes()))
 draw = torch.Generator().manual_seed(rank)
 for step in range(STEPS):
     starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=draw)

@@ -308,7 +308,8 @@ def test_commands_in_the_documents_are_accepted() -> None:
     found = 0
     names = ["README.md", "bench/README.md", "bench/METRICS.md", "bench/results/README.md"]
     programs = {r"-m ultraep_comm\.bench": cli, "python bench/studies": studies}
-    for name in [*names, "docs/benchmark.md", "docs/first-run.md", "docs/building.md"]:
+    names += ["docs/benchmark.md", "docs/first-run.md", "docs/building.md", "docs/one-node.md"]
+    for name in names:
         text = (ROOT / name).read_text().replace("\\\n", " ")
         for start, program in programs.items():
             for arguments in re.findall(rf"{start} ([^`\n]+)$", text, re.MULTILINE):

@@ -6,6 +6,9 @@ import inspect
 import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from tiers import sampled
 import ultraep_comm as uec
 from studies.cli import main as studies
 from ultraep_comm import env
+from ultraep_comm.bench.cli import main as bench
 from ultraep_comm.viz.cli import main as viz
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,26 +30,45 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [*sorted((ROOT / "bench").glob("*.md")), ROOT / "bench" / "results" / "README.md"]
 
 
-def run_as_rank(script: Path, rank: int, variables: dict[str, str]) -> None:
+def run_as_rank(command: list[str], folder: Path, rank: int, variables: dict[str, str]) -> None:
     """Run a program in this process, as one that ``torchrun`` has started."""
     prepare_forked()
-    with script.with_suffix(f".{rank}.log").open("w") as log:
+    os.chdir(folder)
+    with Path(f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    runpy.run_path(str(script), run_name="__main__")
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
 
 
+def run_ranks(command: list[str], ranks: int, folder: Path) -> str:
+    """Run a program on some ranks, in a folder; return what they printed, rank by rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    started = [
+        forkserver().Process(
+            target=run_as_rank, args=(command, folder, rank, variables), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(240)
+    printed = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    assert [process.exitcode for process in started] == [0] * ranks, printed
+    return printed
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("page", "name", "ranks"),
-    sampled(
-        [
-            ("usage", "train", 2),
-            ("usage", "health", 2),
-            ("usage", "instances", 2),
-        ],
-        lambda program: "train" in program,
-    ),
+    [
+        ("usage", "health", 2),
+        ("usage", "instances", 2),
+    ],
 )
 def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
@@ -53,19 +76,53 @@ def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
     assert shown is not None
     script = tmp_path / f"{name}.py"
     script.write_text(shown[1])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    variables |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    started = [
-        forkserver().Process(target=run_as_rank, args=(script, rank, variables), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(240)
-    printed = [path.read_text() for path in sorted(tmp_path.glob("*.log"))]
-    assert [process.exitcode for process in started] == [0] * ranks, "\n".join(printed)
+    run_ranks([str(script)], ranks, tmp_path)
+
+
+@pytest.mark.parametrize("launcher", sampled(["forked", "torchrun"], lambda name: name == "forked"))
+def test_the_page_of_one_node(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: str,
+) -> None:
+    """Train, count, plan and decide by the page's own commands; they print lines like its own."""
+    page = (ROOT / "docs" / "one-node.md").read_text()
+    command = re.search(r"^\.venv/bin/torchrun (.* examples/.*)$", page, re.MULTILINE)
+    planning = re.search(
+        r"^\.venv/bin/python -m ultraep_comm\.bench (plan .*)$", page, re.MULTILINE
+    )
+    program = re.search(r"```python\n(# pays\.py: .*?)```", page, re.DOTALL)
+    assert command is not None
+    assert planning is not None
+    assert program is not None
+    *options, ranks, script, counts = shlex.split(command[1])
+    script = str(ROOT / script)
+    if launcher == "forked":
+        printed = run_ranks([script, counts], int(ranks), tmp_path)
+    else:
+        run = [sys.executable, "-m", "torch.distributed.run", *options, ranks, script, counts]
+        done = subprocess.run(
+            run, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    lines = [line for line in printed.splitlines() if "without replicas" in line]
+    plain, replicated, before, after = map(float, re.findall(r"\d+\.\d+", "".join(lines)))
+    assert plain == pytest.approx(replicated, abs=1e-3)
+    assert plain < 2.5  # of ln 256 = 5.5: it learns
+    assert before > 1.2
+    assert after <= 1.011
+
+    monkeypatch.chdir(tmp_path)
+    assert bench(shlex.split(planning[1])) == 0
+    assert f"  {ranks}/16/1  trace " in capsys.readouterr().out
+    (tmp_path / "pays.py").write_text(program[1])
+    monkeypatch.setattr(sys, "argv", ["pays.py", counts])
+    runpy.run_path("pays.py", run_name="__main__")
+    shown = re.sub(r"\s+|[\d.]+", " ", page)
+    for line in [*lines, capsys.readouterr().out]:
+        assert re.sub(r"\s+|[\d.]+", " ", line.strip()) in shown, line
 
 
 def test_ids_of_experts_that_ranks_have_unevenly() -> None:

@@ -57,7 +57,7 @@ def test_pins_stand_only_in_constraints() -> None:
     extras = {
         key: requirements("project.optional-dependencies", key)
         for key in (
-            *("test", "lint", "examples", "viz", "bench"),
+            *("test", "lint", "viz", "bench"),
             *("transformers", "megatron", "cuda12", "cuda13"),
         )
     }
