@@ -29,7 +29,8 @@ def _fence(text: str) -> str:
     return f"```\n{text.rstrip()}\n```\n"
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines).replace("| --- ", "|---")
 
@@ -55,7 +56,7 @@ def published(document: Document) -> str:
                 *(f"{theirs['relay']:.0f} us", f"{ours['relay']:.1f}"),
             ]
         )
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def claims(document: Document) -> str:
@@ -65,7 +66,7 @@ def claims(document: Document) -> str:
         over = claim["over_target"]
         rows.setdefault(claim["size"], []).extend(f"{over[k]:.3f}" for k in ("mean", "worst"))
     header = ["size", "push, mean", "worst", "pull, mean", "worst"]
-    return _markdown(header, [[size, *cells] for size, cells in rows.items()])
+    return markdown(header, [[size, *cells] for size, cells in rows.items()])
 
 
 def over_bound(document: Document) -> str:
@@ -76,7 +77,7 @@ def over_bound(document: Document) -> str:
         means = [row["mean"] for row in found]
         worst = max(row["worst"] for row in found)
         rows.append([mode, *(f"{x:.2f}" for x in (min(means), max(means), worst))])
-    return _markdown(["mode", "best kind of load", "worst kind, mean", "worst load"], rows)
+    return markdown(["mode", "best kind of load", "worst kind, mean", "worst load"], rows)
 
 
 def break_even(document: Document) -> str:
@@ -95,7 +96,7 @@ def break_even(document: Document) -> str:
             ]
         )
     header = ["slots", "bank", "memory, experts", "moves", "fetched before", "T*, experts", "saved"]
-    return _markdown([*header, "nothing moves", "worst imbalance"], rows)
+    return markdown([*header, "nothing moves", "worst imbalance"], rows)
 
 
 def planner(document: Document) -> str:
@@ -113,7 +114,7 @@ def planner(document: Document) -> str:
         and row["family"] in ("zipf0.6", "zipf1.0", "zipf1.4", "lognormal")
     ]
     header = ["load", "busiest rank over the mean", "with the plan", "replicas", "time to plan"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 _CHANGES = (  # shown in the document
@@ -134,7 +135,7 @@ def sensitivity(document: Document) -> str:
     bounds = [f"T* {plan['bound_us']:.0f} us" for plan in records["as described"][::2]]
     names = ("common", "two imports", "one expert")
     header = [f"{name}, {bound}" for name, bound in zip(names, bounds, strict=True)]
-    return _markdown(["change", *header], rows)
+    return markdown(["change", *header], rows)
 
 
 def charged(document: Document) -> str:
@@ -150,7 +151,7 @@ def charged(document: Document) -> str:
                 cells.append(sum(r["over_bound"][mode]["mean"] for r in of) / len(of))
         rows.append([f"{mb} MB", *(f"{cell:.2f}" for cell in cells)])
     names = [f"{mode}, {m}" for mode in ("push", "pull", "direct") for m in machines]
-    return _markdown(["expert", *names], rows)
+    return markdown(["expert", *names], rows)
 
 
 def critical_path(document: Document) -> str:
@@ -163,7 +164,7 @@ def critical_path(document: Document) -> str:
         ]
         for row in document["records"]
     ]
-    return _markdown(["max(k, in)", "machine", "mode", *parts, "together"], rows)
+    return markdown(["max(k, in)", "machine", "mode", *parts, "together"], rows)
 
 
 def _by_planner(records: Iterable[Document], load: Callable[[Document], str]) -> str:
@@ -174,7 +175,7 @@ def _by_planner(records: Iterable[Document], load: Callable[[Document], str]) ->
         rows.setdefault(load(row), {})[row["planner"]] = cell
     planners = list(dict.fromkeys(name for cells in rows.values() for name in cells))
     table = [[text, *(cells.get(name, "-") for name in planners)] for text, cells in rows.items()]
-    return _markdown(["load", *planners], table)
+    return markdown(["load", *planners], table)
 
 
 def against(document: Document) -> str:
@@ -204,7 +205,7 @@ def against_slots(document: Document) -> str:
         rows.append([name, f"{exact} of {loads}", str(slots), *means, of_cases])
     header = ["planner", "exact", "slots used", "replicas", "max exports", "max imports"]
     header += ["copies of one home", "T*", "MoonEP's cases exact"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def exact_share(document: Document) -> str:
@@ -214,7 +215,7 @@ def exact_share(document: Document) -> str:
     rows = [[*(str(row[key]) for key in keys), f"{row['worst']:.3f}"] for row in records]
     exact = f"exact, of {records[0]['loads']}"
     header = ["ranks", "experts", "slots", exact, "others: the best possible", "worst imbalance"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def charged_reductions(document: Document) -> str:
@@ -230,7 +231,7 @@ def charged_reductions(document: Document) -> str:
             found = [r["reduction"][mode]["mean"] for r in of if r["machine"] == machine]
             cells.append(f"{sum(found) / len(found):.2f}")
         rows.append([f"{mb} MB", *cells])
-    return _markdown(["expert", *(f"{mode}, {machine}" for mode, machine in ways)], rows)
+    return markdown(["expert", *(f"{mode}, {machine}" for mode, machine in ways)], rows)
 
 
 def by_blocks(document: Document) -> str:
@@ -244,7 +245,7 @@ def by_blocks(document: Document) -> str:
             rows.setdefault(found[1], []).append(cell)
             blocks.append(f"{found[2]} blocks")
     header = ["36 MiB to", *dict.fromkeys(blocks)]
-    return _markdown(header, [[name, *cells] for name, cells in rows.items()])
+    return markdown(header, [[name, *cells] for name, cells in rows.items()])
 
 
 BLOCKS: dict[str, Callable[[Document], str]] = {
@@ -275,7 +276,7 @@ def costs() -> str:
     machines = [MACHINES[name] for name in ("nvl72-links", "nvl72", "gb200")]
     rows = [[f"`{n}`", *(f"{getattr(m, n):g}" for m in machines)] for n in names]
     header = ["microseconds", *(f"`{machine.name}`" for machine in machines)]
-    return _markdown(header, [row for row in rows if set(row[1:]) != {"0"}])
+    return markdown(header, [row for row in rows if set(row[1:]) != {"0"}])
 
 
 def layers() -> list[list[str]]:

@@ -281,7 +281,6 @@ LONG = "9" * 5000
         (["replicate", "--segments", "100000000", "-b", "1G"], "segments"),
         (["replicate", "-b", LONG], "is too large"),
         (["replicate", "--experts", "1000000000"], "1000000000 experts"),
-        (["layer", "--experts", "99999999"], "99999999 experts"),
         (["plan", "--sizes", f"{LONG}/8/1"], "--sizes"),
         (["plan", "--sizes", "8/99999999999/1"], "--sizes"),
         (["plan", "--engine", "cuda", "--warps", LONG], "--warps"),
@@ -313,7 +312,6 @@ def test_commands_of_the_benchmark(
         ["timeline", "--imbalance", "3", "--seed", "-1", "--out", "o.png"],
         ["timeline", "--imbalance", "3", "--experts", "1048576", "--out", "o.png"],
         ["load", "--trace", "/dev/zero", "--out", "o.png"],
-        ["bound", "/dev/zero", "--out", "o.png"],
     ],
 )
 def test_commands_of_pictures(

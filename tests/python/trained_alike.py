@@ -15,9 +15,26 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from doc_blocks import trained as table
+from doc_blocks import markdown
 
 from ultraep_comm.bench.machine import find_commit
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """Return training without and with replicas as a table in Markdown."""
+    head = ["case", "losses", "with replicas", "gradients apart", "experts' apart"]
+    head += ["rerouted", "imbalance before", "after", "replicas"]
+    rows = []
+    for name, found in document.items():
+        if "losses" not in found:
+            continue
+        losses = [", ".join(f"{loss:.7f}" for loss in run) for run in found["losses"]]
+        worst = [f"{max(found[of]):.1e}" for of in ("gradients", "expert_gradients")]
+        _, *each = zip(*found["imbalance"], strict=True) if found["imbalance"] else [()] * 4
+        spans = [f"{min(v):.2f} to {max(v):.2f}" if v else "-" for v in each[:2]]
+        counts = f"{min(each[2])} to {max(each[2])}" if each[2] else "-"
+        rows.append([name, *losses, *worst, str(found["rerouted"]), *spans, counts])
+    return markdown(head, rows)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

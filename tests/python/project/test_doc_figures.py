@@ -210,7 +210,6 @@ def test_a_new_result_refreshes_blocks_and_sentences(
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("docs/first-run.md", " p2p  ", " p2p. "),
         ("README.md", "6<!--= empty", "7<!--= empty"),
         ("docs/benchmark.md", "| zipf1.4 | 9", "| zipf1.4 | 19"),
         ("docs/model.md", "| 3.03 | 51 | 6 | 317 us | ", "| 3.03 | 51 | 6 | 317 us | 1"),
