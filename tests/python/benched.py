@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from studies import cli as studies
@@ -138,6 +139,22 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
         "".join(text for name, text in texts.items() if name[:3] == kind) for kind in ("out", "err")
     ]
     return Done(code, out.getvalue() + ranks[0], err.getvalue() + ranks[1], folder)
+
+
+def refusal(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Return the error of a command line that is refused before anything runs."""
+    for name in ("run_ranks", "run_alone"):
+        monkeypatch.setattr(cli, name, lambda *_, **__: pytest.fail("it ran"))
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    return printed.err
 
 
 def plain_environment() -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from studies.draw.records import read_records
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.viz.style import (
     BLUE,
@@ -20,7 +21,6 @@ from ultraep_comm.viz.style import (
     VERMILION,
     clean,
     count,
-    load_records,
     new_figure,
     plain_settings,
     set_titles,
@@ -69,40 +69,25 @@ class Point:
 
 
 def load_points(path: Path) -> list[Point]:
-    """Read the records of ``against --json`` or of its recipe.
+    """Read the records of ``against --json`` or of its recipe; raises as `read_records` does."""
+    found = read_records(path, "plan_against", "against", _point)
+    for point, place in found:
+        if not (1 <= point.imbalance <= _MOST and 0 <= point.time_us <= _MOST):
+            raise InvalidArgumentError(
+                f"{place} has imbalance {point.imbalance} and time_us {point.time_us}; expected at"
+                f" least 1 and 0, at most {_MOST:g}"
+            )
+    return [point for point, _ in found]
 
-    Raises:
-        InvalidArgumentError: the file has others; the text names the file and the record.
-        OSError: the file cannot be read.
-    """
-    return [_check(d, f"{path}: record {i}") for i, d in enumerate(load_records(path))]
 
-
-def _check(record: Any, place: str) -> Point:
-    op = record.get("op") if isinstance(record, dict) else record
-    if op != "plan_against":
-        raise InvalidArgumentError(
-            f"{place} has op {reprlib.repr(op)}; expected 'plan_against', of"
-            " python bench/studies against --json"
-        )
-    try:
-        point = Point(
-            panel=", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot")),
-            load=short(str(record["family"])),
-            planner=short(str(record["planner"])),
-            imbalance=float(record["imbalance"]["mean"]),
-            time_us=float(record["time_us"]["mean"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"{place} is not of against: {reprlib.repr(error)} is wrong or missing"
-        ) from None
-    if not (1 <= point.imbalance <= _MOST and 0 <= point.time_us <= _MOST):
-        raise InvalidArgumentError(
-            f"{place} has imbalance {point.imbalance} and time_us {point.time_us}; expected at"
-            f" least 1 and 0, at most {_MOST:g}"
-        )
-    return point
+def _point(record: Mapping[str, Any]) -> Point:
+    return Point(
+        panel=", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot")),
+        load=short(str(record["family"])),
+        planner=short(str(record["planner"])),
+        imbalance=float(record["imbalance"]["mean"]),
+        time_us=float(record["time_us"]["mean"]),
+    )
 
 
 def frontier(points: list[Point]) -> list[Point]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from studies.draw.records import read_records
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.viz.style import (
     INK,
     clean,
     count,
-    load_records,
     new_figure,
     plain_settings,
     set_titles,
@@ -46,40 +46,25 @@ class Panel:
 
 
 def load_panels(path: Path) -> list[Panel]:
-    """Read the records of ``steady --json``.
+    """Read the records of ``steady --json``; raises as `read_records` does."""
+    found = read_records(path, "steady", "steady", _panel)
+    for panel, place in found:
+        moves = panel.moves
+        if moves.ndim != 2 or not 0 < moves.size <= _MOST or moves.min() < 0 or moves.max() > _MOST:
+            raise InvalidArgumentError(
+                f"{place} has moves_by_step of shape {moves.shape}; expected [steps, layers], and"
+                f" values from 0 to {_MOST}"
+            )
+    return [panel for panel, _ in found]
 
-    Raises:
-        InvalidArgumentError: the file has others; the text names the file and the record.
-        OSError: the file cannot be read.
-    """
-    return [_check(d, f"{path}: record {i}") for i, d in enumerate(load_records(path))]
 
-
-def _check(record: Any, place: str) -> Panel:
-    op = record.get("op") if isinstance(record, dict) else record
-    if op != "steady":
-        raise InvalidArgumentError(
-            f"{place} has op {reprlib.repr(op)}; expected 'steady', of"
-            " python bench/studies steady --json"
-        )
-    try:
-        moves = np.array(record["moves_by_step"], dtype=np.int64)
-        panel = Panel(
-            way=short(str(record["way"])),
-            slots=int(record["slots"]),
-            moves=moves,
-            imbalance=float(record["imbalance"]["mean"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"{place} is not of steady: {reprlib.repr(error)} is wrong or missing"
-        ) from None
-    if moves.ndim != 2 or not 0 < moves.size <= _MOST or moves.min() < 0 or moves.max() > _MOST:
-        raise InvalidArgumentError(
-            f"{place} has moves_by_step of shape {moves.shape}; expected [steps, layers], and"
-            f" values from 0 to {_MOST}"
-        )
-    return panel
+def _panel(record: Mapping[str, Any]) -> Panel:
+    return Panel(
+        way=short(str(record["way"])),
+        slots=int(record["slots"]),
+        moves=np.array(record["moves_by_step"], dtype=np.int64),
+        imbalance=float(record["imbalance"]["mean"]),
+    )
 
 
 @plain_settings()

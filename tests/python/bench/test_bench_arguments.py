@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benched import bench, settings_of
+from benched import bench, refusal, settings_of
 
 from studies import cli as studies
 from ultraep_comm.bench import cli
@@ -163,13 +163,7 @@ def test_bad_arguments_run_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text("{")  # no calibration
-    for name in ("run_ranks", "run_alone"):
-        monkeypatch.setattr(cli, name, lambda *_, **__: pytest.fail("it ran"))
-    assert main([command, *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert text in printed.err
+    assert text in refusal(main, [command, *arguments], monkeypatch, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
     assert Path("bad.json").read_text() == "{"
 

@@ -213,7 +213,7 @@ def error_types() -> Section:
 
 def operators() -> Section:
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("ultraep_comm::")]
-    return {s.name.split("::")[1]: str(s)[str(s).index("(") :] for s in schemas}
+    return {s.name.split("::")[1]: str(s)[str(s).index("(") :] for s in sorted(schemas, key=str)}
 
 
 def variables() -> Section:

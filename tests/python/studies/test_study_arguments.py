@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from benched import refusal
 
 from studies.cli import COMMANDS, main
 from studies.model import MACHINES
-from ultraep_comm.bench import cli
 from ultraep_comm.model import MACHINES as MODELLED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,13 +103,7 @@ def test_bad_arguments_run_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("run_ranks", "run_alone"):
-        monkeypatch.setattr(cli, name, lambda *_, **__: pytest.fail("it ran"))
-    assert main([command, *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert text in printed.err
+    assert text in refusal(main, [command, *arguments], monkeypatch, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
