@@ -33,7 +33,7 @@ bench replicate "${model[@]}" -b 36M --mode auto --sms 32 -n 100 -c 1 \
 # For reference: from latency to bandwidth, by number of blocks, and the reduction.
 bench replicate "${model[@]}" -b 64K -e 64M -f 2 --times p50,p99,max --json sweep.json --csv sweep.csv
 bench replicate "${model[@]}" -b 36M --sms 8,16,24,32,48 -c 1 --json sms.json
-bench reduce "${model[@]}" -b 72M --mode auto -c 1 --json reduce.json
+bench replicate --op reduce "${model[@]}" -b 72M --mode auto -c 1 --json reduce.json
 
 if ((${#failed[@]})); then
   printf 'FAILED, %s\n' "${failed[@]}" >&2

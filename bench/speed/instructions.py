@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_plan_sizes
+from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_sizes
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.options import FAMILIES, check_writable
 from ultraep_comm.bench.report import write_records
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.json is not None:
             check_writable(options.json, "--json")
-        sizes = parse_plan_sizes(options.sizes, None)
+        sizes = parse_sizes(options.sizes, "--sizes")
         tools = describe_tools()
         baseline = None if options.compare is None else read_baseline(options.compare, tools)
         with tempfile.TemporaryDirectory() as folder:

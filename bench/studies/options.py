@@ -1,5 +1,7 @@
 """Names and defaults that studies share. Loads neither torch nor numpy."""
 
+from ultraep_comm.bench.options import parse_names
+
 EXACT_TARGET = 1.0  # imbalance at which a planner may stop
 # The public balance workloads, by short name; see `workloads.route_tokens`.
 WORKLOADS = {
@@ -19,3 +21,8 @@ WORKLOAD_SEED = 1234  # published, as are the defaults:
 WORKLOAD_RANKS, WORKLOAD_EXPERTS, WORKLOAD_TOPK, WORKLOAD_TOKENS = 4, 8, 2, 128  # of each rank
 MOONEP_CASES = "moonep"  # a family: the cases of `peers.moonep_cases` that have the size
 PEER_NAMES = ("none", "moonep", "ultraep", "llep", "eplb", "eplb-hier", "lplb")  # peers.PEERS
+
+
+def parse_workloads(text: str, flag: str) -> tuple[str, ...]:
+    """Return the names of public workloads, of WORKLOADS."""
+    return parse_names(text, flag, tuple(WORKLOADS))

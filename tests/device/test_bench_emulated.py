@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benched import run_on
+from benched import run_on, words_of
 from stand_in import Emulated, StandIn
 
 from ultraep_comm.bench.cli import main
@@ -14,7 +14,7 @@ FEW = ["--engine", "cuda", "-b", "96K", "-n", "1", "-w", "0", "--experts", "8", 
 @pytest.mark.parametrize("command", ["replicate", "reduce"])
 def test_every_byte_is_right(command: str, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     if engine == "cuda":
-        assert main([command, *FEW, "--num-sms", "2,4", "--check"]) == 0
+        assert main([*words_of(command), *FEW, "--num-workers", "2,4", "--check"]) == 0
     else:
         meter = StandIn() if engine == "host" else Emulated()
         assert run_on(meter, command, *FEW, "--check") == 0
@@ -33,7 +33,7 @@ def test_the_critical_path_is_right(streams: str, capsys: pytest.CaptureFixture[
 def test_kernels_plan_count_and_reroute_as_the_host(
     streams: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["plan", "--engine", "cuda", "--families", "zipf1.0", "--seeds", "1", "--topk", "2"]
+    few = ["plan", "--engine", "cuda", "--workload", "zipf1.0", "--seeds", "1", "--topk", "2"]
     if streams == "cuda":
         assert main([*few, "--sizes", "8/32/1,64/256/2"]) == 0
     else:

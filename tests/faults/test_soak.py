@@ -11,8 +11,8 @@ from soak import soak_scene
 from tiers import cases
 
 LONG = os.environ.get("ULTRAEP_FAULTS") == "long"
-TRANSFERS = 10_000 if LONG else cases(200, 4_000)
-GROUPS = 1_000 if LONG else cases(60, 1_000)
+TRANSFERS = 10_000 if LONG else cases(200, 2_000)
+GROUPS = 1_000 if LONG else cases(60, 500)
 
 
 @pytest.mark.cases

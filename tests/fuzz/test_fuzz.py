@@ -275,8 +275,8 @@ LONG = "9" * 5000
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["replicate", "--num-sms", LONG], "--num-sms"),
-        (["replicate", "--num-sms", "1,,2"], "--num-sms"),
+        (["replicate", "--num-workers", LONG], "--num-workers"),
+        (["replicate", "--num-workers", "1,,2"], "--num-workers"),
         (["replicate", "--segments", LONG], "segments"),
         (["replicate", "--segments", "100000000", "-b", "1G"], "segments"),
         (["replicate", "-b", LONG], "is too large"),

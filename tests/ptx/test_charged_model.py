@@ -25,8 +25,7 @@ TRANSFERS = [
         f"fan_out:{replicas},{kib},{blocks},32,{mode}"
         for replicas in (1, 2, 7)
         for mode in range(3)
-        for kib in (1024, 4096)
-        for blocks in (16, 64)
+        for kib, blocks in ((1024, 64), (4096, 16))
     ),
     *(
         f"planned:{size},{kib},16,32,0,{mode}"
@@ -38,13 +37,8 @@ TRANSFERS = [
 # Replicas, KiB of fp32 gradients, blocks, adding warps, mode.
 REDUCTIONS = [
     *(f"reduce:{replicas},512,8,16,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)),
-    *(
-        f"reduce:{of},16,{mode}"
-        for of in ("1,8192,16", "2,4096,16", "2,2048,64")
-        for mode in (1, 2)
-    ),
+    *(f"reduce:{of},16,{mode}" for of in ("1,4096,16", "2,2048,64") for mode in (1, 2)),
 ]
-CLOCKS = (("a", "nvl72"), ("b", "gb200"))
 QUICK = TRANSFERS[::17]
 
 
@@ -53,11 +47,13 @@ QUICK = TRANSFERS[::17]
     sampled(
         [
             ("a", "nvl72", QUICK),
-            *((clock, name, of) for clock, name in CLOCKS for of in (TRANSFERS, REDUCTIONS)),
+            ("a", "nvl72", TRANSFERS),
+            ("a", "nvl72", REDUCTIONS),
+            ("b", "gb200", [*TRANSFERS[::3], *REDUCTIONS[::4]]),
         ],
         lambda case: case[2] is QUICK,
     ),
-    ids=["a-quick", "a", "a-reductions", "b", "b-reductions"],
+    ids=["a-quick", "a", "a-reductions", "b"],
 )
 def test_the_model_agrees_with_the_kernels(
     machine: PtxMachine, clock: str, name: str, transfers: list[str], say: Callable[[str], None]

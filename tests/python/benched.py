@@ -24,9 +24,10 @@ from ultraep_comm.bench.commands.calibrate import run as calibrate
 from ultraep_comm.bench.commands.critical_path import run as critical_path
 from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.plan import device as plan_device
-from ultraep_comm.bench.commands.reduce.run import Reduction
+from ultraep_comm.bench.commands.replicate.reduction import Reduction
 from ultraep_comm.bench.commands.replicate.device import run_device
 from ultraep_comm.bench.commands.replicate.run import Replication
+from ultraep_comm.bench.options import make_settings
 from ultraep_comm.bench.report import Report, flatten
 
 FILES = ("--json", "-J", "--csv", "--output", "--trace")  # followed by a file name
@@ -45,12 +46,18 @@ def program_of(command: str) -> Any:
     return studies if any(one.name == command for one in studies.COMMANDS) else cli
 
 
+def words_of(command: str) -> list[str]:
+    """The words of a command, or of an operation of replicate."""
+    return ["replicate", "--op", command] if command == "reduce" else [command]
+
+
 def settings_of(command: str, *arguments: str) -> Any:
     """Checked settings of a command line."""
     program = program_of(command)
-    options = program.make_parser().parse_args([command, *arguments])
+    command, *more = words_of(command)
+    options = program.make_parser().parse_args([command, *more, *arguments])
     (found,) = (one for one in program.COMMANDS if one.name == command)
-    return found.make_settings(options)
+    return make_settings(found.settings, options)
 
 
 def run_on(meter: Meter, command: str, *arguments: str) -> int:
@@ -69,7 +76,7 @@ def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
     }
     if command in runs:
         return runs[command](meter, settings, report)
-    collective: Any = {"replicate": Replication, "reduce": Reduction}[command]()
+    collective: Any = {"replicate": Replication, "reduce": Reduction}[settings.op]()
     return run_device(meter, collective, settings, report)
 
 
@@ -115,7 +122,7 @@ class Rank:
 
 def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None) -> Done:
     """Run a command in the folder; ranks begin with a fault."""
-    named = list(arguments)
+    named = [*words_of(arguments[0]), *arguments[1:]]
     for i, flag in enumerate(named[:-1]):
         if flag in FILES:
             named[i + 1] = str(folder / named[i + 1])

@@ -97,7 +97,7 @@ class Plan:
                 "sums of gradients, bit by bit",
                 [
                     *tests("test_gpu_reduce.py", "--exhaustive", seconds=40),
-                    bench("reduce", "--check", seconds=20),
+                    bench("replicate", "--op", "reduce", "--check", name="reduce", seconds=20),
                 ],
             ),
             "plan": Stage(
@@ -301,7 +301,7 @@ class Plan:
         return Command([*words, "--engine", "cuda", "--fabric", "loopback"], seconds=seconds)
 
     def _plan_speed(self) -> Command:
-        few = ["--seeds", "1", "--families", "zipf1.0", "--tokens", "8192", "--sizes"]
+        few = ["--seeds", "1", "--workload", "zipf1.0", "--tokens", "8192", "--sizes"]
         sizes = "8/32/1" if self._rehearsal else "8/128/2,64/256/2"
         words = self._words("plan", *few, sizes, file="plan")
         engine = [] if self._rehearsal else ["--engine", "cuda"]
@@ -335,7 +335,15 @@ class Plan:
         return [
             Command(
                 self._words(
-                    *("links", "--ranks", str(num_ranks), *engine, "--num-sms", str(n), *options),
+                    *(
+                        "links",
+                        "--ranks",
+                        str(num_ranks),
+                        *engine,
+                        "--num-workers",
+                        str(n),
+                        *options,
+                    ),
                     file=f"{name}_{n}",
                 ),
                 seconds=17,

@@ -14,19 +14,17 @@ from ultraep_comm.bench.commands import (
     critical_path,
     links,
     plan,
-    reduce,
     replicate,
     show,
 )
 from ultraep_comm.bench.launch import launched_rank, run_alone, run_ranks
-from ultraep_comm.bench.options import Settings
+from ultraep_comm.bench.options import Settings, make_settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.system import FAILED, INTERRUPTED
 
 COMMANDS = (
     replicate.COMMAND,
-    reduce.COMMAND,
     plan.COMMAND,
     critical_path.COMMAND,
     links.COMMAND,
@@ -53,7 +51,7 @@ def run_commands(
     options = parse_arguments(parser, arguments)
     command = next(one for one in commands if one.name == options.command)
     try:
-        settings = command.make_settings(options)
+        settings = make_settings(command.settings, options)
     except (InvalidArgumentError, OSError) as error:
         if _prints():
             print(f"error: {error}", file=sys.stderr)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultraep_comm.bench.options import Settings
+from ultraep_comm.bench.options import Settings, add_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,7 @@ class Command:
         name: on the command line.
         help: its line in the list of commands.
         description: first paragraph of its ``--help``.
-        add_arguments: adds its arguments to a parser.
-        make_settings: checks the arguments before anything runs. Raises InvalidArgumentError or
-            OSError.
+        settings: the class whose fields are the options.
         module: has ``run(settings, report) -> int``, which measures on every rank and returns the
             exit status, usually that of `Report.finish`. Imported only when the command runs.
     """
@@ -28,8 +26,7 @@ class Command:
     name: str
     help: str
     description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    make_settings: Callable[[argparse.Namespace], Settings]
+    settings: type[Settings]
     module: str
 
 
@@ -38,7 +35,7 @@ def add_commands(parser: argparse.ArgumentParser, commands: tuple[Command, ...])
     added: Any = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in commands:
         own = added.add_parser(command.name, help=command.help, description=command.description)
-        command.add_arguments(own)
+        add_options(own, command.settings)
         own.set_defaults(parser=own)
 
 

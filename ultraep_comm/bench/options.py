@@ -1,6 +1,8 @@
-"""Options that commands share: their arguments, checks and settings.
+"""Options: a field of a command's settings is an option, stated once.
 
-The top-level imports load neither torch nor numpy, so that ``--help`` answers at once.
+`option` makes such a field; from the fields come the parser, the checks and the settings in the
+JSON document. The top-level imports load neither torch nor numpy, so that ``--help`` answers at
+once.
 """
 
 from __future__ import annotations
@@ -8,10 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ultraep_comm.bench.gate import Gate
 from ultraep_comm.bench.launch import launched_ranks
@@ -22,39 +24,157 @@ from ultraep_comm.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from typing_extensions import Self
 
     from ultraep_comm.bench.traces import Trace
-
-Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group in it
 
 DEFAULT_RANKS = 4
 MAX_RANKS = 1024
 DEFAULT_EXPERTS = 32
-DEFAULT_EXPERT_BYTES = 16 << 20
 DEFAULT_IMBALANCE = 3.0
 DEFAULT_TARGET = 1.01  # imbalance at which a planner may stop
 ALL_MODES = ("push", "pull", "direct", "auto")
 # Time columns: percentiles over iterations, and statistics of the ranks' mean times.
 TIMES = ("p50", "p90", "p99", "max", "rank-min", "rank-avg", "rank-max")
-DEFAULT_TIMES = ("p50", "max")
 # Families of generated loads; see `loads.make_loads`.
 ZIPF = {f"zipf{s:.1f}": s for s in (0.6, 1.0, 1.4)}
 PUBLISHED = {f"published{x:g}": x for x in (1.5, 2.0, 3.0, 4.0)}
 IMBALANCE = "imbalance"  # prefix of further families, as in "imbalance2.5"
 FAMILIES = (*ZIPF, "lognormal", *PUBLISHED, "adversarial")
-_FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
-_SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
+_FACTOR = 2  # of a sweep
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
+
+# ---- fields that are options --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What a field of settings says of its option.
+
+    Attributes:
+        flags: the last but letters is the field's name in messages.
+        help: without the default, which is added.
+        parse: of the text: ``int``, ``float``, ``Path``, or a function of text and flag that raises
+            InvalidArgumentError; None: text, or a switch if the default is a bool.
+        choices: the possible texts.
+        least: smallest value.
+        positive: a finite number above 0.
+        metavar: of the help.
+        shown: the default in the help, if it is not the value's own text; "": none.
+        required: there is no default.
+        add: further arguments of `argparse.ArgumentParser.add_argument`.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    parse: Callable[..., Any] | None = None
+    choices: Sequence[str] | None = None
+    least: float | None = None
+    positive: bool = False
+    metavar: str | None = None
+    shown: str | None = None
+    required: bool = False
+    add: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def flag(self) -> str:
+        """Return the name in messages: the first long one."""
+        return next((f for f in self.flags if f.startswith("--")), self.flags[0])
+
+    def __call__(self, default: Any = None, **changes: Any) -> Any:
+        """Return a field with this option, some attributes changed, and a default."""
+        return field(default=default, metadata={"option": replace(self, **changes)})
+
+
+def option(*flags: str, help: str, default: Any = None, **attributes: Any) -> Any:  # noqa: A002
+    """Return a field of settings that is an option, with attributes of `Option`."""
+    return Option(flags=flags, help=help, **attributes)(default)
+
+
+def options_of(settings: type[Settings] | Settings) -> Iterator[tuple[Field[Any], Option]]:
+    """Yield the fields of settings that are options, as they are declared, a base class's first."""
+    kind = settings if isinstance(settings, type) else type(settings)
+    declared = [name for base in reversed(kind.__mro__[:-2]) for name in base.__annotations__]
+    found = {one.name: one for one in fields(settings)}
+    for name in dict.fromkeys(declared):
+        if name in found and "option" in found[name].metadata:
+            yield found[name], found[name].metadata["option"]
+
+
+def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
+    """Add the options of a settings class to a parser."""
+    for one, stated in options_of(settings):
+        more: dict[str, Any] = {**stated.add, "help": stated.help + _default_text(one, stated)}
+        if stated.flags[0].startswith("-"):
+            more |= {"dest": one.name, "default": None, "required": stated.required}
+        if one.default is False and not stated.add:
+            more["action"] = "store_true"
+        else:
+            more["metavar"] = stated.metavar or _METAVARS.get(stated.parse)
+            more["choices"] = stated.choices
+            more["type"] = stated.parse if stated.parse in (int, float, Path) else None
+        more = {k: v for k, v in more.items() if v is not None or k == "default"}
+        parser.add_argument(*stated.flags, **more)
+
+
+def _default_text(one: Field[Any], stated: Option) -> str:
+    shown, value = stated.shown, one.default
+    if shown is None and value is not None and value is not False and value is not MISSING:
+        shown = format_default(value, stated)
+    return f" (default: {shown})" if shown else ""
+
+
+def format_default(value: Any, stated: Option) -> str:
+    """Return a default as it would be typed."""
+    if stated.parse is parse_size:
+        return format_size(value).replace(" ", "").removesuffix("iB")
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def make_settings(settings: type[Chosen], given: argparse.Namespace) -> Chosen:
+    """Return checked settings from parsed arguments.
+
+    Raises:
+        InvalidArgumentError: an argument is invalid, or contradicts another.
+        OSError: a file cannot be read.
+    """
+    values = {}
+    for one, stated in options_of(settings):
+        value = getattr(given, one.name)
+        if value is None:
+            continue
+        if stated.parse not in (None, int, float, Path):
+            value = stated.parse(value, stated.flag)
+        if stated.positive and not (math.isfinite(value) and value > 0):
+            raise InvalidArgumentError(
+                f"{stated.flag} is {value}; expected a finite number above 0"
+            )
+        if stated.least is not None and not value >= stated.least:
+            raise InvalidArgumentError(
+                f"{stated.flag} is {value}; expected at least {stated.least:g}"
+            )
+        values[one.name] = value
+    return settings(**values).checked()
+
+
+# ---- settings -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Checked arguments. Equal on every rank.
+    """Checked options of a command. Equal on every rank.
+
+    A command's own class declares its options, and overrides these fields by options where the
+    command has them.
 
     Attributes:
-        num_ranks: G.
+        num_ranks: G; 0: not resolved yet.
         engine: "host", "cuda" or "c10d".
         fabric: "shm", "nvshmem", "torch" or "loopback"; "none" with the engine "c10d".
-        lab: whose machines the ranks run on; None: on this one.
+        lab_gbit: Gbit/s of a link of a lab whose machines the ranks run on; None: on this one.
+        lab_machines: of that lab.
         tile_bytes: None: the engine's default.
         iters: measured iterations.
         warmup: iterations before the measured ones.
@@ -62,15 +182,17 @@ class Settings:
         seed: of everything random.
         link_gbps: of a rank's link, one way, for bounds; None if unknown.
         link_source: where that is from; empty if unknown.
-        gate: limits that records must meet.
+        min_bandwidth: limit that records must meet, in GB/s.
+        max_over_bound: limit that records must meet.
         json: file to write records to, or None.
         csv: file to write flat records to, or None.
     """
 
-    num_ranks: int = 1
+    num_ranks: int = 0
     engine: str = "host"
     fabric: str = "shm"
-    lab: Lab | None = None
+    lab_gbit: float | None = None
+    lab_machines: int | None = None
     tile_bytes: int | None = None
     iters: int = 20
     warmup: int = 3
@@ -78,9 +200,40 @@ class Settings:
     seed: int = 1
     link_gbps: float | None = None
     link_source: str = ""
-    gate: Gate = field(default_factory=Gate)
+    min_bandwidth: float | None = None
+    max_over_bound: float | None = None
     json: Path | None = None
     csv: Path | None = None
+
+    def checked(self) -> Self:
+        """Return the settings with what follows from the options.
+
+        Raises:
+            InvalidArgumentError: an option is invalid, or contradicts another.
+            OSError: a file cannot be read.
+        """
+        for name in ("json", "csv"):
+            if (path := getattr(self, name)) is not None:
+                check_writable(path, f"--{name}")
+        if self.json is not None and self.csv is not None:
+            one, other = self.json.resolve(), self.csv.resolve()
+            if one == other and not is_stream(self.json):
+                raise InvalidArgumentError(f"--json and --csv are both {one}; expected two files")
+        if self.link_gbps is not None:
+            return replace(self, link_source="given, not measured here")
+        return self
+
+    @property
+    def gate(self) -> Gate:
+        """Return the limits."""
+        return Gate(min_gbps=self.min_bandwidth, max_over_bound=self.max_over_bound)
+
+    @property
+    def lab(self) -> Lab | None:
+        """Return whose machines the ranks run on; None: on this one."""
+        if self.lab_gbit is None:
+            return None
+        return Lab(machines=self.lab_machines or self.num_ranks, gbit=self.lab_gbit)
 
     @property
     def loopback(self) -> bool:
@@ -97,58 +250,197 @@ class Settings:
         """Return whether the command needs no rank processes."""
         return self.loopback
 
-    def describe(self, *names: str) -> dict[str, Any]:
-        """Return the named settings for JSON."""
-        return {name: getattr(self, name) for name in names}
+    def describe(self) -> dict[str, Any]:
+        """Return the options for JSON, but for the files that are written."""
+        return {
+            one.name: _plain(getattr(self, one.name))
+            for one, stated in options_of(self)
+            if stated not in _FILES
+        }
 
 
-def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict[str, Any]:
-    """Check those arguments of `add_rounds`, `add_outputs` and gates that the command has.
+Chosen = TypeVar("Chosen", bound=Settings)
 
-    Args:
-        options: parsed command line.
-        minima: smallest value of each option that has one.
 
-    Returns:
-        Fields of `Settings`.
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | str | dict | None) else str(value)
+
+
+# ---- options that commands share ----------------------------------------------------------------
+
+
+def parse_switch(text: str, _: str) -> bool:
+    """Return whether "1" was given, for options that take 0 or 1 as in nccl-tests."""
+    return text == "1"
+
+
+def parse_names(text: str, flag: str, possible: Sequence[str]) -> tuple[str, ...]:
+    """Return the names in ``"zipf1.0,lognormal"``, each once.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or a file cannot be written.
+        InvalidArgumentError: one is not in ``possible``.
     """
-    check_minima(options, minima)
-    _check_outputs(options)
-    given = {**vars(options), "gate": make_gate(options)}
-    found = {name: given[name] for name in _SWITCH if name in given}
-    if found.get("link_gbps") is not None:
-        found["link_source"] = "given, not measured here"
-    if "check" in given:
-        found["check"] = bool(given["check"])
-    if given.get("tile_bytes") is not None:
-        found["tile_bytes"] = parse_size(given["tile_bytes"], "--tile-bytes")
-    return found
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in possible:
+            raise InvalidArgumentError(
+                f"{flag} has {name!r}; expected any of {', '.join(possible)}"
+            )
+    return names
 
 
-def take(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return some of the options, as fields of settings of the same names."""
-    return {name: getattr(options, name) for name in names}
+def parse_times(text: str, flag: str) -> tuple[str, ...]:
+    """Return the names in ``"p50,max"``, of TIMES."""
+    return parse_names(text, flag, TIMES)
 
 
-def check_ranks(
-    options: argparse.Namespace, *, engine: str | None = None, default: int = DEFAULT_RANKS
-) -> dict[str, Any]:
-    """Check engine, fabric and number of ranks; return them as fields of `Settings`.
+RANKS = Option(flags=("--ranks",), parse=int, least=1, help="ranks", shown="4, or the launcher's")
+EXPERTS = Option(flags=("--experts",), parse=int, least=1, help="experts")
+SLOTS = Option(flags=("--slots",), parse=int, least=1, help="slots of a rank")
+TOKENS = Option(flags=("--tokens",), parse=int, least=1, help="tokens of each rank")
+TOPK = Option(flags=("--topk",), parse=int, least=1, help="experts of a token")
+EXPERT_BYTES = Option(
+    flags=("-b", "--expert-bytes"),
+    parse=parse_size,
+    metavar="SIZE",
+    help="bytes of one expert, such as 64K",
+)
+MAX_BYTES = Option(
+    flags=("-e", "--maxbytes"),
+    parse=parse_size,
+    metavar="SIZE",
+    help="the last of several sizes, from that of -b on, one row for each",
+)
+STEP_FACTOR = Option(
+    flags=("-f", "--stepfactor"),
+    parse=int,
+    least=2,
+    help=f"with -e, from each size to the next (default: {_FACTOR})",
+)
+SEGMENTS = Option(
+    flags=("--segments",),
+    metavar="N|NAME=SIZE,...",
+    help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: also scales of a"
+    " 64th each), or names and sizes",
+)
+IMBALANCE_OF_LOAD = Option(
+    flags=("--imbalance",),
+    parse=float,
+    help="of the generated load",
+    shown=f"{DEFAULT_IMBALANCE:g}, or less for few ranks",
+)
+TRACE_FILE = Option(
+    flags=("--trace",), parse=Path, metavar="FILE.npz", help="recorded routing instead"
+)
+STEP = Option(flags=("--step",), parse=int, least=0, help="step of the trace")
+LAYER = Option(flags=("--layer",), parse=int, least=0, help="layer of the trace")
+WORKLOAD = Option(flags=("--workload",), metavar="NAME,...", help="kinds of load")
+TARGET = Option(
+    flags=("--target",), parse=float, least=1, help="imbalance at which a planner stops"
+)
+ENGINE = Option(
+    flags=("--engine",),
+    choices=("auto", "host", "cuda", "c10d"),
+    help="host: threads and shared memory; cuda: kernels; c10d: the ranks' process group, on the"
+    " CPU; auto: cuda if there is a GPU and a kernel for it, else host",
+)
+FABRIC = Option(
+    flags=("--fabric",),
+    choices=("auto", "shm", "nvshmem", "torch", "loopback"),
+    help="of the CUDA engine: loopback, all ranks on one GPU in this process; nvshmem or torch"
+    " (symmetric memory), one process and GPU per rank",
+    shown="nvshmem under torchrun or srun, else loopback",
+)
+NUM_WORKERS = Option(
+    flags=("--num-workers", "--sms"),
+    parse=int,
+    least=1,
+    metavar="N",
+    help="workers of a rank: threads, or blocks on the GPU",
+    shown="the engine's",
+)
+MODE = Option(flags=("--mode",), choices=ALL_MODES, help="mode of the transfer")
+TILE_BYTES = Option(
+    flags=("--tile-bytes",),
+    parse=parse_size,
+    metavar="SIZE",
+    help="unit of the transfer",
+    shown="the engine's",
+)
+LAB_GBIT = Option(
+    flags=("--lab-gbit",),
+    parse=float,
+    metavar="RATE",
+    help="run the ranks on machines that are network namespaces, each with a link of RATE Gbit/s,"
+    " one way, to a switch; needs root or user namespaces",
+)
+LAB_MACHINES = Option(
+    flags=("--lab-machines",),
+    parse=int,
+    metavar="N",
+    help="machines of the lab, each with a run of consecutive ranks; 1 with the host engine",
+    shown="one for each rank",
+)
+ITERS = Option(flags=("-n", "--iters"), parse=int, least=1, help="measured iterations")
+WARMUP = Option(flags=("-w", "--warmup"), parse=int, least=0, help="unmeasured iterations first")
+CHECK = Option(
+    flags=("-c", "--check"),
+    parse=parse_switch,
+    choices=("0", "1"),
+    add={"nargs": "?", "const": "1"},
+    help="1 or no value: check every iteration; 0, the default: only the last one",
+)
+SEED = Option(flags=("--seed",), parse=int, least=0, help="seed of everything random")
+LINK_GBPS = Option(
+    flags=("--link-gbps",),
+    parse=float,
+    positive=True,
+    metavar="GBPS",
+    help="rate of a rank's link, one way, for bounds (default: the lab's, if each of its machines"
+    " has one rank; on several GPUs what the calibration or else the driver says; the measured copy"
+    " rate, if all ranks share one memory)",
+)
+MIN_BANDWIDTH = Option(
+    flags=("--min-bandwidth",),
+    parse=float,
+    positive=True,
+    metavar="GBPS",
+    help="fail, with exit status 3, if a bandwidth (critbw, or a link's) is lower",
+)
+MAX_OVER_BOUND = Option(
+    flags=("--max-over-bound",),
+    parse=float,
+    positive=True,
+    metavar="X",
+    help="fail, with exit status 3, if a figure is more than X times its bound",
+)
+JSON = Option(
+    flags=("-J", "--json"), parse=Path, metavar="FILE", help="write records and settings to FILE"
+)
+CSV = Option(flags=("--csv",), parse=Path, metavar="FILE", help="write flat records to FILE")
+OUTPUT = Option(
+    flags=("-o", "--output"), parse=Path, metavar="FILE", help="write or extend this file"
+)
+_FILES = (JSON, CSV, OUTPUT)
 
-    Args:
-        options: parsed command line.
-        engine: of a command that has only one; None: use ``--engine``.
-        default: number of ranks without ``--ranks`` and without a launcher.
+# ---- checks that commands share -----------------------------------------------------------------
+
+
+def resolve_ranks(settings: Chosen, default: int = DEFAULT_RANKS, least: int = 1) -> Chosen:
+    """Return settings with engine, fabric and number of ranks resolved.
 
     Raises:
         InvalidArgumentError: engine, fabric, ranks and launcher do not match.
     """
-    fabric = getattr(options, "fabric", "auto")
-    engine, fabric = choose_engine(engine or options.engine, fabric, launched_ranks())
-    return {"engine": engine, "fabric": fabric, "num_ranks": count_ranks(options, default)}
+    launched = launched_ranks()
+    engine, fabric = choose_engine(settings.engine, settings.fabric, launched)
+    num_ranks = _count_ranks(settings.num_ranks, launched, default)
+    if num_ranks < least:
+        raise InvalidArgumentError(f"--ranks is {num_ranks}; expected at least {least}")
+    return replace(settings, engine=engine, fabric=fabric, num_ranks=num_ranks)
 
 
 def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, str]:
@@ -180,31 +472,16 @@ def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, 
     return engine, fabric
 
 
-def count_ranks(options: argparse.Namespace, default: int = DEFAULT_RANKS) -> int:
-    """Return G, from the launcher or else from ``--ranks``.
-
-    Raises:
-        InvalidArgumentError: the two differ, or ``--ranks`` is above MAX_RANKS.
-    """
-    launched = launched_ranks()
-    if options.ranks is not None and options.ranks > MAX_RANKS:
-        raise InvalidArgumentError(f"--ranks is {options.ranks}; expected at most {MAX_RANKS}")
+def _count_ranks(given: int, launched: int | None, default: int) -> int:
+    if given > MAX_RANKS:
+        raise InvalidArgumentError(f"--ranks is {given}; expected at most {MAX_RANKS}")
     if launched is None:
-        return default if options.ranks is None else int(options.ranks)
-    if options.ranks not in (None, launched):
+        return given or default
+    if given not in (0, launched):
         raise InvalidArgumentError(
-            f"--ranks is {options.ranks}, but {launched} ranks were launched; omit --ranks"
+            f"--ranks is {given}, but {launched} ranks were launched; omit --ranks"
         )
     return launched
-
-
-def check_minima(options: argparse.Namespace, minima: Mapping[str, int]) -> None:
-    """Raise InvalidArgumentError if an option is below its smallest value."""
-    for name, least in minima.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            flag = name.replace("_", "-")
-            raise InvalidArgumentError(f"--{flag} is {value}; expected at least {least}")
 
 
 def default_imbalance(num_ranks: int) -> float:
@@ -229,327 +506,114 @@ def check_memory(num_bytes: int, engine: str) -> None:
         )
 
 
-# ---- engine and trace --------------------------------------------------------------------------
+def check_assignments(num_ranks: int, tokens: int, topk: int, what: str = "") -> None:
+    """Raise InvalidArgumentError if all tokens might be too many for an expert's int32 count."""
+    total = num_ranks * tokens * topk
+    if total >= 2**31:
+        raise InvalidArgumentError(
+            f"{what}{num_ranks} ranks with --tokens {tokens} to --topk {topk} experts make a load"
+            f" of {total}; expected less than 2**31"
+        )
 
 
-def add_engine(add: Add, *more: str) -> None:
-    """Add ``--engine``, with ``more`` engines, and ``--fabric``."""
-    c10d = "; c10d: the ranks' process group, on the CPU" if "c10d" in more else ""
-    add(
-        "--engine",
-        choices=["auto", "host", "cuda", *more],
-        default="host",
-        help=f'auto: cuda if there is a GPU and a kernel for it, else host (default "host"){c10d}',
-    )
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine: loopback, all ranks on one GPU in this process; nvshmem or torch"
-        " (symmetric memory), one process and GPU per rank (default: nvshmem under torchrun or"
-        " srun, else loopback)",
-    )
-
-
-def add_lab(add: Add) -> None:
-    """Add ``--lab-gbit`` and ``--lab-machines``."""
-    add(
-        "--lab-gbit",
-        type=float,
-        metavar="RATE",
-        help="run the ranks on machines that are network namespaces, each with a link of RATE"
-        " Gbit/s, one way, to a switch; needs root or user namespaces",
-    )
-    add(
-        "--lab-machines",
-        type=int,
-        metavar="N",
-        help="machines of the lab, each with a run of consecutive ranks; 1 with the host engine"
-        " (default: one for each rank)",
-    )
-
-
-def check_lab(options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the arguments of `add_lab`; return fields of `Settings`.
-
-    Args:
-        options: parsed command line.
-        found: engine and number of ranks, and what `check_shared` returns.
+def with_lab(settings: Chosen) -> Chosen:
+    """Return settings with their lab checked, and its link's rate if no other was given.
 
     Raises:
         InvalidArgumentError: a value is out of range, or there cannot be a lab with the others.
     """
-    gbit, machines, ranks = options.lab_gbit, options.lab_machines, found["num_ranks"]
+    gbit, machines, ranks = settings.lab_gbit, settings.lab_machines, settings.num_ranks
     if gbit is None:
         if machines is not None:
             raise InvalidArgumentError(f"--lab-machines is {machines}, but there is no --lab-gbit")
-        return {}
-    engine, launched = found["engine"], launched_ranks()
+        return settings
+    launched = launched_ranks()
     if launched is not None:
         raise InvalidArgumentError(
             f"--lab-gbit is for ranks that the benchmark starts, but {launched} were launched;"
             " start it without the launcher"
         )
-    if engine == "cuda":
+    if settings.engine == "cuda":
         raise InvalidArgumentError("--lab-gbit is for ranks on the CPU; use --engine c10d")
     machines = ranks if machines is None else machines
     if not 1 <= machines <= ranks:
         raise InvalidArgumentError(
             f"--lab-machines is {machines}; expected 1 to {ranks}, the ranks"
         )
-    if engine == "host" and machines > 1:
+    if settings.engine == "host" and machines > 1:
         raise InvalidArgumentError(
             f"--engine host needs all ranks on one machine, and the lab has {machines}; use"
             " --engine c10d, or --lab-machines 1"
         )
     try:
-        lab = Lab(machines=machines, gbit=gbit)
+        Lab(machines=machines, gbit=gbit)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"--lab-{error}") from None
-    has_links = found["link_gbps"] is None and machines == ranks
-    link = {"link_gbps": gbit / 8, "link_source": "of the lab"} if has_links else {}
-    return {"lab": lab, **link}
+    if settings.link_gbps is None and machines == ranks:
+        settings = replace(settings, link_gbps=gbit / 8, link_source="of the lab")
+    return replace(settings, lab_machines=machines)
 
 
-def add_trace(add: Add, use: str) -> None:
-    """Add ``--trace``, ``--step`` and ``--layer``."""
-    add("--trace", type=Path, metavar="FILE.npz", help=use)
-    add("--step", type=int, default=0, help="step of the trace (default 0)")
-    add("--layer", type=int, default=0, help="layer of the trace (default 0)")
+def check_rate_known(settings: Settings) -> None:
+    """Raise InvalidArgumentError if a limit needs a bound, but the link rate is unknown."""
+    limit, fabric = settings.max_over_bound, settings.fabric
+    if limit is not None and settings.link_gbps is None and fabric not in ("shm", "loopback"):
+        raise InvalidArgumentError(
+            f"--max-over-bound is {limit:g}, but the rate of a rank's link is not known; give"
+            " --link-gbps"
+        )
 
 
-def read_trace(options: argparse.Namespace, num_ranks: int) -> tuple[Trace, NDArray[np.int32]]:
-    """Return the trace and the load ``[G, E]`` of ``--step`` and ``--layer``.
+def read_trace(
+    path: Path, num_ranks: int, *, tokens: int, step: int, layer: int
+) -> tuple[Trace, NDArray[np.int32]]:
+    """Return a trace and the load ``[G, E]`` of one step and layer.
 
     Raises:
-        InvalidArgumentError: ``--imbalance`` or ``--experts`` contradict the trace.
         TraceError: the file is no trace, or has no such step or layer.
         OSError: the file cannot be read.
     """
     from ultraep_comm.bench.traces import open_trace
 
-    if options.imbalance is not None:
-        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
-    trace = open_trace(options.trace)
-    if options.experts not in (None, trace.num_experts):
-        raise InvalidArgumentError(
-            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; omit"
-            " --experts"
-        )
-    load = trace.load(
-        num_ranks=num_ranks,
-        tokens_per_rank=options.tokens,
-        **take(options, "step", "layer"),
-    )
-    return trace, load
+    trace = open_trace(path)
+    return trace, trace.load(num_ranks=num_ranks, tokens_per_rank=tokens, step=step, layer=layer)
 
 
-# ---- iterations ---------------------------------------------------------------------------------
-
-
-def add_rounds(add: Add, seed_of: str) -> None:
-    """Add the numbers of iterations, ``--check`` and ``--seed``, spelled as in nccl-tests."""
-    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
-    add("-w", "--warmup", type=int, default=3, help="unmeasured iterations first (default 3)")
-    add(
-        *("-c", "--check"),
-        type=int,
-        choices=[0, 1],
-        nargs="?",
-        const=1,
-        default=0,
-        help="1 or no value: check every iteration; 0, the default: only the last one",
-    )
-    add("--seed", type=int, default=1, help=f"seed of {seed_of} (default 1)")
-
-
-def parse_times(text: str) -> tuple[str, ...]:
-    """Return the names in ``"p50,max"``.
-
-    Raises:
-        InvalidArgumentError: a name is unknown or repeated.
-    """
-    names = tuple(part.strip() for part in text.split(","))
-    if not set(names) <= set(TIMES) or len(set(names)) < len(names):
-        raise InvalidArgumentError(
-            f"--times is {text!r}; expected any of {', '.join(TIMES)}, each once"
-        )
-    return names
-
-
-def parse_families(
-    text: str, possible: tuple[str, ...], flag: str = "--families"
-) -> tuple[str, ...]:
-    """Return the names in ``"zipf1.0,lognormal"``, each once.
-
-    Raises:
-        InvalidArgumentError: one is not in ``possible``.
-    """
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+def check_no_trace(settings: Any, *names: str) -> None:
+    """Raise InvalidArgumentError for an option that generated loads have and traces do not."""
     for name in names:
-        if name not in possible:
+        if settings.trace_file is not None and getattr(settings, name) is not None:
             raise InvalidArgumentError(
-                f"{flag} has {name!r}; expected any of {', '.join(possible)}"
+                f"--{name} is for generated load; {settings.trace_file} has its own"
             )
-    return names
 
 
-# ---- sizes --------------------------------------------------------------------------------------
-
-
-def parse_expert_bytes(options: argparse.Namespace) -> int | None:
-    """Return the bytes of ``--expert-bytes``, or None if it was not given."""
-    given = options.expert_bytes
-    return None if given is None else parse_size(given, "--expert-bytes")
-
-
-def add_sweep(add: Add, *, expert_bytes: str, default: str) -> None:
-    """Add ``-b``, ``-e``, ``-f`` and ``-i``, as in nccl-tests."""
-    add(
-        *("-b", "--expert-bytes", "--minbytes"),
-        dest="expert_bytes",
-        metavar="SIZE",
-        help=f"{expert_bytes}, e.g. 64K; with -e the first of several (default {default})",
-    )
-    add(
-        *("-e", "--maxbytes"),
-        dest="max_bytes",
-        metavar="SIZE",
-        help="the last of several sizes, one row for each (default: only that of -b)",
-    )
-    add(
-        *("-f", "--stepfactor"),
-        dest="step_factor",
-        type=int,
-        metavar="N",
-        help=f"factor from each size to the next, with -e (default {_FACTOR})",
-    )
-    add(
-        *("-i", "--stepbytes"),
-        dest="step_bytes",
-        metavar="SIZE",
-        help="increment from each size to the next, with -e, instead of -f",
-    )
-
-
-def parse_sweep(options: argparse.Namespace, default_bytes: int) -> tuple[int, ...] | None:
-    """Return the ascending sizes of ``-b``, ``-e``, ``-f`` and ``-i``; None without ``-e``.
+def sweep_segments(
+    segments: str, expert_bytes: int | None, max_bytes: int | None, factor: int | None, default: int
+) -> tuple[dict[str, int], ...]:
+    """Return the segments of an expert for each size of a sweep, ascending; at least one size.
 
     Raises:
         InvalidArgumentError: the options contradict each other, or give too many sizes.
     """
-    factor, step = options.step_factor, options.step_bytes
-    if options.max_bytes is None:
-        for flag, value in (("--stepfactor", factor), ("--stepbytes", step)):
-            if value is not None:
-                raise InvalidArgumentError(f"{flag} is {value}, but there is no --maxbytes")
-        return None
-    first = parse_expert_bytes(options) or default_bytes
-    last = parse_size(options.max_bytes, "--maxbytes")
-    if last < first:
+    if max_bytes is None:
+        if factor is not None:
+            raise InvalidArgumentError(f"--stepfactor is {factor}, but there is no --maxbytes")
+        return (parse_segments(segments, expert_bytes, default),)
+    sizes = [expert_bytes or default]
+    if max_bytes < sizes[0]:
         raise InvalidArgumentError(
-            f"--maxbytes is {last}, below the first size, {first}; use a smaller --minbytes"
+            f"--maxbytes is {max_bytes}, below the first size, {sizes[0]}; use a smaller"
+            " --expert-bytes"
         )
-    if factor is not None and step is not None:
-        raise InvalidArgumentError(
-            f"--stepfactor is {factor} and --stepbytes is {step}; expected one of them"
-        )
-    if factor is not None and factor < 2:
-        raise InvalidArgumentError(f"--stepfactor is {factor}; expected at least 2")
-    added = 0 if step is None else parse_size(step, "--stepbytes")
-    sizes = [first]
-    while True:
-        size = sizes[-1] + added if added else sizes[-1] * (factor or _FACTOR)
-        if size > last:
-            return tuple(sizes)
-        if len(sizes) == _MAX_SIZES:
-            raise InvalidArgumentError(
-                f"from {first} to {last} there are more than {_MAX_SIZES} sizes; use larger steps"
-            )
+    while (size := sizes[-1] * (factor or _FACTOR)) <= max_bytes:
         sizes.append(size)
-
-
-def sweep_segments(options: argparse.Namespace, default_bytes: int) -> tuple[dict[str, int], ...]:
-    """Return the segments of an expert for each size, at least one.
-
-    Raises:
-        InvalidArgumentError: sizes or segments are invalid, or a sweep has named segments.
-    """
-    sizes = parse_sweep(options, default_bytes)
-    if sizes is None:
-        given = parse_expert_bytes(options)
-        return (parse_segments(options.segments, given, default_bytes),)
-    if not options.segments.isdecimal():
+    if not segments.isdecimal():
         raise InvalidArgumentError(
-            f"--segments {options.segments!r} fixes the size, but --maxbytes asks for several;"
-            " expected a number of segments"
+            f"--segments {segments!r} fixes the size, but --maxbytes asks for several; expected a"
+            " number of segments"
         )
-    return tuple(parse_segments(options.segments, size, default_bytes) for size in sizes)
-
-
-# ---- limits -------------------------------------------------------------------------------------
-
-
-def add_bandwidth_limit(add: Add, of: str) -> None:
-    """Add ``--min-bandwidth``."""
-    add(
-        "--min-bandwidth",
-        type=float,
-        metavar="GBPS",
-        help=f"fail, with exit status 3, if {of} is lower",
-    )
-
-
-def add_bound_limit(add: Add, missed: str) -> None:
-    """Add ``--max-over-bound``; ``missed`` is the condition on which it fails."""
-    add("--max-over-bound", type=float, metavar="X", help=f"fail, with exit status 3, if {missed}")
-
-
-def make_gate(options: argparse.Namespace) -> Gate:
-    """Return the gate, after a check of its limits.
-
-    Raises:
-        InvalidArgumentError: a limit is not a positive number.
-    """
-    for name in ("min_bandwidth", "max_over_bound", "link_gbps"):
-        value = getattr(options, name, None)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            flag = name.replace("_", "-")
-            raise InvalidArgumentError(f"--{flag} is {value}; expected a finite number above 0")
-    return Gate(
-        min_gbps=getattr(options, "min_bandwidth", None),
-        max_over_bound=getattr(options, "max_over_bound", None),
-    )
-
-
-def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
-    """Raise InvalidArgumentError if the gate needs a bound, but the link rate is unknown."""
-    if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
-        raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but the rate of a rank's link is not"
-            " known; give --link-gbps"
-        )
-
-
-# ---- results ------------------------------------------------------------------------------------
-
-
-def add_outputs(add: Add) -> None:
-    """Add ``--json`` and ``--csv``."""
-    add("-J", "--json", type=Path, metavar="FILE", help="write records and settings to FILE")
-    add("--csv", type=Path, metavar="FILE", help="write flat records to FILE")
-
-
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError if an output file cannot be written, before anything runs."""
-    given = {name: getattr(options, name, None) for name in ("json", "csv")}
-    for name, path in given.items():
-        if path is not None:
-            check_writable(path, f"--{name}")
-    if given["json"] is not None and given["csv"] is not None:
-        one, other = (path.resolve() for path in given.values() if path is not None)
-        if one == other and not is_stream(given["json"]):
-            raise InvalidArgumentError(f"--json and --csv are both {one}; expected two files")
+    return tuple(parse_segments(segments, size, default) for size in sizes)
 
 
 def check_writable(path: Path, name: str) -> None:

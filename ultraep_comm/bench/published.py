@@ -2,7 +2,7 @@
 
 The paper describes a binary search on a threshold tau, from 1.01 times the mean upward. For each
 tau a greedy takes overloaded ranks by excess and moves quota to the rank with the most slack. A
-replica has at least 1,024 tokens; replicas stay inside the domain, and mains do not move.
+replica has at least 1,024 tokens; replicas stay inside the domain, and local_experts do not move.
 
 The paper leaves details open. Of the readings tried, these give it the best plans:
 
@@ -89,8 +89,8 @@ def _probe(
         excess = int(rank_load[rank]) - tau
         if excess <= 0:
             break
-        mains = np.flatnonzero(home == rank)
-        for expert in mains[np.argsort(-load[mains], kind="stable")]:
+        local_experts = np.flatnonzero(home == rank)
+        for expert in local_experts[np.argsort(-load[local_experts], kind="stable")]:
             left = int(load[expert])
             legal = domain == domain[rank]
             while excess > 0 and left > 0:

@@ -129,21 +129,19 @@ def count_reduction_traffic(
     tile_bytes: int,
     grad_bytes: int,
     main_bytes: int,
-    zero: bool,
 ) -> Traffic:
     """Count what every rank loads and stores in a reduction, and what it loads from peers.
 
     In pull, replica i of n > 1 adds the i-th part of an expert's flag groups in fp32, and the home
     rank loads the sums; otherwise the home rank loads everything. The home rank loads and stores
-    main gradients, and owners clear their slots. `egress` here counts bytes that enter the rank.
+    gradients at home, and owners clear their slots. `egress` here counts bytes that enter the rank.
 
     Args:
         plan: the plan.
         mode: "pull" or "direct".
         segment_bytes: bytes of one expert's gradients in a slot, by segment.
         tile_bytes: the largest tile.
-        grad_bytes, main_bytes: of an element, in slots and of main gradients.
-        zero: whether slots are cleared.
+        grad_bytes, main_bytes: of an element, in slots and of gradients at home.
     """
     slots = plan.slot_expert.numpy()
     loads, stores, enters = (np.zeros(len(slots), np.int64) for _ in range(3))
@@ -161,11 +159,11 @@ def count_reduction_traffic(
             came = size // grad_bytes * 4
         else:
             came = n * size
-        mains = size // grad_bytes * main_bytes
-        loads[home] += came + mains
+        at_home = size // grad_bytes * main_bytes
+        loads[home] += came + at_home
         enters[home] += came
-        stores[home] += mains
-        stores[ranks] += size if zero else 0
+        stores[home] += at_home
+        stores[ranks] += size  # cleared
     return Traffic(loads=loads, stores=stores, egress=enters)
 
 

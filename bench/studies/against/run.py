@@ -19,7 +19,6 @@ from ultraep_comm.bench.commands.plan.cells import (
     Loads,
     describe_certificates,
     describe_loads,
-    describe_settings,
     each_cell,
     plan_load,
     show_certificates,
@@ -41,7 +40,7 @@ EXPERT_BYTES = 36 << 20  # 37.75 MB: Qwen3-235B in bf16
 
 def run(settings: AgainstSettings, report: Report) -> int:
     """Compare planners; return the exit status."""
-    trace = f"; {settings.trace_name}, every step and layer" if settings.trace else ""
+    trace = f"; {settings.trace_file.name}, every step and layer" if settings.trace_file else ""
     report.header(
         "against",
         [
@@ -63,12 +62,7 @@ def run(settings: AgainstSettings, report: Report) -> int:
     report.show(format_records(COLUMNS, records))
     if settings.certify:
         show_certificates(report, records)
-    described = {
-        **describe_settings(settings),
-        "peers": list(settings.peers),
-        "machine": MACHINE,
-        "expert_bytes": EXPERT_BYTES,
-    }
+    described = {**settings.describe(), "machine": MACHINE, "expert_bytes": EXPERT_BYTES}
     return report.finish(records, described, gated=False)
 
 

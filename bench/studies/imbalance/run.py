@@ -35,8 +35,7 @@ def run(settings: ImbalanceSettings, report: Report) -> int:
         records.append(measure(settings, name, step))
     report.progress(len(cells), len(cells))
     report.show(format_records(_COLUMNS, records))
-    names = ("workloads", "num_ranks", "experts", "topk", "tokens", "steps", "slots", "seed")
-    return report.finish(records, settings.describe(*names), gated=False)
+    return report.finish(records, settings.describe(), gated=False)
 
 
 def measure(settings: ImbalanceSettings, workload: str, step: int) -> Record:

@@ -48,8 +48,7 @@ def run(settings: LayerSettings, report: Report) -> int:
             ]
             wrong += sum(m.wrong for m in measured)
         report.show(format_records(_columns(settings, rows_of.PHASES), records))
-        names = ("framework", "tokens", "topk", "hidden", "inner", "imbalance", "workload")
-        described = settings.describe(*names, "iters", "warmup", "check", "seed")
+        described = {**settings.describe(), "imbalance": settings.mean_imbalance}
         return report.finish(records, described, wrong=wrong)
 
 

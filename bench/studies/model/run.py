@@ -73,13 +73,7 @@ def run(settings: ModelSettings, report: Report) -> int:
         "published": published,
         "modelled_machine": asdict(settings.machine),
     }
-    described = {
-        "sizes": [str(size) for size in settings.sizes],
-        "imbalances": list(settings.imbalances),
-        "families": list(settings.families),
-        **settings.describe("seeds", "tokens", "topk", "expert_bytes"),
-    }
-    return report.finish(records, described, more=document, gated=False)
+    return report.finish(records, settings.describe(), more=document, gated=False)
 
 
 def target_us(bound_us: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -263,9 +263,7 @@ def run(settings: SteadySettings, report: Report) -> int:
             way.close()
     report.progress(total, total)
     report.show(format_records(_COLUMNS, records))
-    names = ("num_ranks", "experts", "layers", "steps", "slots", "tokens", "topk", "rho", "target")
-    described = settings.describe(*names, "expert_bytes", "forecast", "seed")
-    status = report.finish(records, described, gated=False)
+    status = report.finish(records, settings.describe(), gated=False)
     return _WRONG if any(record["wrong"] for record in records) else status
 
 

@@ -1,100 +1,73 @@
-"""``validate``: arguments and settings."""
+"""``validate``: options and settings."""
 
 from __future__ import annotations
 
-import argparse
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ultraep_comm.bench import options
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import Settings, add_outputs, check_ranks, check_shared, take
-from ultraep_comm.bench.sizes import parse_size
+from ultraep_comm.bench.options import Settings, option
 from ultraep_comm.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 STATISTICS = ("median", "min")
-_MINIMA = {"ranks": 2, "plans": 1, "slots": 1, "iters": 1, "seed": 0}
 _DEFAULT_RANKS = 2
 _SMALLEST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateSettings(Settings):
-    """Checked arguments of ``validate``. Each iteration times every plan and figure once.
+    """Checked options of ``validate``. Each iteration times every plan and figure once.
 
     Attributes:
-        plans: number of plans to measure and predict.
         sizes: of experts, ascending; copies are calibrated with the largest.
         slots: S, also the number of experts of a rank that may be replicated.
-        statistic: "median" or "min" over rounds, of both measured and calibration times.
-        max_error: gate on the median error, as a fraction; None: no gate.
     """
 
-    warmup: int = 0
-    plans: int = 20
-    sizes: tuple[int, ...] = tuple(1 << i for i in range(18, 25))
-    slots: int = 4
-    statistic: str = "median"
-    max_error: float | None = None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``validate``."""
-    add = parser.add_argument
-    add("--ranks", type=int, help=f"at least 2 (default {_DEFAULT_RANKS}, or the launcher's)")
-    add("--plans", type=int, default=20, help="number of plans (default 20)")
-    add(
-        *("-b", "--minbytes"),
-        metavar="SIZE",
-        default="256K",
-        help="the smallest expert (default 256K)",
+    num_ranks: int = options.RANKS(0, least=2, shown=f"{_DEFAULT_RANKS}, or the launcher's")
+    plans: int = option("--plans", parse=int, least=1, default=20, help="number of plans")
+    first_bytes: int = options.EXPERT_BYTES(
+        256 << 10, least=_SMALLEST, help="bytes of the smallest expert"
     )
-    add(
-        *("-e", "--maxbytes"),
-        metavar="SIZE",
-        default="16M",
-        help="the largest expert, from the smallest by doubling (default 16M)",
+    max_bytes: int = options.MAX_BYTES(
+        16 << 20, help="bytes of the largest expert, from the smallest by doubling"
     )
-    add("--slots", type=int, default=4, help="slots of a rank (default 4)")
-    add("-n", "--iters", type=int, default=15, help="rounds of all measurements (default 15)")
-    add(
+    slots: int = options.SLOTS(4)
+    iters: int = options.ITERS(15, help="rounds of all measurements")
+    statistic: str = option(
         "--statistic",
         choices=STATISTICS,
         default="median",
-        help="statistic over rounds, of both measured and calibration times (default median)",
+        help="over rounds, of both measured and calibration times",
     )
-    add("--max-error", type=float, metavar="X", help="gate on the median error, for example 0.2")
-    add("--seed", type=int, default=1, help="seed of plans, payload and order (default 1)")
-    add_outputs(add)
-
-
-def make_settings(options: argparse.Namespace) -> ValidateSettings:
-    """Check the arguments of ``validate``.
-
-    Raises:
-        InvalidArgumentError: an argument is invalid.
-    """
-    found = check_shared(options, _MINIMA)
-    limit = options.max_error
-    if limit is not None and not (math.isfinite(limit) and limit > 0):
-        raise InvalidArgumentError(f"--max-error is {limit}; expected a number above 0, e.g. 0.2")
-    found |= check_ranks(options, engine="host", default=_DEFAULT_RANKS)
-    num_ranks = found["num_ranks"]
-    if num_ranks < 2:
-        raise InvalidArgumentError(f"there is {num_ranks} rank; expected at least 2")
-    least, most = parse_size(options.minbytes), parse_size(options.maxbytes)
-    if not _SMALLEST <= least <= most:
-        raise InvalidArgumentError(
-            f"--minbytes is {options.minbytes} and --maxbytes is {options.maxbytes}; expected at"
-            f" least {_SMALLEST} bytes, in ascending order"
-        )
-    sizes = [least]
-    while sizes[-1] * 2 <= most:
-        sizes.append(sizes[-1] * 2)
-    return ValidateSettings(
-        **found,
-        sizes=tuple(sizes),
-        **take(options, "plans", "slots", "statistic", "max_error"),
+    max_error: float | None = option(
+        "--max-error", parse=float, positive=True, help="gate on the median error, such as 0.2"
     )
+    seed: int = options.SEED(1)
+    json: Path | None = options.JSON()
+    csv: Path | None = options.CSV()
+    warmup: int = 0
+    sizes: tuple[int, ...] = ()
+
+    def checked(self) -> Self:
+        """Return the settings with their ranks and sizes. See `Settings.checked`."""
+        made = options.resolve_ranks(super().checked(), default=_DEFAULT_RANKS, least=2)
+        if self.max_bytes < self.first_bytes:
+            raise InvalidArgumentError(
+                f"--maxbytes is {self.max_bytes}, below --expert-bytes, {self.first_bytes}"
+            )
+        sizes = [self.first_bytes]
+        while sizes[-1] * 2 <= self.max_bytes:
+            sizes.append(sizes[-1] * 2)
+        return replace(made, sizes=tuple(sizes))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options and the sizes, for JSON."""
+        return {**super().describe(), "sizes": list(self.sizes)}
 
 
 COMMAND = Command(
@@ -103,7 +76,6 @@ COMMAND = Command(
     description="Calibrate the host engine and measure plans of many shapes, interleaved; predict"
     " every plan from the calibration alone, and print the errors of the predictions. The exit"
     " status is 1 if any byte is wrong, 3 if --max-error is not met, 2 after other errors.",
-    add_arguments=add_arguments,
-    make_settings=make_settings,
+    settings=ValidateSettings,
     module="studies.validate.run",
 )

@@ -74,8 +74,7 @@ def run(settings: ValidateSettings, report: Report) -> int:
         "wrong_bytes": 0,  # else there is no document
         "load_average": {"before": load_average[0], "after": load_average[-1]},
     }
-    names = ("num_ranks", "plans", "sizes", "slots", "iters", "statistic", "seed")
-    report.finish(records, settings.describe(*names), more=more, gated=False)
+    report.finish(records, settings.describe(), more=more, gated=False)
     return GATE_MISSED if summed["gate"] is not None and not summed["gate"]["met"] else 0
 
 

@@ -38,31 +38,22 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["--segments", "9", "-b", "4"], "cannot be split"),
         (["--imbalance", "5"], "expected 1 to 4"),
         (["--trace", "none.npz"], "none.npz"),
-        (["--trace", "none.npz", "--imbalance", "2"], "generated load"),
+        (["--trace", "none.npz", "--imbalance", "2"], "--imbalance is for generated load"),
+        (["--trace", "none.npz", "--experts", "8"], "--experts is for generated load"),
         (["-b", "64K", "-e", "32K"], "--maxbytes is 32768, below the first size, 65536"),
         (["-e", "64K"], "below the first size"),
         (["-b", "1K", "-e", "2K", "-f", "1"], "--stepfactor is 1; expected at least 2"),
-        (["-b", "1K", "-e", "2K", "-f", "0"], "--stepfactor is 0"),
-        (["-b", "1K", "-e", "2K", "-f", "-2"], "--stepfactor is -2"),
-        (["-b", "1K", "-e", "2K", "-i", "0"], "'0' is not a size"),
-        (["-b", "1K", "-e", "2K", "-f", "2", "-i", "1K"], "expected one of them"),
         (["-b", "-5"], "--expert-bytes: '-5' is not a size"),
         (["-e", "9" * 5000 + "G"], "--maxbytes: '999"),
         (["-e", "999999999999G"], "is too large; expected at most 262144G"),
         (["-b", "1K", "-e", "1024G"], "experts and slots of all ranks take"),
         (["--ranks", "100000"], "--ranks is 100000; expected at most 1024"),
         (["-b", "1K", "-f", "2"], "there is no --maxbytes"),
-        (["-b", "1K", "-i", "2K"], "there is no --maxbytes"),
-        (["-b", "1K", "-e", "1G", "-i", "1"], "more than 1000 sizes"),
         (["-b", "1K", "-e", "2K", "--segments", "a=1K"], "--maxbytes asks for several"),
         (["--min-bandwidth", "0"], "--min-bandwidth is 0.0; expected a finite number above 0"),
-        (["--min-bandwidth", "-5"], "--min-bandwidth is -5.0"),
-        (["--min-bandwidth", "nan"], "--min-bandwidth is nan"),
-        (["--min-bandwidth", "inf"], "--min-bandwidth is inf"),
-        (["--max-over-bound", "0"], "--max-over-bound is 0.0"),
-        (["--link-gbps", "-1"], "--link-gbps is -1.0"),
-        (["--times", "p50,mean"], "--times is 'p50,mean'"),
-        (["--times", "p50,p50"], "each once"),
+        (["--max-over-bound", "nan"], "--max-over-bound is nan"),
+        (["--link-gbps", "inf"], "--link-gbps is inf"),
+        (["--times", "p50,mean"], "--times has 'mean'; expected any of p50, p90"),
         (["--lab-machines", "2"], "--lab-machines is 2, but there is no --lab-gbit"),
         (["--lab-gbit", "0", "--lab-machines", "1"], "--lab-gbit is 0.0; expected 0.001 to 1000"),
         (["--lab-gbit", "nan", "--lab-machines", "1"], "--lab-gbit is nan"),
@@ -80,14 +71,12 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
             "give --link-gbps",
         ),
     ],
-    "reduce": [
+    "replicate --op reduce": [
         (["--segments", "a=6"], "'a' has 6 bytes"),
         (["--segments", "a=7", "--grad-dtype", "bfloat16"], "multiple of 2"),
-        (["--iters", "0"], "--iters is 0"),
-        (["-b", "12", "-e", "21", "-i", "9", "--segments", "1"], "segment 'w' has 21 bytes"),
+        (["--mode", "push"], "--op reduce has no --mode push; expected one of pull, direct, auto"),
     ],
     "plan": [
-        (["--max-over-bound", "0"], "--max-over-bound is 0.0; expected a finite number above 0"),
         (["--max-over-bound", "2", "--engine", "cuda"], "give one of the two"),
         (["--sizes", "64/256"], "ranks/experts/slots"),
         (["--sizes", "64/256/0"], "at least 1"),
@@ -102,10 +91,9 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["--domain-size", "0"], "--domain-size is 0"),
         (["--target", "0.9"], "--target"),
         (["--target", "nan"], "--target"),
-        (["--families", "zipf9"], "zipf9"),
-        (["--families", "W1"], "W1"),
-        (["--families", "trace"], "--trace FILE"),
-        (["--trace", "t.npz", "--families", "zipf1.0"], "expected trace too"),
+        (["--workload", "W1"], "--workload has 'W1'; expected any of zipf0.6"),
+        (["--workload", "trace"], "belong together"),
+        (["--trace", "t.npz", "--workload", "zipf1.0"], "belong together"),
         (["--trace", "nowhere.npz"], "nowhere.npz"),
         (["--warps", "4"], "for --engine cuda"),
         (["--engine", "cuda", "--warps", "0"], "--warps"),
@@ -117,23 +105,16 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
     "critical-path": [
         (["--ranks", "0"], "--ranks is 0"),
         (["--slots", "0"], "--slots is 0"),
-        (["--topk", "0"], "--topk is 0"),
-        (["--num-sms", "0"], "--num-sms is 0"),
-        (["--iters", "0"], "--iters is 0"),
         (["--tokens", "100000000"], "less than 2**31"),
         (["--imbalance", "9"], "imbalance is 9"),
-        (["--imbalance", "2", "--trace", "x.npz"], "has its own"),
         (["--trace", "/nowhere/x.npz"], "x.npz"),
-        (["--link-gbps", "0"], "--link-gbps is 0"),
-        (["--link-gbps", "nan"], "--link-gbps is nan"),
         (["-b", "many"], "many"),
     ],
     "links": [
         (["--ranks", "1"], "--ranks is 1; expected at least 2"),
         (["-b", "0"], "'0' is not a size"),
         (["--slowest", "-1"], "--slowest is -1"),
-        (["--min-bandwidth", "nan"], "--min-bandwidth is nan"),
-        (["--sms", "0"], "--num-sms is 0"),
+        (["--sms", "0"], "--num-workers is 0"),
         (["--fabric", "nvshmem", "--engine", "host"], "does not run over"),
         (["--ranks", "2", "--pattern", "ring"], "no links between 2 ranks"),
         (["--pattern", "incast", "--one-at-a-time"], "omit one"),
@@ -141,7 +122,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
     "calibrate": [
         (["--ranks", "2"], "--ranks is 2; expected at least 3"),
         (["-b", "x"], "'x' is not a size"),
-        (["-b", "4095"], "--bytes is 4095; expected at least 4096"),
+        (["-b", "4095"], "--expert-bytes is 4095; expected at least 4096"),
         (["--output", "none/c.json"], "no such folder"),
         (["--output", "bad.json"], "calibration bad.json is damaged"),
     ],
@@ -163,7 +144,7 @@ def test_bad_arguments_run_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text("{")  # no calibration
-    assert text in refusal(main, [command, *arguments], monkeypatch, capsys)
+    assert text in refusal(main, [*command.split(), *arguments], monkeypatch, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
     assert Path("bad.json").read_text() == "{"
 
@@ -223,15 +204,15 @@ def test_auto_is_the_host_engine_without_a_gpu() -> None:
 
 
 def test_numbers_of_sms() -> None:
-    assert parse_counts("16,4, 8", "--num-sms") == (4, 8, 16)
+    assert parse_counts("16,4, 8", "--sms") == (4, 8, 16)
     for text in ("", "0", "4,,8", "4,4", "-1", "x"):
-        with pytest.raises(InvalidArgumentError, match="--num-sms"):
-            parse_counts(text, "--num-sms")
+        with pytest.raises(InvalidArgumentError, match="--sms"):
+            parse_counts(text, "--sms")
     assert settings_of("replicate", "--engine", "host", "--sms", "2,1").num_sms == (1, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("command", ["replicate", "reduce", "plan", "critical-path"])
+@pytest.mark.parametrize("command", ["replicate", "plan", "critical-path"])
 def test_without_a_gpu_the_error_says_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, *(["--engine", "cuda"] if command != "critical-path" else [])]) == 2
     error = capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "developing.md"
 
 
 @pytest.fixture
-def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return the command of the document's code block."""
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command of the document's code block is one of the benchmark's."""
     text = DOCUMENT.read_text()
     found = re.search(r"runs this block -->\n```python\n(.*?)```", text, re.DOTALL)
     assert found is not None
@@ -25,7 +26,8 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("shown_command")
     monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, module.COMMAND))
-    monkeypatch.delitem(sys.modules, "shown_command")
+    yield
+    del sys.modules["shown_command"]
 
 
 @pytest.mark.usefixtures("shown")

@@ -1,4 +1,4 @@
-"""The reduce benchmark, from the command line to table, records and exit code."""
+"""The benchmark of reductions, from the command line to table, records and exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stand_in import StandIn
 from tiers import sampled
 
 from ultraep_comm import Plan
-from ultraep_comm.bench.commands.reduce import run as reduce
+from ultraep_comm.bench.commands.replicate import reduction
 from ultraep_comm.bench.payload import MAIN, GradPayload, count_different
 from ultraep_comm.bench.traffic import count_reduction_traffic
 
@@ -48,21 +48,19 @@ def test_all_modes_end_to_end(tmp_path: Path) -> None:
     for mode in MODES:
         assert float(table[mode][6]) >= 0.999  # no schedule beats its bound
     assert document["settings"]["grad_dtype"] == "float32"
-    assert document["settings"]["zero"] is True
 
 
 @pytest.mark.parametrize("main_dtype", ["float32", "bfloat16"])
-def test_types_odd_sizes_and_no_clearing(tmp_path: Path, main_dtype: str) -> None:
+def test_types_and_odd_sizes(tmp_path: Path, main_dtype: str) -> None:
     arguments = ["--segments", "w13=40002,w2=20006,bias=2", "--grad-dtype", "bfloat16"]
-    arguments += ["--main-dtype", main_dtype, "--no-zero", "--ranks", "3", "--check", "-n", "2"]
+    arguments += ["--main-dtype", main_dtype, "--ranks", "3", "--check", "-n", "2"]
     done = bench(tmp_path, "reduce", *arguments, "-w", "0", "-J", "o.json")
-    settings = check_document(done)["settings"]
-    assert (settings["main_dtype"], settings["zero"]) == (main_dtype, False)
+    assert check_document(done)["settings"]["main_dtype"] == main_dtype
 
 
 def break_pulls(fault: str) -> None:
     """Spoil a value after every call in pull, on this rank."""
-    whole = reduce.reduce_expert_grads
+    whole = reduction.reduce_expert_grads
 
     def broken(grads: Any, plan: Any, *, group: Any, **more: Any) -> Any:
         work = whole(grads, plan, group=group, **more)
@@ -79,7 +77,7 @@ def break_pulls(fault: str) -> None:
             group.slots["w2"][:, 3] = 1
         return work
 
-    reduce.reduce_expert_grads = broken  # type: ignore[assignment]
+    reduction.reduce_expert_grads = broken  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +116,8 @@ HERE = ["reduce", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--expe
 
 def test_a_sweep_over_sms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
-    few = [*HERE, "--check", "--num-sms", "2,1", "--json", str(path)]
-    assert run_on(StandIn(), *few, "--grad-dtype", "bfloat16", "--no-zero") == 0
+    few = [*HERE, "--check", "--num-workers", "2,1", "--json", str(path)]
+    assert run_on(StandIn(), *few, "--grad-dtype", "bfloat16") == 0
     document = json.loads(path.read_text())
     records = document["records"]
     assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in MODES]
@@ -134,7 +132,6 @@ def test_a_sweep_over_sms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert record["host_unbound_us"] > 0
     assert set(document["baselines"]) == {"copy", "big copy"}
     assert document["fixed_cost"]["empty_plan_us"] > 0
-    assert document["settings"]["zero"] is False
     assert "reduce, engine cuda" in capsys.readouterr().out
 
 
@@ -142,7 +139,7 @@ def test_traffic_of_a_reduction() -> None:
     """Expert 0, at home on rank 0, is on ranks 1 to 3; expert 2, at home on rank 1, on rank 0."""
     plan = Plan.from_slots(np.array([[2], [0], [0], [0]]), num_experts=8)
     part = 32 << 10  # of a flag group: 3 groups
-    sizes: dict[str, Any] = {"segment_bytes": [3 * part], "tile_bytes": 32 << 10, "zero": True}
+    sizes: dict[str, Any] = {"segment_bytes": [3 * part], "tile_bytes": 32 << 10}
     direct = count_reduction_traffic(plan, "direct", grad_bytes=4, main_bytes=2, **sizes)
     assert direct.loads.tolist() == [(9 + 1.5) * part, (3 + 1.5) * part, 0, 0]
     assert direct.stores.tolist() == [(3 + 1.5) * part, (3 + 1.5) * part, 3 * part, 3 * part]
@@ -151,7 +148,3 @@ def test_traffic_of_a_reduction() -> None:
     assert pull.loads.tolist() == [(6 + 6) * part, (3 + 3 + 6) * part, 3 * part, 3 * part]
     assert pull.stores.tolist() == [(3 + 6) * part, (3 + 2 + 6) * part, 5 * part, 5 * part]
     assert pull.egress.tolist() == [6 * part, (2 + 3) * part, 2 * part, 2 * part]
-    kept = count_reduction_traffic(
-        plan, "direct", grad_bytes=4, main_bytes=4, **{**sizes, "zero": False}
-    )
-    assert kept.stores.tolist() == [3 * part, 3 * part, 0, 0]

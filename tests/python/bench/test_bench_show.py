@@ -13,7 +13,19 @@ from ultraep_comm.bench.cli import main
 FEW = ["--ranks", "3", "-n", "2", "-w", "1", "--json", "o.json"]
 RUNS = {
     "sizes, workers and a gate": [
-        *("replicate", "-b", "16K", "-e", "64K", "-f", "4", "--num-sms", "1,2", "--mode", "auto"),
+        *(
+            "replicate",
+            "-b",
+            "16K",
+            "-e",
+            "64K",
+            "-f",
+            "4",
+            "--num-workers",
+            "1,2",
+            "--mode",
+            "auto",
+        ),
         *("--times", "p50,rank-max", "--min-bandwidth", "1e-6", "--max-over-bound", "1e6"),
     ],
     "nothing to move": ["reduce", "-b", "16K", "--imbalance", "1", "--experts", "3"],

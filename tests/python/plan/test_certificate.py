@@ -69,7 +69,7 @@ def problems(draw: st.DrawFn, ranks: int = 4, experts: int = 7) -> tuple[Any, ..
 
 
 @given(problem=problems())
-@settings(max_examples=cases(150, 3000), deadline=None)
+@settings(max_examples=cases(150, 1500), deadline=None)
 def test_no_placement_beats_the_bound(problem: tuple[Any, ...]) -> None:
     load, home, domain, slots = problem
     (best,) = best_balance(np.array([load], np.int64), home, domain, slots)
@@ -124,7 +124,7 @@ def placed(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
 
 
 @given(plan=placed())
-@settings(max_examples=cases(300, 5000), deadline=None)
+@settings(max_examples=cases(300, 2000), deadline=None)
 def test_the_transfer_bound_is_exact(plan: tuple[list[list[int]], list[int]]) -> None:
     slots, home = plan
     problem = schedule_oracle.Problem(slot_expert=slots, home=home)

@@ -108,7 +108,7 @@ def test_where_only_the_last_style_is_exact(by_home: list[list[int]]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=cases(150, 3000))
+@settings(max_examples=cases(150, 1500))
 def test_large_loads_are_exact_with_the_certain_slots(data: st.DataObject) -> None:
     """Also with few experts in use, where slots are scarce; the definition finds the same plan."""
     local_counts = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any))

@@ -133,7 +133,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[Problem], Slots]:
 
 
 @given(sequences())
-@settings(max_examples=cases(300, 3000), deadline=None)
+@settings(max_examples=cases(300, 1500), deadline=None)
 def test_both_versions_agree_and_keep_their_promises(case: tuple[list[Problem], Slots]) -> None:
     steps, held = case
     for problem in steps:

@@ -293,12 +293,12 @@ def describe(option: argparse.Action) -> str:
 
 # Where a limit can be given it is, so that its keys are there.
 ALONE = {
-    "plan": "--sizes 4/8/1 --families zipf1.0 --seeds 1 --tokens 16 --topk 2 --max-over-bound 99",
+    "plan": "--sizes 4/8/1 --workload zipf1.0 --seeds 1 --tokens 16 --topk 2 --max-over-bound 99",
 }
 FEW = "--ranks 2 -b 8K -n 1"
 RANKS = {
     "replicate": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
-    "reduce": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
+    "replicate --op reduce": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
     "links": f"{FEW} -w 0 -c --min-bandwidth 1e-9",
     "calibrate": "--ranks 3 -b 4M -n 5",
 }
@@ -325,7 +325,7 @@ def written(command: str, arguments: str, run: Callable[..., object]) -> Section
         files = (
             ["-o", str(path)] if command == "calibrate" else ["-J", str(path), "--csv", str(table)]
         )
-        run(command, *arguments.split(), *files)
+        run(*command.split(), *arguments.split(), *files)
         document = json.loads(path.read_text())
         found = {f"{command}: {k}": keys(v) for k, v in document.items()}
         found[f"{command}: format"] += str(document.get("format"))

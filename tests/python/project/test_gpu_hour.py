@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ultraep_comm.bench.cli import COMMANDS, make_parser
+from ultraep_comm.bench.options import make_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "gpu_hour"
@@ -328,17 +329,17 @@ def test_every_test_of_a_gpu_is_in_a_stage(commands: list[list[str]]) -> None:
 def test_benchmark_commands_are_valid(commands: list[list[str]]) -> None:
     lines = [words[3:] for words in commands if words[2:3] == ["ultraep_comm.bench"]]
     assert {line[0] for line in lines} == {
-        *("replicate", "reduce", "links", "calibrate", "plan", "critical-path")
+        *("replicate", "links", "calibrate", "plan", "critical-path")
     }
     for line in lines:
         options = make_parser().parse_args(line)
         (command,) = [one for one in COMMANDS if one.name == line[0]]
-        assert command.make_settings(options) is not None
+        assert make_settings(command.settings, options) is not None
 
 
 def test_several_gpus_are_used(commands: list[list[str]]) -> None:
     links = [words for words in commands if words[3:4] == ["links"] and "8" in words]
-    blocks = [words[words.index("--num-sms") + 1] for words in links]
+    blocks = [words[words.index("--num-workers") + 1] for words in links]
     assert blocks == ["8", "16", "24", "32", "64"] * 4
     of_processes = [w for w in commands if any(x.endswith(("torch.py", "nvshmem.py")) for x in w)]
     assert [words[words.index("-k") + 1] for words in of_processes] == ["8gpus"] * 2

@@ -47,13 +47,6 @@ def planted(folder: Path, file: str, right: str, wrong: str) -> Iterator[None]:
 
 # What a first run on a GPU would have ended at: the change, the stages, and what is said.
 FAULTS = {
-    "pyelftools": (
-        "ultraep_comm/engines/cuda/kernels.py",
-        "    data = path.read_bytes()",
-        "    import elftools\n    data = path.read_bytes()",
-        ["build"],
-        "No module named 'elftools'",
-    ),
     "nvshmem4py": (
         "tools/hour/stages.py",
         "first = [str(self.package), str(self.wheels)]",
@@ -72,7 +65,7 @@ FAULTS = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_rehearsal_finds(checkout: Path, fault: str) -> None:
     file, right, wrong, names, message = FAULTS[fault]
@@ -80,22 +73,6 @@ def test_the_rehearsal_finds(checkout: Path, fault: str) -> None:
         done = rehearse(checkout, *names)
     assert done.returncode == 1, done.stdout[-report.LIMIT :]
     assert message in done.stdout.partition("====")[2]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
-def test_the_rehearsal_finds_a_build_that_needs_the_newest(checkout: Path, tmp_path: Path) -> None:
-    """With the real scikit-build-core 0.11, which the build as it is takes."""
-    words = ["-m", "pip", "install", "-q", "--target", tmp_path, "scikit-build-core==0.11.*"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"scikit-build-core 0.11 cannot be fetched: {done.stderr[-200:]}")
-    older = {"PYTHONPATH": str(tmp_path)}
-    assert rehearse(checkout, "build", **older).returncode == 0
-    with planted(checkout, "pyproject.toml", 'minimum-version = "0.10"', 'minimum-version = "1.1"'):
-        done = rehearse(checkout, "build", **older)
-    assert done.returncode == 1
-    assert "1.1" in done.stdout.partition("====")[2]
 
 
 @pytest.mark.exhaustive

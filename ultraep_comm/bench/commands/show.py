@@ -2,65 +2,57 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import Settings
+from ultraep_comm.bench.options import Settings, option
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.system import read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SHOWN = ("replicate", "reduce", "links")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings(Settings):
-    """Checked arguments of ``show``: a file and its document."""
+    """Checked options of ``show``, and the document of the file."""
 
-    path: Path
-    document: Mapping[str, Any]
+    path: Path = option("path", parse=Path, metavar="FILE.json", help="written by --json")
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+    def checked(self) -> Self:
+        """Return the settings with the document of the file. See `Settings.checked`."""
+        try:
+            document = read_json(self.path)
+            operations = {str(record["op"]) for record in document["records"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"{self.path} is not a file of records: {_describe(error)}; expected one written by"
+                " --json"
+            ) from None
+        complete = "header" in document and ("baselines" in document or operations == {"links"})
+        if not (operations <= set(_SHOWN) and len(operations) == 1 and complete):
+            found = _one_line(", ".join(sorted(operations))) or "no records"
+            raise InvalidArgumentError(
+                f"{self.path} has {found} and cannot be shown; expected records of"
+                f" {', '.join(_SHOWN)} by the host engine (links: any), with their header and"
+                " baselines"
+            )
+        return replace(self, document=dict(document))
 
     @property
     def alone(self) -> bool:
         """Return True: nothing is measured."""
         return True
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the argument of ``show``."""
-    parser.add_argument("file", type=Path, metavar="FILE.json")
-
-
-def make_settings(options: argparse.Namespace) -> ShowSettings:
-    """Check the argument of ``show``, and read the file.
-
-    Raises:
-        InvalidArgumentError: the file has no records that ``show`` can print.
-        OSError: the file cannot be read.
-    """
-    path: Path = options.file
-    try:
-        document = read_json(path)
-        operations = {str(record["op"]) for record in document["records"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"{path} is not a file of records: {_describe(error)}; expected one written by --json"
-        ) from None
-    complete = "header" in document and ("baselines" in document or operations == {"links"})
-    if not (operations <= set(_SHOWN) and len(operations) == 1 and complete):
-        found = _one_line(", ".join(sorted(operations))) or "no records"
-        raise InvalidArgumentError(
-            f"{path} has {found} and cannot be shown; expected records of {', '.join(_SHOWN)} by"
-            " the host engine (links: any), with their header and baselines"
-        )
-    return ShowSettings(path=path, document=dict(document))
 
 
 def run(settings: ShowSettings, report: Report) -> int:
@@ -107,9 +99,8 @@ def _one_line(text: str) -> str:
 COMMAND = Command(
     name="show",
     help="print a run again, from its --json file",
-    description="Print the header and the table of a file that replicate, reduce (both on the"
-    " CPU) or links has written with --json.",
-    add_arguments=add_arguments,
-    make_settings=make_settings,
+    description="Print the header and the table of a file that replicate (on the CPU) or links has"
+    " written with --json.",
+    settings=ShowSettings,
     module="ultraep_comm.bench.commands.show",
 )

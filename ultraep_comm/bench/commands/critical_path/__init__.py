@@ -1,167 +1,106 @@
-"""``critical-path``: arguments and settings."""
+"""``critical-path``: options and settings."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ultraep_comm.bench import options
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import (
-    ALL_MODES,
-    DEFAULT_EXPERT_BYTES,
-    DEFAULT_EXPERTS,
-    DEFAULT_RANKS,
-    Settings,
-    add_bound_limit,
-    add_outputs,
-    add_rounds,
-    add_trace,
-    check_ranks,
-    check_rate_known,
-    check_shared,
-    default_imbalance,
-    parse_expert_bytes,
-    read_trace,
-    take,
-)
-from ultraep_comm.bench.sizes import parse_segments
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.bench.options import DEFAULT_EXPERTS, Settings
+from ultraep_comm.bench.sizes import split_expert
 
 if TYPE_CHECKING:
-    from ultraep_comm.bench.traces import Trace
+    from typing_extensions import Self
 
-_MINIMA = {
-    **{"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "topk": 1, "iters": 1, "warmup": 0},
-    **{"seed": 0, "num_sms": 1},
-}
-MAX_LOAD = 2**31  # of an expert, which may get all tokens
+    from ultraep_comm.bench.traces import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings(Settings):
-    """Checked arguments of ``critical-path``.
+    """Checked options of ``critical-path``.
 
     Attributes:
         num_experts: E.
-        slots: S.
-        tokens: of each rank.
-        topk: ids of a token.
         segments: bytes of one expert, by segment.
-        mode: of the transfer.
-        imbalance: of the drawn ids; unused with a trace.
         trace: recorded routing, or None.
-        trace_name: file name of the trace.
-        step: of the trace, in the first iteration; each iteration takes the next step.
-        layer: of the trace.
-        num_sms: blocks of a rank; None: the engine's default.
     """
 
-    num_experts: int
-    slots: int
-    tokens: int
-    topk: int
-    segments: dict[str, int]
-    mode: str
-    imbalance: float
+    num_ranks: int = options.RANKS(0)
+    experts: int | None = options.EXPERTS(shown=f"{DEFAULT_EXPERTS}, or the trace's")
+    slots: int = options.SLOTS(2)
+    tokens: int = options.TOKENS(8192)
+    topk: int = options.TOPK(8)
+    expert_bytes: int = options.EXPERT_BYTES(16 << 20)
+    imbalance: float | None = options.IMBALANCE_OF_LOAD(help="of the drawn ids")
+    trace_file: Path | None = options.TRACE_FILE(
+        help="draw ids from recorded routing; each iteration takes the next step"
+    )
+    layer: int = options.LAYER(0)
+    engine: str = "cuda"
+    fabric: str = options.FABRIC("auto", choices=("auto", "nvshmem", "torch", "loopback"))
+    mode: str = options.MODE("auto")
+    num_sms: int | None = options.NUM_WORKERS(help="blocks of a rank")
+    tile_bytes: int | None = options.TILE_BYTES()
+    iters: int = options.ITERS(20)
+    warmup: int = options.WARMUP(3)
+    check: bool = options.CHECK(False)
+    seed: int = options.SEED(1)
+    max_over_bound: float | None = options.MAX_OVER_BOUND(
+        help="fail, with exit status 3, if a whole path takes more than X times the transfer's"
+        " bound"
+    )
+    link_gbps: float | None = options.LINK_GBPS()
+    json: Path | None = options.JSON()
+    csv: Path | None = options.CSV()
+    num_experts: int = 0
+    segments: dict[str, int] = field(default_factory=dict)
     trace: Trace | None = None
-    trace_name: str = ""
-    step: int = 0
-    layer: int = 0
-    num_sms: int | None = None
 
-    @property
-    def expert_bytes(self) -> int:
-        """Return W."""
-        return sum(self.segments.values())
+    def checked(self) -> Self:
+        """Return the settings with their experts and trace. See `Settings.checked`."""
+        options.check_no_trace(self, "experts", "imbalance")
+        made = options.resolve_ranks(super().checked())
+        options.check_rate_known(made)
+        options.check_assignments(made.num_ranks, made.tokens, made.topk)
+        made = replace(made, segments=split_expert(self.expert_bytes, 2))
+        if self.trace_file is not None:
+            trace, _ = options.read_trace(
+                self.trace_file, made.num_ranks, tokens=self.tokens, step=0, layer=self.layer
+            )
+            return replace(made, trace=trace, num_experts=trace.num_experts, imbalance=1.0)
+        experts = self.experts or max(DEFAULT_EXPERTS, made.num_ranks)
+        return replace(made, num_experts=experts, imbalance=_find_imbalance(made, experts))
 
     @property
     def source(self) -> str:
         """Return the source of the ids, for header and JSON."""
-        if self.trace is None:
+        if self.trace_file is None:
             return f"drawn for an imbalance of {self.imbalance:g}, seed {self.seed}"
-        return f"drawn from {self.trace_name}, layer {self.layer}, from step {self.step} on"
+        return f"drawn from {self.trace_file.name}, layer {self.layer}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options, and the source of the ids, for JSON."""
+        return {**super().describe(), "ids": self.source}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``critical-path``."""
-    add = parser.add_argument_group("the path").add_argument
-    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
-    add("--experts", type=int, help=f"experts (default {DEFAULT_EXPERTS}, or the trace's)")
-    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
-    add("--tokens", type=int, default=8192, help="tokens of each rank (default 8192)")
-    add("--topk", type=int, default=8, help="ids of a token (default 8)")
-    add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
-    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as for replicate (default 2)")
-    add("--imbalance", type=float, help="imbalance of the drawn ids (default 3)")
-    add_trace(add, "draw ids from recorded routing; each iteration takes the next step")
-    add(
-        "--fabric",
-        choices=["auto", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="loopback, all ranks on one GPU in this process, or nvshmem or torch, a process and a"
-        " GPU for each (default: nvshmem under torchrun or srun, else loopback)",
-    )
-    add("--mode", choices=ALL_MODES, default="auto", help="mode of the transfer (default auto)")
-    add("--num-sms", type=int, metavar="N", help="blocks of a rank (default: the engine's)")
-    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
-    add(
-        "--link-gbps",
-        type=float,
-        metavar="GB/S",
-        help="rate of a GPU's link, one way, for the bound on several GPUs (default: what the"
-        " calibration or else the driver says)",
-    )
-    add_rounds(parser.add_argument_group("iterations").add_argument, "ids and payload")
-    add = parser.add_argument_group("results and limits").add_argument
-    add_outputs(add)
-    add_bound_limit(add, "a whole path takes more than X times the transfer's bound")
-
-
-def make_settings(options: argparse.Namespace) -> PathSettings:
-    """Check the arguments of ``critical-path``, and read the trace.
+def _find_imbalance(settings: PathSettings, num_experts: int) -> float:
+    """Return the imbalance of the drawn ids.
 
     Raises:
-        InvalidArgumentError: an argument is invalid.
-        TraceError: the file is no trace, or has no such step or layer.
-        OSError: the trace cannot be read.
+        InvalidArgumentError: it is impossible.
     """
-    found = check_shared(options, _MINIMA) | check_ranks(options, engine="cuda")
-    check_rate_known(found["gate"], found["fabric"], options.link_gbps)
-    num_ranks = found["num_ranks"]
-    total = num_ranks * options.tokens * options.topk
-    if total >= MAX_LOAD:
-        raise InvalidArgumentError(
-            f"{num_ranks} ranks with --tokens {options.tokens} to --topk {options.topk} experts"
-            f" make a load of {total}; expected less than 2**31"
-        )
-    trace = None if options.trace is None else read_trace(options, num_ranks)[0]
-    num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
-    return PathSettings(
-        **found,
-        num_experts=num_experts if trace is None else trace.num_experts,
-        **take(options, "slots", "tokens", "topk", "mode", "step", "layer", "num_sms"),
-        segments=parse_segments(
-            options.segments, parse_expert_bytes(options), DEFAULT_EXPERT_BYTES
-        ),
-        imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
-        trace=trace,
-        trace_name="" if trace is None else options.trace.name,
-    )
-
-
-def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) -> float:
     from ultraep_comm.bench.loads import generate_load
 
-    given = options.imbalance
-    imbalance = default_imbalance(num_ranks) if given is None else float(given)
-    # Raises InvalidArgumentError for an impossible imbalance.
+    given, ranks = settings.imbalance, settings.num_ranks
+    imbalance = options.default_imbalance(ranks) if given is None else given
     generate_load(
-        num_ranks=num_ranks,
+        num_ranks=ranks,
         num_experts=num_experts,
         imbalance=imbalance,
         num_tokens=1,
-        seed=options.seed,
+        seed=settings.seed,
     )
     return imbalance
 
@@ -173,7 +112,6 @@ COMMAND = Command(
     " one by one, in sequence, as a CUDA graph, and with the plan on the host. Every"
     " iteration has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong,"
     " 3 if a limit is not met, 2 after other errors.",
-    add_arguments=add_arguments,
-    make_settings=make_settings,
+    settings=PathSettings,
     module="ultraep_comm.bench.commands.critical_path.run",
 )

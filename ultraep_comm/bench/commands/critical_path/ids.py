@@ -25,14 +25,14 @@ def expert_shares(settings: PathSettings, iteration: int) -> NDArray[np.float64]
         load = generate_load(
             num_ranks=g,
             num_experts=e,
-            imbalance=settings.imbalance,
+            imbalance=settings.imbalance or 1.0,
             num_tokens=POPULARITY_TOKENS,
             seed=settings.seed + iteration,
         )
         load = np.broadcast_to(load.sum(axis=0), (g, e))
     else:
         window = {"num_ranks": g, "tokens_per_rank": settings.tokens}
-        step = (settings.step + iteration) % settings.trace.num_steps(**window)
+        step = iteration % settings.trace.num_steps(**window)
         load = settings.trace.load(step=step, layer=settings.layer, **window)
     shares = load.astype(np.float64)
     shares[shares.sum(axis=1) == 0] = 1.0  # a source without tokens

@@ -90,10 +90,9 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
         "transfer_bound": float(np.median(found.transfer)),
         "bound_us": bound_us,
     }
-    names = ("segments", "mode", "num_sms", "tile_bytes", "link_gbps", "link_source")
     return report.finish(
         records,
-        {"ids": settings.source, **settings.describe(*names, "iters", "warmup", "check", "seed")},
+        settings.describe(),
         wrong=sum(row.wrong_bytes + row.wrong_values for row in found.rows),
         more={"plans": plans},
     )

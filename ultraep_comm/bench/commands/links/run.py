@@ -73,10 +73,7 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
     wrong = int(found.wrong_bytes.sum()) + (0 if crowd is None else crowd.close())
     ranks.close()
     records = [report.judge(record) for record in make_records(settings, found, report.places)]
-    described = settings.describe(
-        *("link_bytes", "one_at_a_time", "pattern", "statistic", "num_sms", "tile_bytes", "fabric"),
-        *("iters", "warmup", "check", "seed"),
-    )
+    described = settings.describe()
     more: dict[str, Any] = {"header": True, "more": describe_matrix(settings, found)}
     if report.prints:
         print_links(report.document(records, described, **more))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.bench.commands.plan import TRACE, LoadsSettings, PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan import TRACE, LoadsSettings, PlanSize
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.options import DEFAULT_TARGET
 from ultraep_comm.bench.report import Record, Report
@@ -27,16 +27,6 @@ Loads = Sequence[NDArray[np.int64]]
 def describe_loads(tokens: int, topk: int) -> str:
     """Return the header text about generated loads."""
     return f"loads: {tokens} tokens of each rank to {topk} experts"
-
-
-def describe_settings(settings: PlanSettings) -> Record:
-    """Return the settings for JSON."""
-    return {
-        "sizes": [str(size) for size in settings.sizes],
-        "families": list(settings.families),
-        **settings.describe("seeds", "tokens", "topk", "target"),
-        "trace": settings.trace_name or None,
-    }
 
 
 def describe_certificates(certificates: Sequence[PlanCertificate]) -> Record:

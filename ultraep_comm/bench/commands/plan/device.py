@@ -18,7 +18,6 @@ from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
 from ultraep_comm.bench.commands.plan.cells import (
     Loads,
     describe_loads,
-    describe_settings,
     each_cell,
     plan_load,
     size_text,
@@ -71,9 +70,8 @@ def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
 
 def _finish(settings: PlanSettings, report: Report, records: list[Record]) -> int:
     report.show(format_records(_columns(settings.warps), records))
-    described = {**describe_settings(settings), "warps": list(settings.warps)}
     wrong = sum(record["wrong_values"] for record in records)
-    return report.finish(records, described, wrong=wrong, gated=False)
+    return report.finish(records, settings.describe(), wrong=wrong, gated=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

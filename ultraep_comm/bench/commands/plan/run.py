@@ -14,7 +14,6 @@ from ultraep_comm.bench.commands.plan.cells import (
     Loads,
     describe_certificates,
     describe_loads,
-    describe_settings,
     each_cell,
     plan_load,
     show_certificates,
@@ -45,8 +44,8 @@ def run(settings: PlanSettings, report: Report) -> int:
 def run_host(settings: PlanSettings, report: Report) -> int:
     """Compare planners; return the exit status."""
     seeds = f", {settings.seeds} of a family"
-    if settings.trace is not None:
-        seeds += f"; {settings.trace_name}, every step and layer"
+    if settings.trace_file is not None:
+        seeds += f"; {settings.trace_file.name}, every step and layer"
     report.header(
         "plan",
         [f"{describe_loads(settings.tokens, settings.topk)}{seeds}; target {settings.target:g}"],
@@ -59,7 +58,7 @@ def run_host(settings: PlanSettings, report: Report) -> int:
     report.show(format_records(columns, records))
     if settings.certify:
         show_certificates(report, records)
-    return report.finish(records, describe_settings(settings))
+    return report.finish(records, settings.describe())
 
 
 def measure_row(

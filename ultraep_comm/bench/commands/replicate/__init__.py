@@ -1,75 +1,133 @@
-"""``replicate``: arguments and settings, partly shared with ``reduce``."""
+"""``replicate``: options and settings."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ultraep_comm.bench import options
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import (
-    ALL_MODES,
-    DEFAULT_EXPERT_BYTES,
-    DEFAULT_EXPERTS,
-    DEFAULT_IMBALANCE,
-    DEFAULT_RANKS,
-    DEFAULT_TIMES,
-    TIMES,
-    Settings,
-    add_bandwidth_limit,
-    add_bound_limit,
-    add_engine,
-    add_lab,
-    add_outputs,
-    add_rounds,
-    add_sweep,
-    add_trace,
-    check_lab,
-    check_memory,
-    check_ranks,
-    check_rate_known,
-    check_shared,
-    default_imbalance,
-    parse_times,
-    read_trace,
-    sweep_segments,
-)
+from ultraep_comm.bench.options import Settings, option
 from ultraep_comm.bench.sizes import parse_counts
+from ultraep_comm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from typing_extensions import Self
 
+OPS = ("replicate", "reduce")
+REDUCE_MODES = ("pull", "direct", "auto")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 GENERATED_TOPK = 8
-_MINIMA = {"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
+_DEFAULT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicateSettings(Settings):
-    """Checked arguments of ``replicate``.
+    """Checked options of ``replicate``.
 
     Attributes:
         load: int32 ``[G, E]``.
         load_source: description of the load, for the header.
-        slots: S.
-        segments: bytes of one expert, by segment.
-        sweep: segments of further sizes, ascending; empty if there is one size.
+        sizes: segments of one expert, ``{name: bytes}``, for each size, ascending.
         modes: to measure.
-        times: time columns of the table, of `options.TIMES`.
-        num_sms: workers of a rank, one measurement for each; empty: the engine's default.
     """
 
-    op: ClassVar[str] = "replicate"
+    op: str = option(
+        "--op",
+        choices=OPS,
+        default=OPS[0],
+        help="replicate: copy weights into slots; reduce: add the slots' gradients to those of the"
+        " experts at home",
+    )
+    num_ranks: int = options.RANKS(0)
+    experts: int | None = options.EXPERTS(shown=f"{options.DEFAULT_EXPERTS}, or the trace's")
+    slots: int = options.SLOTS(2)
+    first_bytes: int | None = options.EXPERT_BYTES(
+        help="bytes of one expert (reduce: of its gradients in a slot), such as 64K", shown="16M"
+    )
+    max_bytes: int | None = options.MAX_BYTES()
+    step_factor: int | None = options.STEP_FACTOR()
+    split: str = options.SEGMENTS("2")
+    imbalance: float | None = options.IMBALANCE_OF_LOAD()
+    trace_file: Path | None = options.TRACE_FILE()
+    step: int = options.STEP(0)
+    layer: int = options.LAYER(0)
+    tokens: int = options.TOKENS(4096)
+    grad_dtype: str = option(
+        "--grad-dtype",
+        choices=tuple(ITEM_BYTES),
+        default="float32",
+        help="reduce: of the gradients in slots",
+    )
+    main_dtype: str = option(
+        "--main-dtype",
+        choices=tuple(ITEM_BYTES),
+        default="float32",
+        help="reduce: of the gradients at home",
+    )
+    engine: str = options.ENGINE("host")
+    fabric: str = options.FABRIC("auto")
+    num_sms: tuple[int, ...] = options.NUM_WORKERS(
+        (),
+        parse=parse_counts,
+        least=None,
+        metavar="N,...",
+        help="workers of a rank: threads, or blocks on the GPU; of a list, such as 4,8,16, one"
+        " after another",
+    )
+    mode: str = options.MODE("all", choices=(*options.ALL_MODES, "all"))
+    tile_bytes: int | None = options.TILE_BYTES()
+    lab_gbit: float | None = options.LAB_GBIT()
+    lab_machines: int | None = options.LAB_MACHINES()
+    iters: int = options.ITERS(20)
+    warmup: int = options.WARMUP(3)
+    check: bool = options.CHECK(False)
+    seed: int = options.SEED(1)
+    min_bandwidth: float | None = options.MIN_BANDWIDTH()
+    max_over_bound: float | None = options.MAX_OVER_BOUND()
+    link_gbps: float | None = options.LINK_GBPS()
+    json: Path | None = options.JSON()
+    csv: Path | None = options.CSV()
+    times: tuple[str, ...] = option(
+        "--times",
+        parse=options.parse_times,
+        default=("p50", "max"),
+        metavar="NAME,...",
+        help=f"time columns of the table, of {', '.join(options.TIMES)}; rank-...: statistics of"
+        " the ranks' mean times",
+    )
+    load: NDArray[np.int32] = field(default=None)  # type: ignore[arg-type]
+    load_source: str = ""
+    sizes: tuple[dict[str, int], ...] = ()
+    modes: tuple[str, ...] = ()
 
-    load: NDArray[np.int32]
-    load_source: str
-    slots: int
-    segments: dict[str, int]
-    sweep: tuple[dict[str, int], ...] = ()
-    modes: tuple[str, ...] = ALL_MODES
-    times: tuple[str, ...] = DEFAULT_TIMES
-    num_sms: tuple[int, ...] = ()
+    def checked(self) -> Self:
+        """Return the settings with their load, sizes and modes. See `Settings.checked`."""
+        sizes = options.sweep_segments(
+            self.split,
+            self.first_bytes,
+            self.max_bytes,
+            self.step_factor,
+            _DEFAULT_BYTES,
+        )
+        options.check_no_trace(self, "experts", "imbalance")
+        made = options.with_lab(options.resolve_ranks(super().checked()))
+        options.check_rate_known(made)
+        load, source = _make_load(made)
+        modes = _find_modes(made.op, made.engine, made.mode)
+        made = replace(made, load=load, load_source=source, sizes=sizes, modes=modes)
+        for name, size in (pair for segments in sizes for pair in segments.items()):
+            if self.op == "reduce" and size % made.grad_bytes:
+                raise InvalidArgumentError(
+                    f"segment {name!r} has {size} bytes; expected a multiple of {made.grad_bytes},"
+                    f" the size of {self.grad_dtype}"
+                )
+        options.check_memory(made.needed_bytes, made.engine)
+        return made
 
     @property
     def num_experts(self) -> int:
@@ -77,159 +135,101 @@ class ReplicateSettings(Settings):
         return int(self.load.shape[1])
 
     @property
+    def segments(self) -> dict[str, int]:
+        """Return the segments of the first size."""
+        return self.sizes[0]
+
+    @property
     def expert_bytes(self) -> int:
         """Return W."""
         return sum(self.segments.values())
 
     @property
-    def sizes(self) -> tuple[dict[str, int], ...]:
-        """Return the segments of every size, ascending."""
-        return (self.segments, *self.sweep)
+    def grad_bytes(self) -> int:
+        """Return the bytes of an element of slot gradients."""
+        return ITEM_BYTES[self.grad_dtype]
+
+    @property
+    def main_bytes(self) -> int:
+        """Return the bytes of an element of gradients at home."""
+        return ITEM_BYTES[self.main_dtype]
+
+    @property
+    def elements(self) -> dict[str, int]:
+        """Return the gradients of one expert, by segment."""
+        return {name: size // self.grad_bytes for name, size in self.segments.items()}
 
     @property
     def needed_bytes(self) -> int:
         """Return the bytes of experts and slots on all ranks, at the largest size."""
-        instances = self.num_experts + self.num_ranks * self.slots
-        return instances * sum(self.sizes[-1].values())
+        slots, largest = self.num_ranks * self.slots, sum(self.sizes[-1].values())
+        if self.op == "replicate":
+            return (self.num_experts + slots) * largest
+        at_home = self.num_experts * self.main_bytes
+        return (at_home + slots * self.grad_bytes) * (largest // self.grad_bytes)
 
-    @property
-    def more(self) -> dict[str, Any]:
-        """Return further settings for header and JSON."""
-        return {}
-
-
-Sized = TypeVar("Sized", bound=ReplicateSettings)
-
-
-def each_size(settings: Sized) -> Iterator[Sized]:
-    """Yield settings for each size of a sweep alone."""
-    for segments in settings.sizes:
-        yield replace(settings, segments=segments, sweep=())
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``replicate``."""
-    add_transfer_arguments(parser, modes=ALL_MODES, expert_bytes="bytes of one expert")
+    def describe(self) -> dict[str, Any]:
+        """Return the options and what follows from them, for options.JSON."""
+        return {
+            **super().describe(),
+            "load": self.load_source,
+            "segments": self.segments,
+            "sizes": [sum(segments.values()) for segments in self.sizes],
+            "link_source": self.link_source,
+        }
 
 
-def add_transfer_arguments(
-    parser: argparse.ArgumentParser, *, modes: Sequence[str], expert_bytes: str
-) -> None:
-    """Add the arguments of a command that times one collective on one plan."""
-    add = parser.add_argument_group("transfer").add_argument
-    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
-    add("--experts", type=int, help=f"experts (default {DEFAULT_EXPERTS}, or the trace's)")
-    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
-    add_sweep(add, expert_bytes=expert_bytes, default="16M")
-    add(
-        "--segments",
-        default="2",
-        metavar="N|NAME=SIZE,...",
-        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: also scales"
-        " of a 64th each), or names and sizes (default 2)",
-    )
-    add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
-    add_trace(add, "recorded routing instead of generated load")
-    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add = parser.add_argument_group("engine").add_argument
-    add_engine(add, "c10d")
-    add(
-        *("--num-sms", "--sms"),
-        metavar="N,...",
-        help="workers of a rank: threads, or blocks on the GPU; a list, such as 4,8,16, is"
-        " measured one after another (default: the engine's)",
-    )
-    add("--mode", choices=[*modes, "all"], default="all", help="mode to measure (default all)")
-    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
-    add_lab(parser.add_argument_group("lab").add_argument)
-    add_rounds(parser.add_argument_group("iterations").add_argument, "load and payload")
-    add = parser.add_argument_group("limits").add_argument
-    add_bandwidth_limit(add, "critbw")
-    add_bound_limit(add, "a time is more than X times its bound")
-    add(
-        "--link-gbps",
-        type=float,
-        metavar="GBPS",
-        help="rate of a rank's link, one way, for the bound T* (default: the lab's, if each of its"
-        " machines has one rank; on several GPUs what the calibration or else the driver says; the"
-        " measured copy rate, if all ranks share one memory)",
-    )
-    add = parser.add_argument_group("results").add_argument
-    add_outputs(add)
-    add(
-        "--times",
-        default=",".join(DEFAULT_TIMES),
-        metavar="NAME,...",
-        help=f"time columns of the table, of {', '.join(TIMES)} (default"
-        f" {','.join(DEFAULT_TIMES)}); rank-...: statistics of the ranks' mean times",
-    )
-
-
-def make_settings(options: argparse.Namespace) -> ReplicateSettings:
-    """Check the arguments of ``replicate`` and make or read the load.
+def _find_modes(op: str, engine: str, mode: str) -> tuple[str, ...]:
+    """Return the modes to measure.
 
     Raises:
-        InvalidArgumentError: an argument is invalid.
-        OSError: the trace cannot be read.
+        InvalidArgumentError: the operation does not have the mode.
     """
-    # Over a process group nobody reads a peer's memory: there, pull is push.
-    modes = tuple(m for m in ALL_MODES if m != "pull" or options.engine != "c10d")
-    settings = ReplicateSettings(**check_transfer(options, modes))
-    check_memory(settings.needed_bytes, settings.engine)
-    return settings
+    possible: tuple[str, ...] = REDUCE_MODES
+    if op == "replicate":  # over a process group nobody reads a peer's memory: there, pull is push
+        possible = tuple(m for m in options.ALL_MODES if m != "pull" or engine != "c10d")
+    if mode == "all":
+        return possible
+    if op == "reduce" and mode not in possible:
+        raise InvalidArgumentError(
+            f"--op reduce has no --mode {mode}; expected one of {', '.join(possible)}"
+        )
+    return (mode,)
 
 
-def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, Any]:
-    """Check the arguments of :func:`add_transfer_arguments`; return fields of settings.
-
-    Raises:
-        InvalidArgumentError: an argument is invalid.
-        OSError: the trace cannot be read.
-    """
-    found = check_shared(options, _MINIMA)
-    sweep = sweep_segments(options, DEFAULT_EXPERT_BYTES)
-    found |= check_ranks(options)
-    found |= check_lab(options, found)
-    check_rate_known(found["gate"], found["fabric"], found["link_gbps"])
-    load, source = _make_load(options, found["num_ranks"])
-    return {
-        **found,
-        "load": load,
-        "load_source": source,
-        "slots": options.slots,
-        "segments": sweep[0],
-        "sweep": sweep[1:],
-        "modes": modes if options.mode == "all" else (options.mode,),
-        "times": parse_times(options.times),
-        "num_sms": () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms"),
-    }
-
-
-def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.int32], str]:
+def _make_load(settings: ReplicateSettings) -> tuple[NDArray[np.int32], str]:
+    """Return the load of the settings, and a description."""
     from ultraep_comm.bench.loads import generate_load
 
-    if options.trace is None:
-        imbalance, experts = options.imbalance, options.experts
-        load = generate_load(
-            num_ranks=num_ranks,
-            num_experts=max(DEFAULT_EXPERTS, num_ranks) if experts is None else experts,
-            imbalance=default_imbalance(num_ranks) if imbalance is None else imbalance,
-            num_tokens=num_ranks * options.tokens * GENERATED_TOPK,
-            seed=options.seed,
-        )
-        return load, f"generated, seed {options.seed}"
-    load = read_trace(options, num_ranks)[1]
-    return load, f"{options.trace.name}, step {options.step}, layer {options.layer}"
+    ranks, experts, imbalance = settings.num_ranks, settings.experts, settings.imbalance
+    if (path := settings.trace_file) is not None:
+        at = {"step": settings.step, "layer": settings.layer}
+        _, load = options.read_trace(path, ranks, tokens=settings.tokens, **at)
+        return load, f"{path.name}, step {settings.step}, layer {settings.layer}"
+    load = generate_load(
+        num_ranks=ranks,
+        num_experts=max(options.DEFAULT_EXPERTS, ranks) if experts is None else experts,
+        imbalance=options.default_imbalance(ranks) if imbalance is None else imbalance,
+        num_tokens=ranks * settings.tokens * GENERATED_TOPK,
+        seed=settings.seed,
+    )
+    return load, f"generated, seed {settings.seed}"
+
+
+def each_size(settings: ReplicateSettings) -> Iterator[ReplicateSettings]:
+    """Yield settings for each size of a sweep alone."""
+    for segments in settings.sizes:
+        yield replace(settings, sizes=(segments,))
 
 
 COMMAND = Command(
     name="replicate",
-    help="copy the experts of a plan into slots",
+    help="copy the experts of a plan into slots, or add up their gradients",
     description="Time replicate_experts against batch_isend_irecv and memcpy (the engine c10d:"
-    " batch_isend_irecv and broadcast), on one plan, with interleaved iterations. Sizes take the"
-    " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met, 2"
-    " after other errors.",
-    add_arguments=add_arguments,
-    make_settings=make_settings,
+    " batch_isend_irecv and broadcast), or reduce_expert_grads against isend/irecv and adding, and"
+    " plain adding from shared memory (c10d: torch.distributed.reduce), on one plan, with"
+    " interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any byte"
+    " is wrong, 3 if a limit is not met, 2 after other errors.",
+    settings=ReplicateSettings,
     module="ultraep_comm.bench.commands.replicate.run",
 )

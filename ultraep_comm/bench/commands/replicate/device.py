@@ -55,7 +55,7 @@ def run_device(
         report.show(table.add([*found, *size.baseline_rows()]))
         report.show("\n".join(_describe_fixed(compared)))
     more = {**{k: v for k, v in sizes[-1].items() if k != "expert_bytes"}, "sizes": sizes}
-    return report.finish(records, one_plan.describe_settings(settings), wrong=wrong, more=more)
+    return report.finish(records, settings.describe(), wrong=wrong, more=more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _device_table(settings: ReplicateSettings) -> RecordTable:
     bound = settings.link_gbps is not None or settings.gate.max_over_bound is not None
     columns = [
         one_plan.MODE,
-        *([one_plan.SIZE] * bool(settings.sweep)),
+        *([one_plan.SIZE] * (len(settings.sizes) > 1)),
         Column("SMs", "", "num_sms"),
         Column("moved", "(B)", "moved_bytes"),
         *one_plan.time_columns(settings.times),
@@ -295,7 +295,7 @@ def _device_table(settings: ReplicateSettings) -> RecordTable:
         one_plan.WRONG,
         *([one_plan.GATE] * bool(settings.gate)),
     ]
-    return RecordTable(columns, _WIDTH if settings.sweep else 0)
+    return RecordTable(columns, _WIDTH if len(settings.sizes) > 1 else 0)
 
 
 def _describe_fixed(compared: Record) -> list[str]:

@@ -30,7 +30,7 @@ _MACHINE = ("memcpy", "copy+add")  # baselines: the machine's own rate
 def run_host(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
     """Measure the modes, interleaved with the baselines; return the exit status. Collective."""
     torch.set_num_threads(1)
-    described, gate = one_plan.describe_settings(settings), settings.gate.describe(())
+    described, gate = settings.describe(), settings.gate.describe(())
     wrong = 0
     table: RecordTable | None = None
     records: list[Record] = []

@@ -141,23 +141,6 @@ def imbalance_before(settings: ReplicateSettings) -> float:
 # ---- settings and header ------------------------------------------------------------------------
 
 
-def describe_settings(settings: ReplicateSettings) -> Record:
-    """Return the settings for JSON; ``segments`` are those of the first size."""
-    return {
-        "load": settings.load_source,
-        "segments": settings.segments,
-        "sizes": [sum(segments.values()) for segments in settings.sizes],
-        "tile_bytes": settings.tile_bytes,
-        "num_sms": list(settings.num_sms),
-        **settings.describe("fabric", "link_gbps", "link_source"),
-        "lab_gbit": settings.lab and settings.lab.gbit,
-        "lab_machines": settings.lab and settings.lab.machines,
-        "times": list(settings.times),
-        **settings.describe("iters", "warmup", "check", "seed"),
-        **settings.more,
-    }
-
-
 def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
     """Return the header lines about settings, plan and limits."""
     gate, limits, tiles = settings.gate, [], settings.tile_bytes
@@ -171,7 +154,7 @@ def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
         f" expert {_describe_sizes(settings)}"
         + (f", tiles of {tiles}" if tiles and settings.engine == "cuda" else ""),
         *([_describe_lab(settings.lab)] if settings.lab else []),
-        *([", ".join(f"{k} {v}" for k, v in settings.more.items())] if settings.more else []),
+        *_describe_gradients(settings),
         f"load: {settings.load_source}; imbalance {imbalance_before(settings):.3f} before,"
         f" {plan.imbalance:.3f} after",
         _describe_plan(plan),
@@ -181,6 +164,12 @@ def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
     ]
 
 
+def _describe_gradients(settings: ReplicateSettings) -> list[str]:
+    if settings.op == "replicate":
+        return []
+    return [f"gradients: {settings.grad_dtype} in slots, {settings.main_dtype} at home"]
+
+
 def _describe_lab(lab: Lab) -> str:
     machines = f"{lab.machines} machine{'s' if lab.machines > 1 else ''}"
     return f"lab: {machines}, each with a link of {lab.gbit:g} Gbit/s, one way"
@@ -188,7 +177,7 @@ def _describe_lab(lab: Lab) -> str:
 
 def _describe_sizes(settings: ReplicateSettings) -> str:
     """Return the size with its segments, or the range of a sweep."""
-    if not settings.sweep:
+    if len(settings.sizes) == 1:
         return describe_segments(settings.segments)
     first, last = (sum(settings.sizes[i].values()) for i in (0, -1))
     parts = ", ".join(settings.segments)

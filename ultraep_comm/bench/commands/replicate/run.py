@@ -21,6 +21,7 @@ from ultraep_comm.bench.commands.replicate import ReplicateSettings
 from ultraep_comm.bench.commands.replicate.device import median_us, run_device
 from ultraep_comm.bench.commands.replicate.host import run_host
 from ultraep_comm.bench.commands.replicate.one_plan import Collective
+from ultraep_comm.bench.commands.replicate.reduction import Reduction
 from ultraep_comm.bench.inside import all_in_reach
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import Payload
@@ -33,7 +34,8 @@ from ultraep_comm.plan.plan import Plan
 
 def run(settings: ReplicateSettings, report: Report) -> int:
     """Measure; return the exit status. See `run_one_plan`."""
-    return run_one_plan(Replication(), settings, report)
+    collective = Reduction() if settings.op == "reduce" else Replication()
+    return run_one_plan(collective, settings, report)
 
 
 def run_one_plan(collective: Collective, settings: ReplicateSettings, report: Report) -> int:

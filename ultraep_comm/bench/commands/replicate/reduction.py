@@ -1,4 +1,4 @@
-"""The measurement of ``reduce``. bench/METRICS.md defines the figures."""
+"""``replicate --op reduce``: the collective, its ranks and baselines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ultraep_comm.bench.baselines import cut_line, exchange, group_of, holders_of
 from ultraep_comm.bench.clock import Meter
-from ultraep_comm.bench.commands.reduce import ReduceSettings
-from ultraep_comm.bench.commands.replicate.run import run_one_plan
+from ultraep_comm.bench.commands.replicate import ReplicateSettings
 from ultraep_comm.bench.inside import slot_grad_address
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import (
@@ -23,7 +22,6 @@ from ultraep_comm.bench.payload import (
     count_disturbed,
 )
 from ultraep_comm.bench.ranks import TILE_BYTES, Ranks, main_index, replicas_of
-from ultraep_comm.bench.report import Report
 from ultraep_comm.bench.traffic import Traffic, count_reduction_traffic
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.group.work import Work
@@ -32,22 +30,19 @@ from ultraep_comm.plan.plan import Plan
 _BLOCK_BYTES = 256 << 10  # of gradients, added and cleared in a cache
 
 
-def run(settings: ReduceSettings, report: Report) -> int:
-    """Measure; return the exit status."""
-    return run_one_plan(Reduction(), settings, report)
-
-
 class Reduction:
     """`reduce_expert_grads` as a `one_plan.Collective`."""
 
     # One call at a time: a second one would add the same slot gradients again.
     calls, lined_up, empty_mode = 1, True, "pull"
 
-    def make_ranks(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> GradRanks:
-        """Create groups and main gradients. Collective, but in loopback."""
+    def make_ranks(
+        self, meter: Meter, settings: ReplicateSettings, num_sms: int | None
+    ) -> GradRanks:
+        """Create groups and gradients at home. Collective, but in loopback."""
         return GradRanks(meter, settings, num_sms)
 
-    def make_payload(self, settings: ReduceSettings) -> GradPayload:
+    def make_payload(self, settings: ReplicateSettings) -> GradPayload:
         """Return the expected gradients."""
         return GradPayload(
             settings.seed,
@@ -67,7 +62,7 @@ class Reduction:
         """Return none besides copies."""
         return []
 
-    def busiest_rank(self, settings: ReduceSettings, plan: Plan, mode: str) -> float:
+    def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
         """Return the most that any rank loads from peers, in experts.
 
         In pull each of n > 1 replicas loads its share of the n - 1 others, and the home rank loads
@@ -82,7 +77,7 @@ class Reduction:
             loads[ranks] += (len(ranks) - 1) / len(ranks) if shared else 0
         return float(loads.max())
 
-    def traffic(self, settings: ReduceSettings, plan: Plan, mode: str) -> Traffic:
+    def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
         """Return the bytes that a call on a device moves."""
         return count_reduction_traffic(
             plan,
@@ -91,17 +86,16 @@ class Reduction:
             tile_bytes=settings.tile_bytes or TILE_BYTES,
             grad_bytes=settings.grad_bytes,
             main_bytes=settings.main_bytes,
-            zero=settings.zero,
         )
 
-    def tile_us(self, meter: Meter, settings: ReduceSettings, num_sms: int) -> float | None:
+    def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
         """Return None: the replicas themselves are the hubs."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MainRange:
-    """Private memory of a baseline for a range of an expert's main gradients."""
+class HomeRange:
+    """Private memory of a baseline for a range of an expert's gradients at home."""
 
     data: torch.Tensor
     expert: int
@@ -112,18 +106,17 @@ class MainRange:
 class GradRanks(Ranks):
     """Ranks that call `reduce_expert_grads`.
 
-    Slots, gradients of empty slots and main gradients of experts without replicas are filled with
-    SENTINEL and must keep it.
+    Slots, gradients of empty slots, and gradients at home of experts without replicas are filled
+    with SENTINEL and must keep it.
 
     Attributes:
-        mains: main gradients of each rank here, ``{name: [M, elements]}``.
+        at_home: gradients at home of each rank here, ``{name: [M, elements]}``.
         grad_dtype: of the slots.
-        zero: slot gradients are cleared.
-        ranges: of a baseline, to fill with the values of main gradients.
+        ranges: of a baseline, to fill with the values of gradients at home.
     """
 
-    def __init__(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> None:
-        """Create the groups; allocate and bind main gradients. Collective, but in loopback."""
+    def __init__(self, meter: Meter, settings: ReplicateSettings, num_sms: int | None) -> None:
+        """Create the groups; allocate and bind gradients at home. Collective, but in loopback."""
         elements, dtype = settings.elements, getattr(torch, settings.main_dtype)
         self.grad_dtype: torch.dtype = getattr(torch, settings.grad_dtype)
         super().__init__(
@@ -138,28 +131,27 @@ class GradRanks(Ranks):
             tile_bytes=settings.tile_bytes,
             num_sms=num_sms,
         )
-        self.mains = [
+        self.at_home = [
             {
                 name: torch.empty((group.num_local_experts, n), dtype=dtype, device=group.device)
                 for name, n in elements.items()
             }
             for group in self.groups
         ]
-        self._bound = [g.bind_grads(m) for g, m in zip(self.groups, self.mains, strict=True)]
-        self.zero, self.ranges = settings.zero, list[MainRange]()
-        for group, mains in zip(self.groups, self.mains, strict=True):
-            for tensor in (*group.slots.values(), *group.slot_grads.values(), *mains.values()):
+        self._bound = [g.bind_grads(m) for g, m in zip(self.groups, self.at_home, strict=True)]
+        self.ranges = list[HomeRange]()
+        for group, at_home in zip(self.groups, self.at_home, strict=True):
+            for tensor in (*group.slots.values(), *group.slot_grads.values(), *at_home.values()):
                 tensor.view(torch.uint8).fill_(SENTINEL)
 
     def _call_one(
         self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool
     ) -> Work | None:
         return reduce_expert_grads(
-            self._bound[i] if bound else self.mains[i],
+            self._bound[i] if bound else self.at_home[i],
             plan,
             group=self.groups[i],
             mode=mode,
-            zero=self.zero,
             async_op=async_op,
         )
 
@@ -167,9 +159,9 @@ class GradRanks(Ranks):
         """Write the gradients of an epoch to all instances here of replicated experts."""
         replicas = list(replicas_of(plan))
         replicated = {expert for expert, *_ in replicas}
-        for group, mains in zip(self.groups, self.mains, strict=True):
+        for group, at_home in zip(self.groups, self.at_home, strict=True):
             for expert, i in main_index(group).items():
-                for name, rows in mains.items() if expert in replicated else ():
+                for name, rows in at_home.items() if expert in replicated else ():
                     at = {"epoch": epoch, "expert": expert, "rank": MAIN}
                     rows[i].copy_(payload.values(**at, segment=name))
             for expert, _, rank, slot in replicas:
@@ -183,15 +175,15 @@ class GradRanks(Ranks):
     def count_wrong(
         self, plan: Plan, payload: GradPayload, epoch: int, *, any_order: bool = False
     ) -> int:
-        """Return the wrong bytes of main gradients and slots on these ranks.
+        """Return the wrong bytes of gradients at home and slots on these ranks.
 
         ``any_order``: sums may be rounded as additions in any order and the slots' dtype are.
         """
         wrong = self.count_wrong_slots(plan)
-        for group, mains in zip(self.groups, self.mains, strict=True):
+        for group, at_home in zip(self.groups, self.at_home, strict=True):
             for expert, i in main_index(group).items():
                 ranks = [rank for e, _, rank, _ in replicas_of(plan) if e == expert]
-                for name, rows in mains.items():
+                for name, rows in at_home.items():
                     found = rows[i].cpu()
                     if not ranks:
                         wrong += count_disturbed(found.view(torch.uint8).numpy())
@@ -214,7 +206,7 @@ class GradRanks(Ranks):
                     data = rows[slot].cpu().view(torch.uint8).numpy()
                     if expert < 0:
                         wrong += count_disturbed(data)
-                    elif self.zero:
+                    else:
                         wrong += int(np.count_nonzero(data))
         return wrong
 
@@ -232,7 +224,7 @@ class GlooReduction:
         self._ranks, self._plan = ranks, plan
         self._operations: list[dist.P2POp] = []
         self._clears: list[torch.Tensor] = []
-        (group,), (mains,) = ranks.groups, ranks.mains
+        (group,), (at_home,) = ranks.groups, ranks.at_home
         received: dict[tuple[int, str], list[torch.Tensor]] = {}
         for expert, home, rank, slot in replicas_of(plan):
             for name, rows in group.slot_grads.items():
@@ -245,7 +237,7 @@ class GlooReduction:
                     received.setdefault((expert, name), []).append(buffer)
                     self._operations.append(dist.P2POp(dist.irecv, buffer.view(torch.uint8), rank))
         index = main_index(group)
-        self._sums = [(mains[name][index[e]], buffers) for (e, name), buffers in received.items()]
+        self._sums = [(at_home[name][index[e]], buffers) for (e, name), buffers in received.items()]
 
     def run(self) -> None:
         """Send and receive everything, wait, add and clear."""
@@ -258,11 +250,11 @@ class GlooReduction:
                 main.add_(total)
             else:
                 main.copy_(total.add_(main))
-        for sent in self._clears if self._ranks.zero else ():
+        for sent in self._clears:
             sent.zero_()
 
     def count_wrong(self, payload: GradPayload, epoch: int) -> int:
-        """Return the wrong bytes of main gradients and slots."""
+        """Return the wrong bytes of gradients at home and slots."""
         return self._ranks.count_wrong(self._plan, payload, epoch)
 
 
@@ -282,41 +274,38 @@ class GroupReduction:
         """
         self._ranks, self._plan = ranks, plan
         self._jobs: list[tuple[torch.Tensor, int, dist.ProcessGroup]] = []
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # main gradients, buffer
-        self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, what gloo writes to
-        (group,), (mains,) = ranks.groups, ranks.mains
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients at home, buffer
+        self._slots: list[torch.Tensor] = []  # gloo writes to them
+        (group,), (at_home,) = ranks.groups, ranks.at_home
         index = main_index(group)
         slot_of = {expert: slot for expert, _, r, slot in replicas_of(plan) if r == group.rank}
         for expert, home, holders in holders_of(plan):
             members = group_of(holders)
             for name, rows in group.slot_grads.items() if group.rank in holders else ():
                 if group.rank == home:
-                    data = mains[name][index[expert]]
+                    data = at_home[name][index[expert]]
                     if data.dtype != rows.dtype:
                         self._sums.append((data, torch.zeros_like(rows[0])))
                         data = self._sums[-1][1]
                 else:
-                    sent = rows[slot_of[expert]]
-                    data = sent if ranks.zero else torch.empty_like(sent)
-                    self._slots.append((sent, data))
+                    data = rows[slot_of[expert]]
+                    self._slots.append(data)
                 self._jobs.append((data, home, members))
 
     def run(self) -> None:
         """Reduce everything, wait, add and clear."""
         for _, buffer in self._sums:
             buffer.zero_()
-        for sent, data in () if self._ranks.zero else self._slots:
-            data.copy_(sent)
         works = [dist.reduce(data, home, group=g, async_op=True) for data, home, g in self._jobs]
         for work in works:
             work.wait()
         for main, buffer in self._sums:
             main.add_(buffer)
-        for sent, _ in self._slots if self._ranks.zero else ():
+        for sent in self._slots:
             sent.zero_()
 
     def count_wrong(self, payload: GradPayload, epoch: int) -> int:
-        """Return the wrong bytes of main gradients, up to rounding, and of slots."""
+        """Return the wrong bytes of gradients at home, up to rounding, and of slots."""
         return self._ranks.count_wrong(self._plan, payload, epoch, any_order=True)
 
 
@@ -344,7 +333,7 @@ class CopyAdd:
     def __init__(self, ranks: GradRanks, plan: Plan) -> None:
         """Find this rank's part, and allocate the memory to add to."""
         self._ranks, self._plan = ranks, plan
-        (group,), (mains,) = ranks.groups, ranks.mains
+        (group,), (at_home,) = ranks.groups, ranks.at_home
         domain = group.topology.domain
         here = np.flatnonzero(domain == domain[group.rank]).tolist()
         pieces = [
@@ -355,15 +344,15 @@ class CopyAdd:
         ]
         names, rows = list(group.slot_grads), list(group.slot_grads.values())
         sizes = [rows[segment][0].nbytes for *_, segment in pieces]
-        main_dtype, grad_dtype = next(iter(mains.values())).dtype, rows[0].dtype
-        self._checks: list[tuple[MainRange, int]] = []
+        main_dtype, grad_dtype = next(iter(at_home.values())).dtype, rows[0].dtype
+        self._checks: list[tuple[HomeRange, int]] = []
         self._blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast = torch.empty(_BLOCK_BYTES // grad_dtype.itemsize, dtype=torch.float32)
         for piece, low, high in cut_line(sizes, here.index(group.rank), len(here)):
             expert, rank, slot, segment = pieces[piece]
             at = slot_grad_address(group, rank, slot, segment, sizes[piece]) + low
             source = _view(at, high - low, grad_dtype)
-            own = MainRange(
+            own = HomeRange(
                 data=torch.zeros(source.numel(), dtype=main_dtype),
                 expert=expert,
                 segment=names[segment],
@@ -378,14 +367,12 @@ class CopyAdd:
 
     def run(self) -> None:
         """Add and clear this rank's part, block by block."""
-        zero = self._ranks.zero
         for main, source in self._blocks:
             if main.dtype == source.dtype:
                 main.add_(source)
             else:
                 main.add_(self._cast[: source.numel()].copy_(source))
-            if zero:
-                source.zero_()
+            source.zero_()
 
     def count_wrong(self, payload: GradPayload, epoch: int) -> int:
         """Return the wrong bytes of the sums and of slots."""
