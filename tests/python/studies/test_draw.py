@@ -1,0 +1,203 @@
+"""The pictures of studies: what they show is the file's records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from studies.cli import main
+from studies.draw import run
+from ultraep_comm.viz.style import save_png
+
+EXAMPLE = Path(__file__).parent / "data" / "over_bound.json"
+Draw = Callable[..., Any]
+
+
+@pytest.fixture
+def draw(tmp_path: Path) -> Draw:
+    """Return the figure that the command saves for such records."""
+    pytest.importorskip("matplotlib")
+
+    def figure_of(records: Any, name: str = "a.json") -> Any:
+        path, out = tmp_path / name, tmp_path / "a.png"
+        path.write_text(json.dumps(records))
+        with mock.patch.object(run, "save_png", wraps=save_png) as saved:
+            assert main(["draw", str(path), "--out", str(out)]) == 0
+        assert out.read_bytes()[:4] == b"\x89PNG"
+        return saved.call_args.args[0]
+
+    return figure_of
+
+
+def lines_of(axis: Any) -> dict[str, tuple[list[float], list[float]]]:
+    return {
+        line.get_gid(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in axis.lines
+        if line.get_gid() is not None
+    }
+
+
+def transfer(size: Any, mode: Any, fan_out: Any, over_bound: Any) -> dict[str, Any]:
+    return {"size": size, "mode": mode, "fan_out": fan_out, "over_bound": over_bound}
+
+
+def model(experts: int, load: str, **over_bound: tuple[float, float]) -> dict[str, Any]:
+    """A record as the model's benchmark writes it."""
+    ratios = {way: {"mean": mean, "worst": worst} for way, (mean, worst) in over_bound.items()}
+    figures = {"ranks": 64, "experts": experts, "slots": 2, "load": load, "over_bound": ratios}
+    return {"op": "model", **figures, "bound_us": 53.2}
+
+
+def test_lines_are_medians_of_records(draw: Draw) -> None:
+    small, large = draw(json.loads(EXAMPLE.read_text())).axes
+    assert lines_of(small) == {"push": ([1, 4], [1.5, 1.3]), "direct": ([1, 4], [1.1, 3.9])}
+    assert lines_of(large) == {"push": ([1, 4], [1.03, 1.04]), "other": ([16], [2.0])}
+    (band,) = small.collections  # of the two results for push with 4
+    assert band.get_datalim(small.transData).y1 == 1.5
+    assert small.texts[0].get_text() == "experts of 4 MiB"
+
+
+@pytest.mark.parametrize("sizes", [1, 7])
+def test_panels_of_any_number(sizes: int, draw: Draw) -> None:
+    records = [
+        transfer(f"case {s}", mode, fan, float(fan) if mode == "direct" else 1.1)
+        for s in range(sizes)
+        for mode in ("push", "direct")
+        for fan in (1, 2, 63)
+    ]
+    figure = draw(records, name="longer than a panel" * 4)
+    assert len(figure.axes) == sizes
+    assert figure.axes[0].get_yscale() == "log"
+    assert all(len(axis.lines) == 3 for axis in figure.axes)  # the modes and the bound
+    assert [t.get_text() for t in figure.axes[-1].get_xticklabels()] == ["1", "2", "63"]
+    boxes = [axis.get_position() for axis in figure.axes]
+    assert all(0 < two.x0 - one.x1 < 0.06 for one, two in itertools.pairwise(boxes[:3]))
+
+
+def test_results_of_the_model(draw: Draw) -> None:
+    records = [
+        model(256, "zipf1.0", push=(1.05, 1.06), relay=(2.0, 2.5)),
+        model(256, "lognormal", push=(1.04, 1.09), relay=(1.5, 3.0)),
+        model(128, "zipf1.0", push=(1.07, 1.07), relay=(1.9, 1.9)),
+    ]
+    one, two = draw({"records": records, "claims": []}).axes
+    assert two.texts[0].get_text() == "64 ranks, 128 experts, 2 slots"
+    assert lines_of(one) == {"push": ([0, 1], [1.05, 1.04]), "relay": ([0, 1], [2.0, 1.5])}
+    assert [band.get_datalim(one.transData).y1 for band in one.collections] == [1.09, 3.0]
+    assert [t.get_text() for t in one.get_xticklabels()] == ["zipf1.0", "lognormal"]
+
+
+def test_modes_of_any_name_are_in_the_legend_and_look_different(draw: Draw) -> None:
+    modes = ["push", "", "_hidden", "$x$", "a", "b", "c"]
+    (axis,) = draw([transfer(1, mode, fan, 1.2) for mode in modes for fan in (1, 2)]).axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == modes
+    lines = [line for line in axis.lines if line.get_gid() is not None]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(modes)
+
+
+def planned(
+    planner: str, load: str, imbalance: float, us: float, ranks: int = 64
+) -> dict[str, Any]:
+    """A record as ``against`` writes it."""
+    figures = {"imbalance": {"mean": imbalance}, "time_us": {"mean": us}}
+    size = {"ranks": ranks, "experts": 256, "slots": 2}
+    return {"op": "plan_against", **size, "family": load, "planner": planner, **figures}
+
+
+def test_a_panel_for_each_size_and_a_marker_for_each_planner(draw: Draw) -> None:
+    records = [
+        planned("ours", "zipf", 1.01, 120),
+        planned("ours exact", "zipf", 1.0, 130),
+        planned("llep", "zipf", 2.0, 130),  # beaten, like the next one
+        planned("eplb", "zipf", 3.0, 120),
+        planned("moonep", "zipf", 1.0, 600),
+        planned("none", "zipf", 7.5, 0),
+        planned("ours", "W5", 1.02, 160),
+        planned("moonep", "W5", 1.0, 260),
+        planned("another", "zipf", 1.3, 90, ranks=8),
+    ]
+    figure = draw(records)
+    large, small = figure.axes
+    lines = lines_of(large)
+    assert lines["ours"] == ([120, 160], pytest.approx([0.01, 0.02]))  # above 1
+    assert lines["moonep"] == ([600, 260], [0, 0])
+    assert lines["frontier zipf"] == ([0, 120, 130], pytest.approx([6.5, 0.01, 0]))
+    assert lines["frontier W5"][0] == [160, 260]
+    assert set(lines_of(small)) == {"another", "frontier zipf"}
+    legend = figure.legends[0].get_lines()
+    assert len({(line.get_color(), line.get_marker()) for line in legend}) == len(legend) == 7
+    labels = [t.get_text() for t in large.get_yticklabels()]
+    assert labels[0] == "1 (exact)"
+    assert "1.01" in labels
+    assert large.get_ylim()[1] > 6.5
+
+
+def steady(way: str, slots: int, moves: Any, **more: Any) -> dict[str, Any]:
+    """A record as ``steady`` writes it."""
+    figures = {"imbalance": {"mean": 1.005, "worst": 1.01}, "moves_by_step": moves}
+    return {"op": "steady", "way": way, "slots": slots, **figures, **more}
+
+
+def test_a_square_for_each_layer_and_step(draw: Draw) -> None:
+    records = [
+        steady("empty", 1, [[5, 6, 7], [5, 5, 5]]),
+        steady("residents", 1, [[0, 1, 2], [0, 0, 3]]),
+        steady("empty", 2, [[5, 6, 7], [5, 5, 5]]),
+    ]
+    axes = draw(records).axes
+    images = {image.get_gid(): image for axis in axes for image in axis.get_images()}
+    for record in records:
+        image = images[f"{record['way']} {record['slots']}"]
+        assert np.array(image.get_array()).T.tolist() == record["moves_by_step"]
+        assert image.get_clim() == (0, 7)  # one scale for all
+    titles = [axis.get_title(loc="left") for axis in axes]
+    assert "residents, 1 slot: 1.00 moves, 50% nothing" in titles
+
+
+PLANNED, STEADY = planned("ours", "x", 1.0, 1), steady("empty", 1, [[5]])
+BAD: list[tuple[Any, str]] = [
+    (b"{", "is not a JSON file"),
+    ([], "has no records"),
+    ({"records": 3}, "has no records"),
+    ([3], "record 0 is 3"),
+    ([{"op": "replicate", "size": None}], "record 0 is of `replicate`; expected"),
+    ([transfer(None, "push", 1, 1)], "record 0 has size None"),
+    ([transfer(1, 2, 1, 1)], "has mode 2"),
+    ([transfer(0, "push", 1, 1)], "has size 0; expected bytes, above 0"),
+    ([transfer(1, "push", 1.5, 1)], "has fan_out 1.5"),
+    ([transfer(1, "push", 0, 1)], "fan_out 0"),
+    ([transfer(1, "push", 1, float("nan"))], "over_bound nan"),
+    ([transfer(1, "push", 1, "1")], "over_bound '1'"),
+    ([{"op": "model", "ranks": 64}], "KeyError('experts') is wrong or missing"),
+    ([model(8, "x", push=(1.2, 1.1))], "impossible times over the bound"),
+    ([model(8, "x", push=(1.0, 1.1)), transfer(1, "push", 1, 1)], "expected one kind"),
+    ([PLANNED, 3], "record 1 has op 3; expected 'plan_against'"),
+    ([STEADY, PLANNED], "record 1 has op 'plan_against'; expected 'steady'"),
+    ([PLANNED, PLANNED | {"imbalance": 3}], "record 1 is not of against"),
+    ([STEADY | {"imbalance": None}], "record 0 is not of steady"),
+    ([planned("ours", "x", float("nan"), 1)], "has imbalance nan"),
+    ([planned("ours", "x", 1, -1)], "time_us -1.0; expected at least 1 and 0"),
+    ([steady("empty", 1, [1, 2])], "shape (2,)"),
+    ([steady("empty", 1, [[]])], "shape (1, 0)"),
+    ([steady("empty", 1, [[-1]])], "values from 0"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), BAD, ids=[text for _, text in BAD])
+def test_bad_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, text: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    assert main(["draw", str(path), "--out", str(tmp_path / "o.png")]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert str(path) in error
+    assert not (tmp_path / "o.png").exists()
