@@ -1,9 +1,9 @@
-"""The layer benchmark, from the command line to table, records and exit code."""
+"""The layer benchmark, with its own layer and with those of the frameworks that are installed."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from benched import bench, check_times, settings_of
 from tiers import sampled
 
 from studies.layer import native as layer
-from studies.layer.data import balanced_ids, draw_ids
+from studies.layer.data import ROWS, balanced_ids, draw_ids
 from studies.layer.native import PHASES
 from studies.layer.run import make_record
 from ultraep_comm.bench.measure import Measured, Times
+from ultraep_comm.nn import hooks
 
 FEW = ["layer", "--experts", "8", "--tokens", "64", "--topk", "2", "-n", "2", "-w", "1"]
 FEW += ["--hidden", "32", "--inner", "48"]
@@ -32,10 +33,8 @@ def records_of(done: Any) -> dict[str, dict[str, Any]]:
 def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     done = bench(tmp_path, *FEW, "--ranks", str(ranks), "--check", "--json", "o.json")
     assert done.returncode == 0, done.stderr
-    routings = ["plain", "replicated", "balanced"]
-    assert list(done.rows()) == routings
     records = records_of(done)
-    assert list(records) == routings
+    assert list(done.rows()) == list(records) == ["plain", "replicated", "balanced"]
     for record in records.values():
         assert record["gate"] is None
         check_times(record)
@@ -45,12 +44,9 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
         assert record["assignments_per_s"] == pytest.approx(2 * record["tokens_per_s"])
         step = record["step_ms"]
         assert 0 < step["min"] <= step["mean"] <= record["time_us"]["max"] / 1e3
-        assert step["min"] <= step["p95"] <= record["time_us"]["max"] / 1e3
         assert (record["framework"], record["workload"]) == (None, None)
     assert records["replicated"]["replicas"] >= 1
     assert records["replicated"]["imbalance"] < records["plain"]["imbalance"]
-    assert all(us > 0 for us in records["replicated"]["phases_us"].values())
-    assert not any(records["plain"]["phases_us"].values())
     assert records["balanced"]["share_of_balanced"] == 1
     over_bound = 1 / records["replicated"]["share_of_balanced"]
     assert records["replicated"]["over_bound"] == pytest.approx(over_bound)
@@ -127,54 +123,6 @@ def test_ids_are_skewed_or_even() -> None:
     assert (even[:, 0] != even[:, 1]).all()
 
 
-def test_public_workloads(tmp_path: Path) -> None:
-    """Their steps are the iterations', alike on all ranks; the owners' imbalance is measured."""
-    done = bench(tmp_path, *FEW, "--workload", "W1,W5", "--check", "--json", "o.json")
-    assert done.returncode == 0, done.stderr
-    settings = settings_of(*FEW, "--workload", "W1,W5")
-    records = done.document()["records"]
-    assert [record["workload"] for record in records] == ["W1"] * 3 + ["W5"] * 3
-    for routing, (plain, replicated, _) in zip(
-        settings.routings, (records[:3], records[3:]), strict=True
-    ):
-        name = {"W1": "W1_hot_expert_set", "W5": "W5_zero_expert_rank"}[routing.workload]
-        assert f"# routing: {name} of seed 1234, imbalance {routing.imbalance:.3f}\n" in done.stdout
-        drawn = [draw_ids(settings, routing, step, 0) for step in (1, 2)]  # behind one warm-up
-        assert torch.equal(drawn[0], draw_ids(settings, routing, 1, 1))
-        owners = [np.bincount(ids.numpy().ravel() // 4, minlength=2) for ids in drawn]
-        expected = np.median([counts.max() / counts.mean() for counts in owners])
-        assert plain["imbalance"] == pytest.approx(expected)
-        assert replicated["imbalance"] < 1.02
-        assert routing.imbalance == pytest.approx(expected, rel=0.1)
-
-
-MISSING = {"transformers": "transformers accelerate", "megatron": "megatron-core"}
-
-
-@pytest.mark.parametrize("framework", MISSING)
-def test_a_framework_that_is_missing(
-    tmp_path: Path, framework: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    done = bench(tmp_path, *FEW, "--framework", framework)
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: --framework is {framework}, which is not installed: pip install"
-        f" -c constraints.txt {MISSING[framework]}\n",
-    )
-
-
-@pytest.mark.parametrize("wrong", [("--experts", "7"), ("--slots", "0"), ("--ranks", "1")])
-def test_what_a_frameworks_layer_cannot_be(
-    tmp_path: Path, wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    done = bench(tmp_path, *FEW, "--framework", "megatron", *wrong)
-    assert done.returncode == 2
-    assert " ".join(wrong) in done.stderr.replace("on 1 ranks", "--ranks 1")
-    assert "expected equally many experts on each of at least two ranks" in done.stderr
-
-
 def test_shares_are_of_the_same_iteration() -> None:
     settings = settings_of(*FEW)
 
@@ -195,3 +143,72 @@ def test_shares_are_of_the_same_iteration() -> None:
     assert record["phases_us"] == {"plan": 1, "replicate": 2, "reroute": 3, "reduce": 4}
     assert record["phases_share"] == 0.5
     assert record["imbalance"] == 1
+
+
+def needs(package: str) -> Any:
+    found = list(importlib.metadata.distributions(name=package))
+    reason = f"{package} is not installed: pip install -c constraints.txt {package}"
+    return pytest.mark.skipif(not found, reason=reason)
+
+
+FRAMEWORKS = [
+    pytest.param("transformers", marks=needs("transformers")),
+    pytest.param("megatron", marks=needs("megatron-core")),
+]
+CHECKED = [*FEW, "--ranks", "2", "--workload", "W1,W0", "--check", "--json", "o.json"]
+
+
+@pytest.mark.parametrize("framework", ["", *FRAMEWORKS])
+def test_public_workloads(tmp_path: Path, framework: str) -> None:
+    """Their steps are the iterations', alike on all ranks; the owners' imbalance is measured."""
+    whose = ["--framework", framework] if framework else []
+    done = bench(tmp_path, *CHECKED, *whose)
+    assert done.returncode == 0, done.stderr
+    assert (f"# layer of {framework}" in done.stdout) == bool(framework)
+    records = done.document()["records"]
+    found = [(r["workload"], r["routing"]) for r in records]
+    assert found == [(workload, routing) for workload in ("W1", "W0") for routing in ROWS]
+    settings = settings_of(*CHECKED)
+    for routing, plain in zip(settings.routings, records[::3], strict=True):
+        name = {"W1": "W1_hot_expert_set", "W0": "W0_balanced"}[routing.workload]
+        assert f"# routing: {name} of seed 1234, imbalance {routing.imbalance:.3f}\n" in done.stdout
+        drawn = [draw_ids(settings, routing, step, 0) for step in (1, 2)]  # behind one warm-up
+        assert torch.equal(drawn[0], draw_ids(settings, routing, 1, 1))
+        owners = [np.bincount(ids.numpy().ravel() // 4, minlength=2) for ids in drawn]
+        expected = np.median([counts.max() / counts.mean() for counts in owners])
+        assert plain["imbalance"] == pytest.approx(expected)
+        assert routing.imbalance == pytest.approx(expected, rel=0.1)
+    plain, replicated, balanced = records[:3]
+    assert plain["imbalance"] > 1.3
+    assert replicated["imbalance"] < 1.02
+    assert balanced["imbalance"] == 1
+    assert replicated["replicas"] >= 1
+    assert records[4]["replicas"] == 0
+    phases = ["begin", "forward", "backward"] if framework else list(PHASES)
+    for record in records:
+        ours = record["routing"] == "replicated"
+        assert record["framework"] == (framework or None)
+        assert record["wrong_values"] == 0
+        assert list(record["phases_us"]) == phases
+        assert all((us > 0) == ours for us in record["phases_us"].values())
+        assert 0 < record["phases_share"] < 1 or not ours
+
+
+def clear_gradients() -> None:
+    """Clear replicas' gradients before they are reduced."""
+    reduce = hooks.uec.reduce_expert_grads
+
+    def lost(main_grads: Any, plan: Any, *, group: Any, **options: Any) -> Any:
+        for grad in group.slot_grads.values():
+            grad.zero_()
+        return reduce(main_grads, plan, group=group, **options)
+
+    hooks.uec.reduce_expert_grads = lost
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_lost_gradients_are_found(tmp_path: Path, framework: str) -> None:
+    done = bench(tmp_path, *CHECKED, "--framework", framework, fault=clear_gradients)
+    assert done.returncode == 1, done.stderr
+    wrong = [record["wrong_values"] > 0 for record in done.document()["records"]]
+    assert wrong[:3] == [False, True, False]

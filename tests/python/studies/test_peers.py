@@ -21,7 +21,10 @@ from studies.peers.lplb import CUBE, balance_cube
 from studies.peers.moonep_cases import CASES, RANKS
 from studies.peers.placement import Placed, at_home
 from ultraep_comm import Plan
+from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.topology import contiguous_home
+
+LARGE = {"num_ranks": 64, "num_experts": 256, "topk": 8}
 
 
 def place(name: str, load: list[int] | np.ndarray, num_ranks: int, slots: int = 2) -> Placed:
@@ -44,13 +47,9 @@ def test_names() -> None:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     """A load, the number of ranks, and slots; every rank has equally many experts."""
-    g, m, s = (
-        draw(st.sampled_from([1, 2, 3, 8, 16])),
-        draw(st.integers(1, 4)),
-        draw(st.integers(0, 5)),
-    )
+    g, m = draw(st.sampled_from([1, 2, 3, 8, 16])), draw(st.integers(1, 4))
     load = draw(st.lists(st.integers(0, 5000), min_size=g * m, max_size=g * m))
-    return np.array(load, np.int64), g, s
+    return np.array(load, np.int64), g, draw(st.integers(0, 5))
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -90,9 +89,6 @@ def test_every_plan_is_legal_and_serves_the_load(
         assert np.bincount(experts, minlength=1).max() <= 1
 
 
-# ---- MoonEP -------------------------------------------------------------------------------------
-
-
 def test_moonep_by_hand() -> None:
     """Rank 0 has 10 too many; ranks 1 and 2 lack 4 and rank 3 lacks 2, in this order."""
     assert place("moonep", [10, 6, 1, 1, 2, 0, 2, 2], 4).tokens.tolist() == [
@@ -103,61 +99,34 @@ def test_moonep_by_hand() -> None:
     ]
 
 
-def test_moonep_sends_many_copies_from_one_home() -> None:
-    """What its users pay: 6 to 12 copies from one home, where one or two of our exports do."""
-    (load,) = make_loads(
-        "zipf1.0", num_ranks=64, num_experts=256, num_tokens=1 << 16, topk=8, seeds=1
-    )
-    plan = plan_of("moonep", load, 64)
-    slots = plan.slot_expert[plan.slot_expert >= 0].long()
-    assert 6 <= int(torch.bincount(plan.home.long()[slots]).max()) <= 12
-    assert plan.num_replicas <= 63
+APPLICABLE = [(i, ranks) for i, case in enumerate(CASES) for ranks in RANKS if case.applies(ranks)]
 
 
-def applicable() -> list[tuple[int, int]]:
-    return [(i, r) for i, c in enumerate(CASES) for r in RANKS if c.applies(r)]
-
-
-@pytest.mark.parametrize(("index", "ranks"), applicable(), ids=str)
+@pytest.mark.parametrize(("index", "ranks"), APPLICABLE)
 def test_their_cases_are_exact(index: int, ranks: int) -> None:
     """S K tokens on every rank: by their policy, and by our planner with two slots and no more."""
     case = CASES[index]
     load = case.load(ranks)
-    level = case.tokens * case.topk
-    assert load.sum() == ranks * level
+    assert load.sum() == ranks * case.tokens * case.topk
     theirs = plan_of("moonep", load, ranks)
     ours = plan_alone(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=2, target=1.0)
-    for plan in (theirs, ours):
-        assert plan.slot_quota is not None
-        assert plan.home_quota is not None
-        found = plan.slot_quota.sum(dim=1).index_add(0, plan.home.long(), plan.home_quota.long())
-        assert found.tolist() == [level] * ranks
+    assert verify_plan(theirs, load).is_exact
+    assert verify_plan(ours, load).is_exact
     assert ours.num_replicas <= theirs.num_replicas
 
 
-# ---- LLEP ---------------------------------------------------------------------------------------
+RELEASED = [  # outputs of the released planner for these counts
+    ([900, 50, 300, 10, 20, 30, 40, 50], 64, {0: {0: 335, 2: 335, 3: 230}}),
+    ([5000, 100, 100, 100], 1024, {0: {0: 1457, 1: 1357, 2: 1357, 3: 829}}),
+    (
+        [2600, 2500, 2400, 40, 30, 20, 10, 0],
+        1024,
+        {0: {3: 2080, 2: 520}, 1: {0: 2090, 2: 410}, 2: {1: 2050, 2: 350}},
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("load", "min_tokens", "expected"),
-    [  # outputs of the released planner for these counts
-        (
-            [900, 50, 300, 10, 20, 30, 40, 50],
-            64,
-            {0: {0: 335, 2: 335, 3: 230}},
-        ),
-        (
-            [5000, 100, 100, 100],
-            1024,
-            {0: {0: 1457, 1: 1357, 2: 1357, 3: 829}},
-        ),
-        (
-            [2600, 2500, 2400, 40, 30, 20, 10, 0],
-            1024,
-            {0: {3: 2080, 2: 520}, 1: {0: 2090, 2: 410}, 2: {1: 2050, 2: 350}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("load", "min_tokens", "expected"), RELEASED)
 def test_llep_gives_what_the_original_gives(
     load: list[int], min_tokens: int, expected: dict[int, dict[int, int]]
 ) -> None:
@@ -174,22 +143,16 @@ def test_llep_gives_what_the_original_gives(
 
 def test_llep_is_as_measured_with_their_code() -> None:
     """Imbalance 1.10 with about 41 replicas at 64/256, zipf1.0, and more slots than two."""
-    loads = make_loads(
-        "zipf1.0", num_ranks=64, num_experts=256, num_tokens=64 * 4096, topk=8, seeds=4
-    )
+    loads = make_loads("zipf1.0", **LARGE, num_tokens=64 * 4096, seeds=4)
     plans = [plan_of("llep", load, 64) for load in loads]
     assert all(1.09 < plan.imbalance <= 1.1 for plan in plans)
     assert np.mean([plan.num_replicas for plan in plans]) == pytest.approx(41, abs=4)
 
 
-# ---- EPLB ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("weights", "expected"), [*zip(EPLB_WEIGHT, EPLB_ROWS, strict=True)])
 def test_eplb_gives_its_published_example(weights: list[int], expected: list[int]) -> None:
-    found = rebalance(
-        np.array(weights, np.float64), num_instances=16, num_ranks=8, num_groups=4, num_nodes=2
-    )
+    shape = {"num_instances": 16, "num_ranks": 8, "num_groups": 4, "num_nodes": 2}
+    found = rebalance(np.array(weights, np.float64), **shape)
     assert found.ravel().tolist() == expected
 
 
@@ -200,17 +163,6 @@ def test_eplb_hierarchical_keeps_groups_on_their_node() -> None:
     nodes = holds.reshape(2, 4, 8, 4).any(axis=(1, 3))  # [node, group]
     assert nodes.sum(axis=0).tolist() == [1] * 8
     assert nodes.sum(axis=1).tolist() == [4, 4]
-
-
-@pytest.mark.parametrize(
-    ("name", "experts", "ranks"), [("eplb", 9, 4), ("eplb-hier", 12, 3), ("eplb-hier", 12, 8)]
-)
-def test_eplb_does_not_apply(name: str, experts: int, ranks: int) -> None:
-    load = np.ones(experts, np.int64)
-    assert PEERS[name].place(load, contiguous_home(experts, ranks), ranks, 1) is None
-
-
-# ---- LPLB ---------------------------------------------------------------------------------------
 
 
 def test_the_cube_is_the_published_one() -> None:
@@ -245,9 +197,13 @@ def test_the_linear_program_is_optimal(numbers: list[int]) -> None:
     assert after.max() == pytest.approx(least_maximum(rank_load, most), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "experts", "slots"), [(4, 16, 2), (8, 8, 2), (8, 32, 1), (12, 24, 2)]
-)
-def test_lplb_does_not_apply(ranks: int, experts: int, slots: int) -> None:
+OTHERS = [("eplb", 9, 4, 1), ("eplb-hier", 12, 3, 1), ("eplb-hier", 12, 8, 1)]
+OTHERS += [("lplb", 16, 4, 2), ("lplb", 8, 8, 2), ("lplb", 32, 8, 1), ("lplb", 24, 12, 2)]
+
+
+@pytest.mark.parametrize(("name", "experts", "ranks", "slots"), OTHERS)
+def test_sizes_to_which_a_peer_does_not_apply(
+    name: str, experts: int, ranks: int, slots: int
+) -> None:
     load = np.ones(experts, np.int64)
-    assert PEERS["lplb"].place(load, contiguous_home(experts, ranks), ranks, slots) is None
+    assert PEERS[name].place(load, contiguous_home(experts, ranks), ranks, slots) is None
