@@ -45,7 +45,7 @@ PLANNERS = ("ours", "ours exact", *PEER_NAMES)
 
 
 def test_all_planners(tmp_path: Path) -> None:
-    records, printed = run(tmp_path, *AGAINST, "--families", "zipf1.0,W1", "--certify")
+    records, printed = run(tmp_path, *AGAINST, "--workload", "zipf1.0,W1", "--certify")
     assert printed.count("our reading of") == len(PEER_NAMES) - 1
     table = cells(printed.replace("ours exact", "ours-exact"))
     expected = [(family, planner) for family in ("zipf1.0", "W1") for planner in PLANNERS]
@@ -78,13 +78,13 @@ def test_all_planners(tmp_path: Path) -> None:
 
 def test_a_planner_that_does_not_apply_has_no_row(tmp_path: Path) -> None:
     # There is no cube of 8 ranks for lplb.
-    size = ["--sizes", "4/12/1", "--families", "zipf1.0", "--peers", "eplb,lplb"]
+    size = ["--sizes", "4/12/1", "--workload", "zipf1.0", "--peers", "eplb,lplb"]
     records, _ = run(tmp_path, *AGAINST, *size)
     assert [r["planner"] for r in records] == ["ours", "ours exact", "eplb"]
 
 
 def test_moonep_cases(tmp_path: Path) -> None:
-    cases = ["--sizes", "8/24/2,8/32/2,8/8/2,8/16/2", "--peers", "moonep", "--families", "moonep"]
+    cases = ["--sizes", "8/24/2,8/32/2,8/8/2,8/16/2", "--peers", "moonep", "--workload", "moonep"]
     records, _ = run(tmp_path, *AGAINST, *cases)
     assert [r["vectors"] for r in records] == [n for n in (3, 4, 1, 1) for _ in range(3)]
     assert all(r["exact"] == r["vectors"] for r in records if r["planner"] != "ours")
@@ -186,7 +186,7 @@ def test_workloads_before_and_after_our_plans(tmp_path: Path) -> None:
 
 
 def test_a_row_for_each_step(tmp_path: Path) -> None:
-    _, printed = run(tmp_path, "imbalance", "--workloads", "W6,W7", "--steps", "4")
+    _, printed = run(tmp_path, "imbalance", "--workload", "W6,W7", "--steps", "4")
     rows = [[WORKLOADS[name], str(step)] for name in ("W6", "W7") for step in range(4)]
     assert [row[:2] for row in cells(printed)] == rows
 
@@ -240,12 +240,12 @@ def test_stale_slots_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # ---- model --------------------------------------------------------------------------------------
 
 TINY = ["model", "--tokens", "64", "--topk", "2", "--seeds", "2", "--expert-bytes", "1M"]
-HGX8 = [*TINY, "--machine", "hgx8", "--families", "zipf1.0", "--sizes"]
+HGX8 = [*TINY, "--machine", "hgx8", "--workload", "zipf1.0", "--sizes"]
 
 
 def test_a_small_run(tmp_path: Path) -> None:
     sizes = "4/16/2,6/12/1,1/8/1"  # a rank alone has no replicas, and no rows
-    done = bench(tmp_path, *HGX8, sizes, "--imbalances", "1.5,5", "--json", "o.json")
+    done = bench(tmp_path, *HGX8, sizes, "--imbalance", "1.5,5", "--json", "o.json")
     printed, document = done.stdout, done.document()
     assert "modelled, not measured: hgx8, 370.8 GB/s" in printed
     assert document["modelled_machine"]["egress_gbps"] == 370.8
@@ -273,7 +273,7 @@ def test_a_small_run(tmp_path: Path) -> None:
 
 def test_domains_are_the_machine_s(tmp_path: Path) -> None:
     """Replicas stay inside domains, so times are those of fast links."""
-    done = bench(tmp_path, *HGX8, "16/32/1", "--imbalances", "", "--json", "o.json")
+    done = bench(tmp_path, *HGX8, "16/32/1", "--imbalance", "", "--json", "o.json")
     document = done.document()
     assert document["settings"]["sizes"] == ["16/32/1 by 8"]
     (record,) = document["records"]
@@ -300,7 +300,7 @@ def test_what_a_claim_says() -> None:
 @pytest.mark.parametrize("size", DEFAULT_SIZES.split(","))
 def test_the_claim_holds(size: str, tmp_path: Path) -> None:
     """Of schedules, on links alone, with one load of each kind; bench/results has more."""
-    links = ["model", "--machine", "nvl72-links", "--families", "adversarial", "--seeds", "1"]
-    one = ["--sizes", size, "--imbalances", "1.5,3,8", "--json", "o.json"]
+    links = ["model", "--machine", "nvl72-links", "--workload", "adversarial", "--seeds", "1"]
+    one = ["--sizes", size, "--imbalance", "1.5,3,8", "--json", "o.json"]
     claims = bench(tmp_path, *links, *one).document()["claims"]
     assert [(claim["mode"], claim["holds"]) for claim in claims] == [(mode, True) for mode in OURS]
