@@ -260,8 +260,9 @@ def run(tmp_path: Path) -> Path:
 def test_the_command_draws_calls(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outs = [str(tmp_path / name) for name in ("a.json", "a.png")]
-    assert main(["timeline", str(run), "--calls", "2:3", "--out", *outs]) == 0
-    assert len(check_trace(json.loads(Path(outs[0]).read_text()))) == 2 * G
+    for calls, number in ((["--calls", "2:3"], 2), ([], 3)):
+        assert main(["timeline", str(run), *calls, "--out", *outs]) == 0
+        assert len(check_trace(json.loads(Path(outs[0]).read_text()))) == number * G
     assert Path(outs[1]).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
