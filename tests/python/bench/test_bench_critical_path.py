@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from benched import TIMES, run_on, run_settings_on, settings_of
 from emulated_device import EmulatedDevice
 from fake_memory import FakeMemory
@@ -19,6 +23,7 @@ from ultraep_comm.bench.commands.critical_path.calls import Found, PathCalls, Va
 from ultraep_comm.bench.commands.critical_path.ids import count_ids, draw_ids, expert_shares
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.loads import rank_imbalance
+from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda import make
 
@@ -39,7 +44,10 @@ RECORD_KEYS = {
 }
 
 
-# ---- a whole run --------------------------------------------------------------------------------
+def check_kernels(records: dict[str, dict[str, Any]]) -> None:
+    """Every call is one kernel, the reroute two, and nothing is copied to the device."""
+    for name, kernels in {**STAGES, **PATHS}.items():
+        assert (records[name]["kernels"], records[name]["copies"]) == (kernels, 0), name
 
 
 def test_end_to_end(
@@ -58,9 +66,8 @@ def test_end_to_end(
         assert record["time_us"]["p50"] > 0
         assert (record["host_us"] is None) == (name == "host plan")
         assert (record["over_bound"] is None) == (name in STAGES or name == "big copy")
-    # Every call is one kernel, the reroute two, and nothing is copied to the device.
-    for name, kernels in {**STAGES, **PATHS}.items():
-        assert (records[name]["kernels"], records[name]["copies"]) == (kernels, 0), name
+        assert record["gate"] == ("bound" if name in PATHS else None)
+    check_kernels(records)
     assert (records["host plan"]["kernels"], records["host plan"]["copies"]) == (2, 1)
     plans = document["plans"]
     assert plans["replicas"] > 0
@@ -69,20 +76,14 @@ def test_end_to_end(
     assert plans["bound_us"] == pytest.approx(plans["replicas"] * settings.expert_bytes * copied)
     ratio = records["host plan"]["time_us"]["p50"] / records["graph"]["time_us"]["p50"]
     assert records["graph"]["speedup_over_host_plan"] == pytest.approx(ratio)
-    assert document["commit"]
-    assert document["machine"]["gpu"] == "none"
     rows = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(rows) == len(records)
-    assert "fresh ids in each" in text
     assert "# topology: 2 ranks on 1 host, 1 domain; engine cuda, fabric loopback" in text
-    assert [place["rank"] for place in document["topology"]] == [0, 1]
     assert document["gate"]["met"] is False
-    judged = {name: r["gate"] for name, r in records.items() if r["gate"] is not None}
-    assert judged == dict.fromkeys(PATHS, "bound")
     assert "gate not met by 8 of 8, expected at most 1e-09 times" in error
 
 
-@pytest.mark.parametrize("broken", ["", "byte", "empty slot", "no transfer", "load", "plan", "id"])
+@pytest.mark.parametrize("broken", ["byte", "empty slot", "no transfer", "load", "plan", "id"])
 def test_what_is_wrong_is_found(
     emulated: EmulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
@@ -116,8 +117,7 @@ def test_what_is_wrong_is_found(
     monkeypatch.setattr(
         PathCalls, "variants", lambda self: [Variant(name="path", run=lambda: run(self))]
     )
-    wrong = broken != ""
-    assert run_on(Emulated(), "critical-path", *FEW, "-n", "1", "-w", "0") == wrong
+    assert run_on(Emulated(), "critical-path", *FEW, "-n", "1", "-w", "0") == 1
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert [cell != "0" for cell in row[-2:]] == [
         broken in ("byte", "empty slot", "no transfer"),
@@ -125,11 +125,15 @@ def test_what_is_wrong_is_found(
     ]
 
 
-def _run_rank(settings: PathSettings, library: Path, folder: Path) -> int:
+def _emulate(library: Path, folder: Path) -> None:
     emulated, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
     patch = pytest.MonkeyPatch()  # of this process, which ends here
     patch.setattr(make, "find_torch_device", lambda: (emulated, memory, emulated.kernels))
     patch.setattr(device_module, "find_device", lambda: emulated)
+
+
+def _run_rank(settings: PathSettings, library: Path, folder: Path) -> int:
+    _emulate(library, folder)
     return run_settings_on(Emulated(), "critical-path", settings)
 
 
@@ -142,31 +146,53 @@ def test_a_process_for_each_rank(emulated_library: Path, tmp_path: Path) -> None
     document = json.loads(path.read_text())
     records = {record["row"]: record for record in document["records"]}
     assert set(records) == {*STAGES, *PATHS, "host plan"}
-    assert document["gate"] is None
-    for name, kernels in {**STAGES, **PATHS}.items():
-        assert (records[name]["kernels"], records[name]["copies"]) == (kernels, 0), name
+    check_kernels(records)
     plans = document["plans"]
     bound = plans["transfer_bound"] * settings.expert_bytes / 100e3
     assert plans["bound_us"] == pytest.approx(bound)
 
 
-# ---- ids ----------------------------------------------------------------------------------------
+def _line_up(settings: PathSettings, library: Path, folder: Path) -> int:
+    """Return 0 if this rank left the barrier after the last rank entered it; else 1."""
+    _emulate(library, folder)
+    shape = {"num_ranks": 2, "num_experts": settings.num_experts, "fabric": "torch"}
+    more = {"segments": settings.segments, "tile_bytes": 32768, "num_sms": 1}
+    ranks = WeightRanks(Emulated(), **shape, **more, slots=1)
+    for late in (0.0, 0.3):  # a first round for one-time work
+        dist.barrier()
+        time.sleep(late if dist.get_rank() == 1 else 0)
+        began = time.monotonic_ns()
+        ranks.line_up()
+        ranks.meter.synchronize()
+        ended = time.monotonic_ns()
+    last = torch.tensor([began])
+    dist.all_reduce(last, op=dist.ReduceOp.MAX)
+    ranks.close()
+    return int(ended < int(last))
+
+
+def test_no_rank_leaves_the_line_up_before_the_last_enters(
+    emulated_library: Path, tmp_path: Path
+) -> None:
+    """A call with an empty plan is no barrier: a rank with nothing to move does not wait."""
+    settings = settings_of("critical-path", *FEW, "--fabric", "torch")
+    run = functools.partial(_line_up, library=emulated_library, folder=tmp_path)
+    assert run_ranks(run, settings, 2) == 0
 
 
 def test_ids_have_the_imbalance_asked_for_and_are_fresh() -> None:
     settings = settings_of("critical-path", "--ranks", "8", "--experts", "64", "--imbalance", "2.5")
     seen = set()
-    for iteration in range(4):
+    for iteration in range(2):
         ids = draw_ids(settings, iteration)
-        again = draw_ids(settings, iteration)
-        assert all(np.array_equal(a, b) for a, b in zip(ids, again, strict=True))
+        assert all(map(np.array_equal, ids, draw_ids(settings, iteration)))
         load = count_ids(ids, 64)
         assert load.dtype == np.int32
         assert (load.sum(axis=1) == settings.tokens * settings.topk).all()
         found = rank_imbalance(load.sum(axis=0, dtype=np.int64), 8)
         assert found == pytest.approx(2.5, rel=0.03)
         seen |= {own.tobytes() for own in ids}
-    assert len(seen) == 4 * 8
+    assert len(seen) == 2 * 8
 
 
 def test_a_trace_gives_each_source_its_own_shares(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benched import ONE_PLAN_KEYS, run_on, run_settings_on, settings_of
+from benched import ONE_PLAN_KEYS, SMALL, run_on, settings_of
 from fake_device import FakeDevice
 from stand_in import StandIn
 
@@ -22,7 +22,7 @@ from ultraep_comm.bench.traffic import list_hubs, make_schedule
 from ultraep_comm.calibration import MeasuredCosts, make_calibration
 from ultraep_comm.driver import Links
 
-FEW = ["replicate", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
+FEW = ["replicate", "--engine", "cuda", *SMALL]
 RECORD_KEYS = ONE_PLAN_KEYS | {
     *("loads_bytes", "stores_bytes", "moved_bytes", "egress_bytes_max", "moved_gbps"),
     *("egress_gbps", "over_copy", "over_big_copy", "speedup_over_copies", "speedup_over_nccl"),
@@ -30,55 +30,47 @@ RECORD_KEYS = ONE_PLAN_KEYS | {
 }
 
 
-# ---- a whole run --------------------------------------------------------------------------------
-
-
 def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
-    settings = settings_of(*FEW, "--num-sms", "2,1", "--check", "--json", str(path))
-    assert settings.fabric == "loopback"
-    assert run_settings_on(StandIn(), "replicate", settings) == 0
-    text = capsys.readouterr().out
-    document = json.loads(path.read_text())
-    records = document["records"]
-    modes = ["push", "pull", "direct", "auto"]
-    assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in modes]
-    total = records[0]["replicas"] * records[0]["expert_bytes"]
-    assert total > 0
-    big = document["baselines"]["big copy"]
-    assert big["moved_gbps"] == pytest.approx(2 * (1 << 20) / big["p50_us"] / 1e3)
+    sizes = ["-b", "48K", "-e", "96K", "--num-sms", "2,1"]
+    assert run_on(StandIn(), *FEW, *sizes, "--check", "--json", str(path)) == 0
+    text, document = capsys.readouterr().out, json.loads(path.read_text())
+    records, modes = document["records"], ["push", "pull", "direct", "auto"]
+    wanted = [(size << 10, n, mode) for size in (48, 96) for n in (1, 2) for mode in modes]
+    assert [(r["expert_bytes"], r["num_sms"], r["mode"]) for r in records] == wanted
+    assert [one["expert_bytes"] for one in document["sizes"]] == [48 << 10, 96 << 10]
+    baselines = [one["baselines"] for one in document["sizes"]]
+    assert document["baselines"] == baselines[1]
     for record in records:
         assert set(record) == RECORD_KEYS
         assert record["wrong_bytes"] == 0
-        p50 = record["time_us"]["p50"]
+        total, p50 = record["replicas"] * record["expert_bytes"], record["time_us"]["p50"]
+        assert total > 0
         assert record["moved_bytes"] == record["loads_bytes"] + record["stores_bytes"]
         # Every replica is stored once, in every mode.
         assert record["stores_bytes"] == total
         assert record["moved_gbps"] == pytest.approx(record["moved_bytes"] / p50 / 1e3)
         assert record["egress_gbps"] == pytest.approx(record["egress_bytes_max"] / p50 / 1e3)
-        bound = total / (big["moved_gbps"] / 2) / 1e3  # a copy loads and stores
+        found = baselines[record["expert_bytes"] == 96 << 10]
+        assert set(found) == {"copy", "big copy", "copies"}
+        assert found["copy"]["bytes"] == found["copies"]["bytes"] == total
+        big = found["big copy"]["moved_gbps"]
+        assert big == pytest.approx(2 * (1 << 20) / found["big copy"]["p50_us"] / 1e3)
+        bound = total / (big / 2) / 1e3  # a copy loads and stores
         assert record["over_bound"] == pytest.approx(p50 / bound)
-        over = record["moved_gbps"] / big["moved_gbps"]
-        assert record["over_big_copy"] == pytest.approx(over)
+        assert record["over_big_copy"] == pytest.approx(record["moved_gbps"] / big)
         assert record["speedup_over_copies"] > 0
         assert record["speedup_over_nccl"] is None
-        assert record["host_bound_us"] > 0
-        assert record["host_unbound_us"] > 0
-    assert set(document["baselines"]) == {"copy", "big copy", "copies"}
-    assert document["baselines"]["copy"]["bytes"] == total
-    assert document["baselines"]["copies"]["bytes"] == total
+        assert min(record["host_bound_us"], record["host_unbound_us"]) > 0
     assert all(b["wrong_bytes"] == 0 for b in document["baselines"].values())
     assert all(value > 0 for value in document["fixed_cost"].values())
     assert [needed["mode"] for needed in document["sms_needed"]] == modes
     assert [sms for sms, _ in document["sms_needed"][0]["curve"]] == [1, 2]
     assert document["machine"]["gpu"] == "none"
-    assert document["machine"]["cores"] >= 1
-    assert document["commit"]
-    assert document["settings"]["num_sms"] == [1, 2]
     assert text.count("#wrong") == 1
     assert "driver_version 1.2" in text
-    rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
-    assert [row[0] for row in rows] == [*modes * 2, "copy", "big", "copies"]
+    rows = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]
+    assert rows == [*modes * 2, "copy", "big", "copies"] * 2
 
 
 def test_a_bound_over_links_says_of_which_rate(
@@ -96,14 +88,12 @@ def test_a_bound_over_links_says_of_which_rate(
     assert line == "bound: over links of 370.8 GB/s, built in; not measured here"
     given = settings_of(*FEW, "--fabric", "torch", "--link-gbps", "450")
     assert with_link(given, Linked()) == given
-    assert run_on(Linked(), *FEW, "--ranks", "2", "--mode", "push") == 0
-    assert "bound: over" not in capsys.readouterr().out  # ranks that share a GPU have no links
-    path = tmp_path / "o.json"
-    few = [*FEW, "--mode", "push", "--link-gbps", "450", "--json", str(path)]
+    few, path = [*FEW, "--ranks", "2", "--mode", "push"], tmp_path / "o.json"
     assert run_on(Linked(), *few) == 0
+    assert "bound: over" not in capsys.readouterr().out  # ranks that share a GPU have no links
+    assert run_on(Linked(), *few, "--link-gbps", "450", "--json", str(path)) == 0
     text = capsys.readouterr().out
     assert "\n# bound: over links of 450 GB/s, given, not measured here\n" in text
-    assert "/bound" in text
     assert json.loads(path.read_text())["settings"]["link_source"] == "given, not measured here"
 
 
@@ -128,7 +118,6 @@ def test_the_rate_of_a_gpus_links(
     known = None if links is None else Links(pci="", links=links)
     meter._device = FakeDevice(links=known)  # type: ignore[assignment]
     found = meter.find_link()
-    assert found is not None
     assert found[0] == pytest.approx(rate)
     assert found[1].endswith(source)
     path = tmp_path / "c.json"
@@ -143,8 +132,7 @@ def test_the_rate_of_a_gpus_links(
 
 def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: one bit of a slot, and one of a copy."""
-    few = [*FEW, "--mode", "push"]
-    call = WeightRanks.call
+    few, call = [*FEW, "--mode", "push"], WeightRanks.call
 
     def broken(self: WeightRanks, plan: Any, mode: str) -> None:
         call(self, plan, mode)
@@ -158,9 +146,6 @@ def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StreamCopies, "run", lambda self: self._meter.spread(self._jobs[1:]))
     assert run_on(StandIn(), *few) == 1
-
-
-# ---- parts --------------------------------------------------------------------------------------
 
 
 def test_the_plan_through_a_hub_has_one() -> None:

@@ -24,6 +24,7 @@ from ultraep_comm.errors import DeviceError
 
 TINY = ["plan", "--engine", "cuda", "--tokens", "12", "--topk", "2", "--seeds", "2"]
 TINY += ["--families", "zipf1.0,adversarial", "--warps", "1,3"]
+ONE = ["--families", "zipf1.0", "--seeds", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,20 +40,19 @@ def test_end_to_end(
     text, document = capsys.readouterr().out, json.loads(path.read_text())
     sizes = [(r["ranks"], r["slots"], r["family"]) for r in document["records"]]
     assert sizes == [(g, s, f) for g, s in ((3, 1), (4, 2)) for f in ("zipf1.0", "adversarial")]
+    parts = ("host", "counts", "at_once", "launch", "shares", "reroute")
+    parts += ("tiny_device_plan", "tiny_host_plan")
     for record in document["records"]:
         assert record["vectors"] == (2 if record["family"] == "zipf1.0" else 5)
         assert [run["warps"] for run in record["warps"]] == [1, 3]
+        times = [record[f"{name}_us"] for name in parts]
         for run in record["warps"]:
-            assert run["time_us"]["p99"] >= run["time_us"]["p50"] > 0
             assert run["first_us"] > 0
-        for name in ("host_us", "counts_us", "at_once_us", "launch_us", "shares_us", "reroute_us"):
-            assert record[name]["p50"] > 0
-        tiny = [record[f"tiny_{where}_plan_us"] for where in ("device", "host")]
-        assert min(tiny[0]["p50"], tiny[1]["p50"]) > 0
-        assert record["schedule_us"]["p99"] >= record["schedule_us"]["p50"]
+            times.append(run["time_us"])
+        assert all(one["p99"] >= one["p50"] > 0 for one in times)
+        assert record["schedule_us"]["p99"] >= record["schedule_us"]["p50"]  # a difference
         assert record["ids"] == pytest.approx(24, abs=12)
         assert record["wrong_values"] == 0
-    assert document["settings"]["warps"] == [1, 3]
     rows = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(rows) == 4
     assert "3 warps" in text
@@ -72,9 +72,8 @@ def test_rows_before_a_failure_are_kept(
         return measure(meter, settings, size, *rest)
 
     monkeypatch.setattr(plan_device, "measure_row", fail_at_the_second)
-    few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
     with pytest.raises(DeviceError, match="broken"):
-        run_on(Emulated(), *TINY, "--sizes", "2/4/1,3/8/1", *few)
+        run_on(Emulated(), *TINY, "--sizes", "2/4/1,3/8/1", *ONE, "--json", str(path))
     assert [record["ranks"] for record in json.loads(path.read_text())["records"]] == [2]
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "2/4/1"
 
@@ -91,7 +90,6 @@ def test_what_is_wrong_with_all_ranks_is_found(
     filled = (plan.slot_expert >= 0).flatten().tolist()
     assert sorted(set(filled)) == [False, True]
     every = AllRanks.of(Emulated(), size)
-    assert every is not None
     assert every.measure(load, plan, ids_of(load), 1.01).wrong_values == 0
     if "slot" in broken:
         at = filled.index(broken == "slot")
@@ -129,6 +127,5 @@ def test_a_wrong_integer_is_found(
         return found
 
     monkeypatch.setattr(CudaStages, broken, wrong)
-    few = ["--families", "zipf1.0", "--seeds", "1"]
-    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *few) == 1
+    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *ONE) == 1
     assert capsys.readouterr().out.split()[-1] != "0"
