@@ -12,31 +12,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from benched import SMALL, cells_of
 from tiers import sampled
 
-from ultraep_comm.bench.launch import (
-    Launched,
-    _join,
-    find_launcher,
-    first_host,
-    meeting_point,
-)
+from ultraep_comm.bench.launch import Launched, _join, find_launcher, first_host, meeting_point
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.system import run_main
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "72",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "1234",
-    "SLURM_STEP_NODELIST": "gb[07-09,12],gb20",
+    **{"SLURM_PROCID": "5", "SLURM_NTASKS": "72", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"},
+    **{"SLURM_JOB_ID": "1234", "SLURM_STEP_NODELIST": "gb[07-09,12],gb20"},
 }
 NAMES = ["MASTER_ADDR", "MASTER_PORT", *TORCHRUN]
 
@@ -81,19 +73,17 @@ def test_variables_that_describe_no_rank(plain: pytest.MonkeyPatch, change: dict
         find_launcher()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gb07", "gb07"),
-        ("gb07,gb08", "gb07"),
-        ("gb[07-09,12],gb20", "gb07"),
-        ("gb[07,12]", "gb07"),
-        ("rack-1-n[3-5]-x,y", "rack-1-n3-x"),
-        ("", ""),
-    ],
-)
-def test_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+FIRST_HOSTS = {
+    "gb07,gb08": "gb07",
+    "gb[07-09,12],gb20": "gb07",
+    "rack-1-n[3-5]-x,y": "rack-1-n3-x",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("nodes", FIRST_HOSTS)
+def test_first_host_of_a_list(nodes: str) -> None:
+    assert first_host(nodes) == FIRST_HOSTS[nodes]
 
 
 def test_rendezvous_of_srun(plain: pytest.MonkeyPatch) -> None:
@@ -113,28 +103,22 @@ def test_rendezvous_of_srun(plain: pytest.MonkeyPatch) -> None:
 
 
 def test_the_benchmark_as_a_step_of_srun(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two processes with the environment that srun gives, and no Slurm."""
+    """Two processes with the environment that srun gives, and no Slurm; records on stdout."""
+    _set(plain, **{**SRUN, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"})
+    _set(plain, SLURM_JOB_ID=str(os.getpid() % 10_000))
+    few = ["--engine", "host", *SMALL, "--mode", "push", "--check", "--csv", "/dev/stdout"]
     started = []
-    for rank in range(2):
-        names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2"}
-        environ = {**os.environ, **SRUN, **names, "SLURM_STEP_NODELIST": "localhost"}
-        environ["SLURM_JOB_ID"] = str(os.getpid() % 10_000)
-        command = [sys.executable, "-m", "ultraep_comm.bench", "replicate", "--engine", "host"]
-        few = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16", "--mode", "push", "--check"]
-        started.append(
-            subprocess.Popen(
-                [*command, *few],
-                env=environ,
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    texts = [process.communicate(timeout=120)[0] for process in started]
+    for rank in "01":
+        _set(plain, SLURM_PROCID=rank, SLURM_LOCALID=rank)
+        command = [sys.executable, "-m", "ultraep_comm.bench", "replicate", *few]
+        started.append(subprocess.Popen(command, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True))
+    texts = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], texts
-    assert [text.count("#wrong") for text in texts] == [1, 0]  # one rank prints
-    assert "ranks 2, experts 16" in texts[0]
+    assert [out.count("#wrong") for out, _ in texts] == [1, 0]  # one rank prints
+    assert "ranks 2, experts 16" in texts[0][0]
+    (record,) = cells_of("\n".join(texts[0][0].splitlines()[-2:]))
+    assert (record["mode"], record["wrong_bytes"]) == ("push", "0")
+    assert not list(tmp_path.iterdir())
 
 
 # ---- the end of a run ---------------------------------------------------------------------------
@@ -173,8 +157,8 @@ def test_nothing_outlives_a_run(
     shared = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
         [sys.executable, "-m", "ultraep_comm.bench", *LONG],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
         text=True,
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": scratch},
@@ -217,8 +201,7 @@ def test_no_rank_sees_another_end_with_the_run(tmp_path: Path) -> None:
         "from ultraep_comm.bench.launch import run_ranks; "
         "sys.exit(run_ranks(watch_the_first, sys.argv[1], 4))"
     )
-    folder = Path(__file__).parent
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent)))}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environ) as run:
         while len(list(tmp_path.glob("ready*"))) < 4:
             assert run.poll() is None
@@ -230,7 +213,7 @@ def test_no_rank_sees_another_end_with_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codes", [(2, 7), (7, 2), (2, 7, 1), (0, 7)])
 def test_how_a_rank_ended_counts_more_than_what_its_peers_report(codes: tuple[int, ...]) -> None:
-    ranks = [subprocess.Popen([sys.executable, "-c", f"exit({code})"]) for code in codes]
+    ranks = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in codes]
     ended = [SimpleNamespace(sentinel=os.pidfd_open(rank.pid), join=rank.wait) for rank in ranks]
     for stand_in, rank in zip(ended, ranks, strict=True):
         stand_in.exitcode = rank.wait()

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from benched import (
-    ONE_PLAN_KEYS,
-    SMALL,
-    Done,
-    bench,
-    check_times,
-    plain_environment,
-)
+from benched import ONE_PLAN_KEYS, SMALL, Done, bench, check_times, plain_environment
 from tiers import sampled
 
 from ultraep_comm.bench import ranks as bench_ranks
@@ -28,26 +21,13 @@ from ultraep_comm.bench.loads import generate_load, rank_imbalance
 from ultraep_comm.bench.sizes import parse_size
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "bench" / "speed"
-MODES = ["push", "pull", "direct", "auto"]
+MODES, PUSH = ["push", "pull", "direct", "auto"], ["--mode", "push"]
 RECORD_KEYS = ONE_PLAN_KEYS | {
     *("algbw_gbps", "over_model", "over_memcpy", "p2p_time_us", "speedup_over_p2p")
 }
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user does."""
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=cwd,
-        env=plain_environment(),
-    )
-
-
-def check_records(done: Any, modes: list[str] = MODES) -> list[dict[str, Any]]:
+def check_records(done: Done, modes: list[str] = MODES) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     document = done.document()
     assert document["commit"]
@@ -66,66 +46,71 @@ def check_records(done: Any, modes: list[str] = MODES) -> list[dict[str, Any]]:
     return records
 
 
-def replicate(folder: Path, *arguments: str) -> Done:
-    return bench(folder, "replicate", *arguments, "--json", "o.json")
+def replicate(folder: Path, *arguments: str, fault: Callable[[], None] | None = None) -> Done:
+    few = [*SMALL, "--ranks", "2", *arguments]
+    return bench(folder, "replicate", *few, "--json", "o.json", fault=fault)
 
 
-# ---- the command ------------------------------------------------------------------------------
+def run(folder: Path, *command: str) -> Done:
+    """Run Python as a user does."""
+    done = subprocess.run(
+        [sys.executable, *command, "--json", "o.json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env=plain_environment(),
+    )
+    return Done(done.returncode, done.stdout, done.stderr, folder)
 
 
 def test_all_modes_end_to_end(tmp_path: Path) -> None:
-    done = replicate(tmp_path, *SMALL, "--check", "--tile-bytes", "16K")
+    done = replicate(tmp_path, "--ranks", "4", "--check", "--tile-bytes", "16K")
     records = check_records(done)
     table = done.rows()
     assert list(table) == [*MODES, "p2p", "memcpy"]
     for cells, record in zip(list(table.values())[:4], records, strict=True):
-        assert len(cells) == 10
         assert int(cells[0]) == record["replicas"] > 0
         assert int(cells[1]) == record["replicas"] * 96 * 1024
         assert float(cells[6]) >= 0.999  # no schedule beats its bound
         assert cells[-1] == "0"
-    assert records[0]["ranks"] == 4
-    assert records[0]["experts"] == 16
-    assert records[0]["imbalance_before"] == pytest.approx(3, rel=0.01)
-    assert records[0]["imbalance_after"] < 1.5
+        assert (record["ranks"], record["experts"]) == (4, 16)
+        assert record["imbalance_before"] == pytest.approx(3, rel=0.01)
+        assert record["imbalance_after"] < 1.5
 
 
-def test_odd_segments_and_one_mode(tmp_path: Path) -> None:
-    segments = "w13=40001,w2=20003,scale=7,bias=1"
-    arguments = ["--ranks", "3", "--mode", "pull", "--segments", segments, "--check"]
-    (record,) = check_records(replicate(tmp_path, *arguments, "-n", "2", "-w", "0"), ["pull"])
-    assert record["expert_bytes"] == 60012
+def test_a_trace_odd_segments_and_one_mode(tmp_path: Path) -> None:
+    counts = np.ones((2, 3, 4, 8), np.int32)
+    counts[1, 2, :, 0] = 100
+    np.savez(tmp_path / "t.npz", counts_src=counts)
+    few = ["--trace", "t.npz", "--step", "1", "--layer", "2", "--mode", "pull", "--check"]
+    segments = ["--segments", "w13=40001,w2=20003,scale=7,bias=1"]
+    done = bench(tmp_path, "replicate", *few, *segments, "--ranks", "2", "-n", "2", "-J", "o.json")
+    (record,) = check_records(done, ["pull"])
+    assert "t.npz, step 1, layer 2" in done.stdout
+    assert (record["experts"], record["expert_bytes"]) == (8, 60012)
+    assert record["imbalance_before"] == pytest.approx(412 * 2 / 428)
+    assert record["replicas"] > 0
 
 
 def test_nothing_to_transfer(tmp_path: Path) -> None:
-    done = replicate(tmp_path, *SMALL, "--ranks", "2", "--imbalance", "1")
+    done = replicate(tmp_path, "--imbalance", "1")
     assert "nothing to transfer" in done.stdout
     for record in check_records(done):
         assert record["replicas"] == record["algbw_gbps"] == 0
 
 
-def test_synthetic_trace(tmp_path: Path) -> None:
-    counts = np.ones((2, 3, 4, 8), np.int32)
-    counts[1, 2, :, 0] = 100
-    np.savez(tmp_path / "t.npz", counts_src=counts)
-    arguments = ["--trace", "t.npz", "--step", "1", "--layer", "2", "--ranks", "2", "-b", "64K"]
-    done = replicate(tmp_path, *arguments, "-n", "2", "--check")
-    records = check_records(done)
-    assert "t.npz, step 1, layer 2" in done.stdout
-    assert records[0]["experts"] == 8
-    assert records[0]["imbalance_before"] == pytest.approx(412 * 2 / 428)
-    assert records[0]["replicas"] > 0
-
-
 @pytest.mark.exhaustive
 def test_under_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*SMALL, "--mode", "push", "--json", "o.json"]
-    done = run(*launcher, "-m", "ultraep_comm.bench", "replicate", *arguments, cwd=tmp_path)
-    found = Done(done.returncode, done.stdout, done.stderr, tmp_path)
-    (record,) = check_records(found, ["push"])
+    done = run(tmp_path, *launcher, "-m", "ultraep_comm.bench", "replicate", *SMALL, *PUSH)
+    (record,) = check_records(done, ["push"])
     assert record["ranks"] == 2
     assert done.stdout.count("#wrong") == 1  # one rank prints
+
+
+# ---- what is wrong ----------------------------------------------------------------------------
 
 
 def break_pushes(fault: str) -> None:
@@ -149,25 +134,19 @@ def break_pushes(fault: str) -> None:
 
 def plan_another_load() -> None:
     plan = one_plan.plan_replicas
-    one_plan.plan_replicas = lambda load, **more: plan(load.roll(1), **more)  # type: ignore[attr-defined]
+    one_plan.plan_replicas = lambda load, **more: plan(load.roll(1), **more)
 
 
 def test_check_verifies_the_plan(tmp_path: Path) -> None:
-    few = ["replicate", "-b", "64K", "-n", "1", "-w", "0", "--ranks", "2"]
-    done = bench(tmp_path, *few, "--check", fault=plan_another_load)
+    done = replicate(tmp_path, "--check", fault=plan_another_load)
     assert done.returncode == 2
     assert "own load" in done.stderr
-
-
-def run_broken(folder: Path, fault: str) -> Done:
-    few = ["replicate", "-b", "64K", "-n", "2", "-w", "0", "--ranks", "2", "--json", "o.json"]
-    return bench(folder, *few, fault=functools.partial(break_pushes, fault))
 
 
 @pytest.mark.parametrize("fault", ["filled", "empty"])
 def test_a_single_wrong_bit_is_found(tmp_path: Path, fault: str) -> None:
     """Negative control: one bit of a filled slot, or of an empty one, changes in push."""
-    done = run_broken(tmp_path, fault)
+    done = replicate(tmp_path, fault=partial(break_pushes, fault))
     assert done.returncode == 1, done.stderr
     wrong = {record["mode"]: record["wrong_bytes"] for record in done.document()["records"]}
     assert wrong["push"] >= 1
@@ -176,13 +155,13 @@ def test_a_single_wrong_bit_is_found(tmp_path: Path, fault: str) -> None:
 
 
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
-    done = run_broken(tmp_path, "dies")
+    done = replicate(tmp_path, *PUSH, fault=partial(break_pushes, "dies"))
     assert done.returncode == 7
     assert "rank 0" in done.stderr
 
 
 def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
-    done = bench(tmp_path, "replicate", *SMALL, "--tile-bytes", "1000", "--ranks", "2")
+    done = replicate(tmp_path, "--tile-bytes", "1000")
     assert done.returncode == 2
     assert done.stderr.count("tile_bytes is 1000") == 1
     assert "Traceback" not in done.stderr
@@ -191,46 +170,35 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
 # ---- parts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1", 1), ("64K", 65536), ("64k", 65536), ("16MiB", 1 << 24), ("2GB", 2 << 30)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_sizes() -> None:
+    sizes = {"1": 1, "64K": 65536, "64k": 65536, "16MiB": 1 << 24, "2GB": 2 << 30}
+    assert {text: parse_size(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_experts", "imbalance"),
-    [(4, 32, 1.0), (4, 32, 3.0), (4, 32, 4.0), (2, 16, 1.5), (64, 256, 2.0), (3, 10, 2.5)],
+    [(4, 32, 1.0), (4, 32, 4.0), (2, 16, 1.5), (64, 256, 2.0), (3, 10, 2.5)],
 )
 def test_generated_load_has_the_wanted_imbalance(
     num_ranks: int, num_experts: int, imbalance: float
 ) -> None:
-    def make(seed: int) -> np.ndarray:
-        return generate_load(
-            num_ranks=num_ranks,
-            num_experts=num_experts,
-            imbalance=imbalance,
-            num_tokens=100_000,
-            seed=seed,
-        )
-
-    load = make(seed=7)
-    assert load.shape == (num_ranks, num_experts)
-    assert load.dtype == np.int32
+    shape = {"num_ranks": num_ranks, "num_experts": num_experts, "num_tokens": 100_000}
+    load, again, other = (
+        generate_load(**shape, imbalance=imbalance, seed=seed) for seed in (7, 7, 8)
+    )
+    assert (load.shape, load.dtype) == ((num_ranks, num_experts), np.int32)
     assert load.min() >= 0
     assert load.sum() == 100_000
     assert rank_imbalance(load.sum(axis=0), num_ranks) == pytest.approx(imbalance, rel=0.01)
-    assert np.array_equal(load, make(seed=7))
-    assert not np.array_equal(load, make(seed=8))
+    assert np.array_equal(load, again)
+    assert not np.array_equal(load, other)
 
 
 @pytest.mark.parametrize("name", sampled(["recorder_cost", "host_cost"], "host_cost".__eq__))
 def test_costs_of_the_host_need_no_gpu(tmp_path: Path, name: str) -> None:
-    few = ["--ranks", "8", "--iters", "3", "--json", "r.json"]
-    done = run(str(SCRIPTS / f"{name}.py"), *few, cwd=tmp_path)
+    done = run(tmp_path, str(SCRIPTS / f"{name}.py"), "--ranks", "8", "--iters", "3")
     assert done.returncode == 0, done.stderr
-    records = json.loads((tmp_path / "r.json").read_text())["records"]
+    records = done.document()["records"]
     if name == "recorder_cost":
         assert [r["recorder"] for r in records] == ["off", "without loads", "all"]
         assert records[0]["added_median_us"] == 0
