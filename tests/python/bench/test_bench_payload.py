@@ -7,23 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultraep_comm.bench.payload import SENTINEL, Bytes, Payload, count_disturbed
+from ultraep_comm.bench.payload import SENTINEL, Payload, count_disturbed
 
-SIZES = {"w13": 4096, "w2": 1003, "scale": 5}
+SIZES = {"w13": 4096, "w2": 1003, "scale": 5, "large": (1 << 20) + 3}
+RIGHT = {"epoch": 1, "expert": 0, "segment": "w13"}
 
 
-def filled(payload: Payload, *, epoch: int = 1, expert: int = 0, segment: str = "w13") -> Bytes:
-    data = np.empty(SIZES[segment], np.uint8)
-    payload.fill(data, epoch=epoch, expert=expert, segment=segment)
+def filled(seed: int = 1, **other: int | str) -> np.ndarray:
+    where: dict[str, int | str] = {**RIGHT, **other}
+    data = np.empty(SIZES[str(where["segment"])], np.uint8)
+    Payload(seed, SIZES).fill(data, **where)
     return data
-
-
-@pytest.mark.parametrize("segment", SIZES)
-def test_what_was_filled_is_right(segment: str) -> None:
-    payload = Payload(1, SIZES)
-    data = filled(payload, segment=segment)
-    assert payload.count_wrong(data, epoch=1, expert=0, segment=segment) == 0
-    assert Payload(1, SIZES).count_wrong(data, epoch=1, expert=0, segment=segment) == 0
 
 
 @given(
@@ -32,47 +26,36 @@ def test_what_was_filled_is_right(segment: str) -> None:
     flip=st.integers(1, 255),
 )
 def test_every_wrong_byte_is_counted(segment: str, places: set[int], flip: int) -> None:
+    where, data = {**RIGHT, "segment": segment}, filled(segment=segment)
     payload = Payload(1, SIZES)
-    data = filled(payload, segment=segment)
+    assert payload.count_wrong(data, **where) == 0
     at = [-1 - place for place in places]  # also in the last, partial word
     data[at] ^= np.uint8(flip)
-    assert payload.count_wrong(data, epoch=1, expert=0, segment=segment) == len(places)
+    assert payload.count_wrong(data, **where) == len(places)
 
 
-@pytest.mark.parametrize(
-    "other", [{"epoch": 2}, {"expert": 1}, {"epoch": 1 << 40}], ids=["stale", "expert", "late"]
-)
+@pytest.mark.parametrize("other", [{"epoch": 2}, {"expert": 1}, {"epoch": 1 << 40}])
 def test_bytes_of_another_transfer_are_wrong_in_every_word(other: dict[str, int]) -> None:
-    payload = Payload(1, SIZES)
-    data = filled(payload, **other)
-    right = filled(payload)
+    data, right = filled(**other), filled()
     assert (data.view(np.uint64) != right.view(np.uint64)).all()
-    assert payload.count_wrong(data, epoch=1, expert=0, segment="w13") >= data.size // 8
 
 
 def test_another_seed_segment_or_offset_is_wrong() -> None:
-    payload = Payload(1, SIZES)
-    data = filled(payload)
-    near_all = 0.98 * data.size
-    assert Payload(2, SIZES).count_wrong(data, epoch=1, expert=0, segment="w13") > near_all
     twins = Payload(1, {"a": 4096, "b": 4096})
-    twins.fill(data, epoch=1, expert=0, segment="a")
-    assert twins.count_wrong(data, epoch=1, expert=0, segment="b") > near_all
-    payload.fill(data, epoch=1, expert=0, segment="w13")
-    for shift in (1, 8, 64, 1024):
-        moved = np.roll(data, shift)
-        assert payload.count_wrong(moved, epoch=1, expert=0, segment="w13") > near_all
+    other = np.empty(4096, np.uint8)
+    twins.fill(other, epoch=1, expert=0, segment="a")
+    near_all = 0.98 * other.size
+    assert twins.count_wrong(other, epoch=1, expert=0, segment="b") > near_all
+    shifted = [np.roll(filled(), shift) for shift in (1, 8, 64, 1024)]
+    for data in (filled(seed=2), *shifted):
+        assert Payload(1, SIZES).count_wrong(data, **RIGHT) > near_all
 
 
 def test_large_segments_are_checked_to_the_end() -> None:
-    size = (1 << 20) + 3
-    payload = Payload(3, {"w": size})
-    data = np.empty(size, np.uint8)
-    payload.fill(data, epoch=9, expert=4, segment="w")
-    assert payload.count_wrong(data, epoch=9, expert=4, segment="w") == 0
-    assert len(np.unique(data.view(np.uint8)[: 1 << 16].view(np.uint64))) == 1 << 13
-    data[[0, 1 << 18, size - 4, size - 1]] ^= 1
-    assert payload.count_wrong(data, epoch=9, expert=4, segment="w") == 4
+    data, where = filled(segment="large"), {**RIGHT, "segment": "large"}
+    assert len(np.unique(data[: 1 << 16].view(np.uint64))) == 1 << 13
+    data[[0, 1 << 18, data.size - 4, data.size - 1]] ^= 1
+    assert Payload(1, SIZES).count_wrong(data, **where) == 4
 
 
 def test_a_touched_empty_slot_is_found() -> None:

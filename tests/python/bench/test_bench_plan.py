@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +17,26 @@ from ranks import plan_alone
 
 from ultraep_comm import verify_plan
 from ultraep_comm.bench.cli import main
-from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, parse_plan_sizes
+from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_plan_sizes
 from ultraep_comm.bench.commands.plan.cells import plan_load
-from ultraep_comm.bench.loads import (
-    draw_topk,
-    make_loads,
-    rank_imbalance,
-    tuned_load,
-)
+from ultraep_comm.bench.loads import draw_topk, make_loads, rank_imbalance, tuned_load
 from ultraep_comm.bench.options import FAMILIES, PUBLISHED
 from ultraep_comm.bench.published import MIN_QUOTA, plan_published
 from ultraep_comm.plan.topology import contiguous_home
 
 TINY = ["plan", "--tokens", "64", "--topk", "2", "--seeds", "2"]
+
+
+def run_plan(folder: Path, *arguments: str, status: int = 0) -> list[dict[str, Any]]:
+    """Run the command; return the records, which are in both files."""
+    path = folder / "o.json"
+    files = ["--json", str(path), "--csv", str(folder / "o.csv")]
+    assert main([*TINY, *arguments, *files]) == status
+    records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
+    check_csv(folder / "o.csv", records)
+    return records
+
+
 # ---- loads ------------------------------------------------------------------------------------
 
 
@@ -51,8 +60,7 @@ def test_families(family: str) -> None:
     loads = make_loads(family, **shape, seeds=3)
     assert len(loads) == (5 if family == "adversarial" else 3)
     for load, again in zip(loads, make_loads(family, **shape, seeds=5), strict=False):
-        assert load.shape == (32,)
-        assert load.dtype == np.int64
+        assert (load.shape, load.dtype) == ((32,), np.int64)
         assert load.min() >= 0
         assert load.sum() == 8 * 100 * 4
         assert np.array_equal(load, again)
@@ -61,11 +69,10 @@ def test_families(family: str) -> None:
 
 @pytest.mark.parametrize("wanted", PUBLISHED.values())
 @pytest.mark.parametrize("size", parse_plan_sizes(DEFAULT_SIZES, None)[:-1], ids=str)
-def test_published_loads_have_their_imbalance(wanted: float, size: object) -> None:
-    (g, e) = (size.num_ranks, size.num_experts)  # type: ignore[attr-defined]
-    for seed in range(2):
-        load = tuned_load(g, e, wanted, g * 4096 * 8, seed)
-        assert rank_imbalance(load, g) == pytest.approx(wanted, rel=2e-3)
+def test_published_loads_have_their_imbalance(wanted: float, size: PlanSize) -> None:
+    g = size.num_ranks
+    load = tuned_load(g, size.num_experts, wanted, g * 4096 * 8, seed=1)
+    assert rank_imbalance(load, g) == pytest.approx(wanted, rel=2e-3)
 
 
 def test_an_imbalance_beyond_the_ranks_is_left_out() -> None:
@@ -77,28 +84,25 @@ def test_an_imbalance_beyond_the_ranks_is_left_out() -> None:
 # ---- the published planner --------------------------------------------------------------------
 
 
-def test_published_planner_reaches_its_target() -> None:
-    g, e = 16, 64
-    load = tuned_load(g, e, 2.0, g * 4096 * 8, seed=0)
-    arguments = {"home": contiguous_home(e, g), "domain": np.zeros(g, np.int32)}
-    for target in (1.01, 1.2):
-        slots, quota, home_quota = plan_published(
-            load, slots_per_rank=2, **arguments, target=target
-        )
-        ranks = quota.sum(axis=1) + np.bincount(arguments["home"], weights=home_quota)
-        assert ranks.max() * g / load.sum() <= target + 0.005
-        assert (quota[slots >= 0] >= MIN_QUOTA).all()
+@pytest.mark.parametrize("target", [1.01, 1.2])
+def test_published_planner_reaches_its_target(target: float) -> None:
+    load, home = tuned_load(16, 64, 2.0, 16 * 4096 * 8, seed=0), contiguous_home(64, 16)
+    slots, quota, home_quota = plan_published(
+        load, slots_per_rank=2, home=home, domain=np.zeros(16, np.int32), target=target
+    )
+    ranks = quota.sum(axis=1) + np.bincount(home, weights=home_quota)
+    assert ranks.max() * 16 / load.sum() <= target + 0.005
+    assert (quota[slots >= 0] >= MIN_QUOTA).all()
 
 
 def test_published_planner_cannot_cut_small_loads() -> None:
     """A rank whose excess is below the minimum quota copies nothing."""
     load = np.array([600, 200, 100, 100], np.int64)
-    arguments = {"slots_per_rank": 1, "home": contiguous_home(4, 4)}
-    domain = np.zeros(4, np.int32)
-    slots, _, home_quota = plan_published(load, **arguments, domain=domain)
+    plan = partial(plan_published, load, slots_per_rank=1, home=contiguous_home(4, 4))
+    slots, _, home_quota = plan(domain=np.zeros(4, np.int32))
     assert (slots == -1).all()
     assert np.array_equal(home_quota, load)
-    slots, _, _ = plan_published(load, **arguments, domain=domain, min_quota=1)
+    slots, _, _ = plan(domain=np.zeros(4, np.int32), min_quota=1)
     assert (slots == 0).sum() >= 2
 
 
@@ -106,20 +110,15 @@ def test_published_planner_cannot_cut_small_loads() -> None:
 
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.json"
-    sizes = ["--sizes", "4/16/2,6/12/1", "--domain-size", "4"]
-    assert main([*TINY, *sizes, "--json", str(path), "--csv", str(tmp_path / "p.csv")]) == 0
-    printed = capsys.readouterr().out
-    document = json.loads(path.read_text())
+    records = run_plan(tmp_path, "--sizes", "4/16/2,6/12/1", "--domain-size", "4")
+    document = json.loads((tmp_path / "o.json").read_text())
     assert document["commit"]
     assert document["machine"]["cores"] >= 1
     assert document["settings"]["sizes"] == ["4/16/2", "6/12/1 by 4"]
     assert document["settings"]["seeds"] == 2
-    records = document["records"]
-    check_csv(tmp_path / "p.csv", records)
     expected = [("4/16/2", f) for f in FAMILIES if f != "published4"]
     expected += [("6/12/1", f) for f in FAMILIES]
-    table = cells(printed.replace(" by 4", ""))
+    table = cells(capsys.readouterr().out.replace(" by 4", ""))
     assert [(row[0], row[1]) for row in table] == expected
     for row, record in zip(table, records, strict=True):
         assert record["op"] == "plan"
@@ -128,63 +127,58 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert 1 <= record["imbalance"]["mean"] <= worst
         assert bound <= max(worst, 1.01) + 1e-9
         assert worst / bound - 1e-9 <= record["over_bound"] <= worst
-        assert record["gate"] is None
         assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
         assert 0 < record["time_us"]["p50"] <= record["time_us"]["p99"]
-        assert len(row) == 18
         assert float(row[5]) == pytest.approx(worst, abs=1e-4)
         assert float(row[7]) == pytest.approx(record["replicas"], abs=0.06)
 
 
-def test_a_row_says_what_the_planner_does(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["--sizes", "8/16/2", "--families", "published2", "--tokens", "4096"]
-    assert main(["plan", *arguments, "--seeds", "3", "--target", "1.1", "--json", str(path)]) == 0
-    (record,) = json.loads(path.read_text())["records"]
-    loads = [torch.from_numpy(tuned_load(8, 16, 2.0, 8 * 4096 * 8, seed)) for seed in range(3)]
-    plans = [plan_alone(x, slots_per_rank=2, num_ranks=8, target=1.1) for x in loads]
-    assert record["imbalance_before"] == pytest.approx(2, rel=0.01)
-    assert record["imbalance"]["worst"] == max(plan.imbalance for plan in plans)
-    assert record["replicas"] == np.mean([plan.num_replicas for plan in plans])
-    assert record["max_exports"] == np.mean([plan.max_exports for plan in plans])
-    assert record["max_imports"] == np.mean([plan.max_imports for plan in plans])
+@pytest.mark.parametrize(("limit", "gate", "status"), [("1.2", "met", 0), ("1.001", "bound", 3)])
+def test_a_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, gate: str, status: int
+) -> None:
+    few = ["--sizes", "8/16/2", "--families", "published2", "--tokens", "4096", "--topk", "8"]
+    limits = ["--target", "1.1", "--max-over-bound", limit]
+    (record,) = run_plan(tmp_path, *few, *limits, status=status)
+    assert record["gate"] == gate
+    named = "gate not met by 1 of 1, expected at most 1.001 times the bound: 8/16/2 published2 "
+    assert (named in capsys.readouterr().err) is (status == 3)
 
 
 def test_domains(tmp_path: Path) -> None:
     """A hot rank replicates only inside its domain, and the bound reflects that."""
-    path = tmp_path / "out.json"
-    arguments = ["--sizes", "8/16/2", "--families", "adversarial", "--json", str(path)]
-    assert main([*TINY, *arguments, "--domain-size", "2"]) == 0
-    (split,) = json.loads(path.read_text())["records"]
-    assert main([*TINY, *arguments]) == 0
-    (whole,) = json.loads(path.read_text())["records"]
+    few = ["--sizes", "8/16/2", "--families", "adversarial"]
+    (split,) = run_plan(tmp_path, *few, "--domain-size", "2")
+    (whole,) = run_plan(tmp_path, *few)
     assert split["imbalance_bound"] > 3 > whole["imbalance_bound"]
     assert split["published"]["imbalance"]["worst"] >= split["imbalance_bound"] - 1e-9
+    one, many = parse_plan_sizes("72/288/2,256/512/2", None)
+    assert set(one.domain.tolist()) == {0}
+    assert np.bincount(many.domain).tolist() == [64] * 4
 
 
-def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["--sizes", "8/16/1", "--families", "published2,adversarial", "--target", "1.0"]
-    certified = [*arguments, "--certify", "--json", str(path), "--csv", str(tmp_path / "p.csv")]
-    assert main([*TINY, *certified]) == 0
+def test_a_row_says_what_the_planner_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--sizes", "8/16/1", "--families", "published2,adversarial", "--target", "1.0"]
+    records = run_plan(tmp_path, *few, "--certify")
     printed = capsys.readouterr().out
-    records = json.loads(path.read_text())["records"]
-    check_csv(tmp_path / "p.csv", records)
+    shape = {"num_ranks": 8, "num_experts": 16, "num_tokens": 8 * 64, "topk": 2, "seeds": 2}
+    planned = partial(plan_alone, slots_per_rank=1, num_ranks=8, target=1.0)
     for row, record in zip(cells(printed), records, strict=True):
-        loads = make_loads(
-            record["family"], num_ranks=8, num_experts=16, num_tokens=8 * 64, topk=2, seeds=2
-        )
-        found = []
-        for i, load in enumerate(loads):
-            plan = plan_alone(torch.from_numpy(load), slots_per_rank=1, num_ranks=8, target=1.0)
-            found.append(verify_plan(plan, load))
-            assert f"# 8/16/1 {record['family']} {i}: {found[-1]}" in printed
+        loads = make_loads(record["family"], **shape)
+        plans = [planned(torch.from_numpy(load)) for load in loads]
+        assert record["imbalance_before"] == np.mean([rank_imbalance(x, 8) for x in loads])
+        assert record["imbalance"]["worst"] == max(plan.imbalance for plan in plans)
+        assert record["replicas"] == np.mean([plan.num_replicas for plan in plans])
+        assert record["max_exports"] == np.mean([plan.max_exports for plan in plans])
+        assert record["max_imports"] == np.mean([plan.max_imports for plan in plans])
+        found = [verify_plan(plan, load) for plan, load in zip(plans, loads, strict=True)]
+        for i, one in enumerate(found):
+            assert f"# 8/16/1 {record['family']} {i}: {one}" in printed
         exact, at_bound = (sum(x.is_exact for x in found), sum(not x.over_bound for x in found))
-        assert record["certified"] == {
-            "exact": exact,
-            "at_bound": at_bound,
-            "plans": [str(x) for x in found],
-        }
+        counts = {"exact": exact, "at_bound": at_bound}
+        assert record["certified"] == {**counts, "plans": [str(x) for x in found]}
         assert row[-2:] == [str(exact), str(at_bound)]
 
 
@@ -200,29 +194,18 @@ def test_every_plan_is_verified(
     assert "expected its load" in capsys.readouterr().err
 
 
-def test_default_domains() -> None:
-    one, many = parse_plan_sizes("72/288/2,256/512/2", None)
-    assert set(one.domain.tolist()) == {0}
-    assert np.bincount(many.domain).tolist() == [64] * 4
-
-
 def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counts = np.random.default_rng(0).integers(0, 5000, (3, 2, 4, 16))
-    np.savez(tmp_path / "t.npz", counts_src=counts)
-    ids = np.random.default_rng(0).integers(0, 16, (1000, 3, 2))
-    np.savez(tmp_path / "ids.npz", topk=ids, n_experts=16)
-    arguments = ["--sizes", "4/16/2,2/8/1", "--families", "trace"]
-    assert main([*TINY, *arguments, "--trace", str(tmp_path / "t.npz")]) == 0
-    printed = capsys.readouterr().out
-    assert "t.npz, every step and layer" in printed
-    (row,) = cells(printed)
-    assert row[:3] == ["4/16/2", "trace", "6"]
-    assert main([*TINY, *arguments, "--trace", str(tmp_path / "ids.npz")]) == 0
-    (row,) = cells(capsys.readouterr().out)
-    assert row[2] == "9"  # 3 windows of 4 * 64 tokens, 3 layers
-
-
-def test_a_trace_that_fits_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.savez(tmp_path / "t.npz", counts_src=np.ones((1, 1, 2, 6), np.int32))
-    assert main(["plan", "--trace", str(tmp_path / "t.npz")]) == 2
+    rng, path = np.random.default_rng(0), tmp_path / "t.npz"
+    few = ["--sizes", "4/16/2,2/8/1", "--families", "trace"]
+    counts = {"counts_src": rng.integers(0, 5000, (3, 2, 4, 16))}
+    ids = {"topk": rng.integers(0, 16, (1000, 3, 2)), "n_experts": 16}
+    for arrays, vectors in ((counts, "6"), (ids, "9")):  # 3 windows of 4 * 64 tokens, 3 layers
+        np.savez(path, **arrays)
+        assert main([*TINY, *few, "--trace", str(path)]) == 0
+        printed = capsys.readouterr().out
+        assert "t.npz, every step and layer" in printed
+        (row,) = cells(printed)
+        assert row[:3] == ["4/16/2", "trace", vectors]
+    np.savez(path, counts_src=np.ones((1, 1, 2, 6), np.int32))
+    assert main(["plan", "--trace", str(path)]) == 2
     assert "6 experts" in capsys.readouterr().err
