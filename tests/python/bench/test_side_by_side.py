@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -19,50 +19,50 @@ pathlib.Path(sys.argv[-1]).write_text(records.read_text())
 """
 
 
+Compare = Callable[..., int]
+
+
 @pytest.fixture
-def side_by_side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """Compare checkouts with these times: of the other one, and here."""
     monkeypatch.syspath_prepend(str(SPEED))
-    return importlib.import_module("side_by_side")
+    side_by_side = importlib.import_module("side_by_side")
 
+    def checkout(name: str, times: dict[str, float]) -> Path:
+        folder = tmp_path / name / "bench" / "anywhere"
+        folder.mkdir(parents=True)
+        text = SCRIPT.format(log=str(tmp_path / "log"), side=name[0])
+        (folder / "empty_plan.py").write_text(text)
+        records = [{"op": op, "ranks": 4, "time_us": {"p50": t}} for op, t in times.items()]
+        (folder / "records").write_text(json.dumps({"records": records}))
+        return tmp_path / name
 
-def checkout(root: Path, times: dict[str, float]) -> Path:
-    folder = root / "bench" / "anywhere"
-    folder.mkdir(parents=True)
-    text = SCRIPT.format(log=str(root.parent / "log"), side=root.name[0])
-    (folder / "empty_plan.py").write_text(text)
-    records = [{"op": op, "ranks": 4, "time_us": {"p50": t}} for op, t in times.items()]
-    (folder / "records").write_text(json.dumps({"records": records}))
-    return root
+    def run(before: dict[str, float], here: dict[str, float], *arguments: str) -> int:
+        monkeypatch.setattr(side_by_side, "ROOT", checkout("here", here))
+        few = ["--python", sys.executable, "--only", "empty_plan", *arguments]
+        status: int = side_by_side.main([str(checkout("before", before)), *few])
+        return status
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("here", "limit", "status"),
-    [(4.1, "5%", 0), (4.1, "2%", 3), (3.0, "0%", 0)],
+    ("here", "limit", "status"), [(4.1, "5%", 0), (4.1, "2%", 3), (3.0, "0%", 0)]
 )
 def test_what_has_grown(
     tmp_path: Path,
-    side_by_side: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    compare: Compare,
     capsys: pytest.CaptureFixture[str],
     here: float,
     limit: str,
     status: int,
 ) -> None:
-    before = checkout(tmp_path / "before", {"empty": 4.0, "gather": 60})
-    monkeypatch.setattr(
-        side_by_side, "ROOT", checkout(tmp_path / "here", {"empty": here, "gather": 50})
-    )
-    rounds = ["--python", sys.executable, "--only", "empty_plan", "--rounds", "2"]
-    assert side_by_side.main([str(before), *rounds, "--max-increase", limit]) == status
+    times = {"empty": 4.0, "gather": 60}, {"empty": here, "gather": 50}
+    assert compare(*times, "--rounds", "2", "--max-increase", limit) == status
     assert f"{here / 4 - 1:+.1%}" in capsys.readouterr().out
     assert (tmp_path / "log").read_text() == "bhhb"
 
 
-def test_other_figures_are_not_compared(
-    tmp_path: Path, side_by_side: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(side_by_side, "ROOT", checkout(tmp_path / "here", {"empty": 4}))
-    before = checkout(tmp_path / "before", {"gather": 4})
-    rounds = ["--python", sys.executable, "--only", "empty_plan", "--rounds", "1"]
+def test_other_figures_are_not_compared(compare: Compare) -> None:
     with pytest.raises(SystemExit, match="only one side"):
-        side_by_side.main([str(before), *rounds])
+        compare({"gather": 4}, {"empty": 4}, "--rounds", "1")
