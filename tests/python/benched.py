@@ -24,8 +24,8 @@ from ultraep_comm.bench.commands.calibrate import run as calibrate
 from ultraep_comm.bench.commands.critical_path import run as critical_path
 from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.plan import device as plan_device
-from ultraep_comm.bench.commands.replicate.reduction import Reduction
 from ultraep_comm.bench.commands.replicate.device import run_device
+from ultraep_comm.bench.commands.replicate.reduction import Reduction
 from ultraep_comm.bench.commands.replicate.run import Replication
 from ultraep_comm.bench.options import make_settings
 from ultraep_comm.bench.report import Report, flatten

@@ -32,7 +32,7 @@ RECORD_KEYS = ONE_PLAN_KEYS | {
 
 def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
-    sizes = ["-b", "48K", "-e", "96K", "--num-sms", "2,1"]
+    sizes = ["-b", "48K", "-e", "96K", "--num-workers", "2,1"]
     assert run_on(StandIn(), *FEW, *sizes, "--check", "--json", str(path)) == 0
     text, document = capsys.readouterr().out, json.loads(path.read_text())
     records, modes = document["records"], ["push", "pull", "direct", "auto"]

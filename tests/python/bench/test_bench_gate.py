@@ -32,15 +32,14 @@ def sizes_of(*arguments: str) -> list[int]:
 
 def test_sizes_of_a_sweep() -> None:
     assert sizes_of() == [16 << 20]
-    assert sizes_of("-b", "64K") == sizes_of("--minbytes", "64K") == [64 << 10]
+    assert sizes_of("-b", "64K") == sizes_of("--expert-bytes", "64K") == [64 << 10]
     assert sizes_of("-b", "64K", "-e", "64K") == [64 << 10]
     assert sizes_of("-b", "1K", "-e", "9K") == [1 << 10, 2 << 10, 4 << 10, 8 << 10]
     assert sizes_of("-b", "1K", "-e", "81K", "-f", "3") == [1024 * 3**i for i in range(5)]
-    assert sizes_of("-b", "4K", "-e", "12K", "-i", "4K") == [4096, 8192, 12288]
     assert sizes_of("-e", "32M") == [16 << 20, 32 << 20]
     for one in each_size(settings_of("replicate", "-b", "4K", "-e", "12K", "--segments", "3")):
         assert len(one.segments) == 3
-        assert not one.sweep
+        assert len(one.sizes) == 1
 
 
 LIMITS = ["--min-bandwidth", "1e6", "--max-over-bound", "1e-6", "--link-gbps", "100"]

@@ -10,7 +10,7 @@ from benched import ONE_PLAN_KEYS, SMALL, Done, bench, settings_of
 
 from ultraep_comm.bench import baselines
 from ultraep_comm.bench.cli import main
-from ultraep_comm.bench.commands.reduce import run as reduce
+from ultraep_comm.bench.commands.replicate import reduction as reduce
 from ultraep_comm.bench.netlab import lab_problem
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -64,7 +64,7 @@ def run(folder: Path, command: str, *arguments: str, fault: Any = None) -> Done:
     return bench(folder, command, *few, *arguments, fault=fault)
 
 
-BFLOAT16 = ["--grad-dtype", "bfloat16", "--main-dtype", "bfloat16", "--no-zero"]
+BFLOAT16 = ["--grad-dtype", "bfloat16", "--main-dtype", "bfloat16"]
 
 
 @pytest.mark.parametrize(("command", "more"), [("replicate", []), ("reduce", BFLOAT16)])

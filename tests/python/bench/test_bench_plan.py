@@ -17,7 +17,7 @@ from ranks import plan_alone
 
 from ultraep_comm import verify_plan
 from ultraep_comm.bench.cli import main
-from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_plan_sizes
+from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_sizes
 from ultraep_comm.bench.commands.plan.cells import plan_load
 from ultraep_comm.bench.loads import draw_topk, make_loads, rank_imbalance, tuned_load
 from ultraep_comm.bench.options import FAMILIES, PUBLISHED
@@ -68,7 +68,7 @@ def test_families(family: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", PUBLISHED.values())
-@pytest.mark.parametrize("size", parse_plan_sizes(DEFAULT_SIZES, None)[:-1], ids=str)
+@pytest.mark.parametrize("size", parse_sizes(DEFAULT_SIZES, "--sizes")[:-1], ids=str)
 def test_published_loads_have_their_imbalance(wanted: float, size: PlanSize) -> None:
     g = size.num_ranks
     load = tuned_load(g, size.num_experts, wanted, g * 4096 * 8, seed=1)
@@ -137,7 +137,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, gate: str, status: int
 ) -> None:
-    few = ["--sizes", "8/16/2", "--families", "published2", "--tokens", "4096", "--topk", "8"]
+    few = ["--sizes", "8/16/2", "--workload", "published2", "--tokens", "4096", "--topk", "8"]
     limits = ["--target", "1.1", "--max-over-bound", limit]
     (record,) = run_plan(tmp_path, *few, *limits, status=status)
     assert record["gate"] == gate
@@ -147,12 +147,12 @@ def test_a_gate(
 
 def test_domains(tmp_path: Path) -> None:
     """A hot rank replicates only inside its domain, and the bound reflects that."""
-    few = ["--sizes", "8/16/2", "--families", "adversarial"]
+    few = ["--sizes", "8/16/2", "--workload", "adversarial"]
     (split,) = run_plan(tmp_path, *few, "--domain-size", "2")
     (whole,) = run_plan(tmp_path, *few)
     assert split["imbalance_bound"] > 3 > whole["imbalance_bound"]
     assert split["published"]["imbalance"]["worst"] >= split["imbalance_bound"] - 1e-9
-    one, many = parse_plan_sizes("72/288/2,256/512/2", None)
+    one, many = parse_sizes("72/288/2,256/512/2", "--sizes")
     assert set(one.domain.tolist()) == {0}
     assert np.bincount(many.domain).tolist() == [64] * 4
 
@@ -160,7 +160,7 @@ def test_domains(tmp_path: Path) -> None:
 def test_a_row_says_what_the_planner_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["--sizes", "8/16/1", "--families", "published2,adversarial", "--target", "1.0"]
+    few = ["--sizes", "8/16/1", "--workload", "published2,adversarial", "--target", "1.0"]
     records = run_plan(tmp_path, *few, "--certify")
     printed = capsys.readouterr().out
     shape = {"num_ranks": 8, "num_experts": 16, "num_tokens": 8 * 64, "topk": 2, "seeds": 2}
@@ -190,13 +190,13 @@ def test_every_plan_is_verified(
         "ultraep_comm.bench.commands.plan.run.plan_load",
         lambda size, load, target: plan_load(size, load[::-1], target),
     )
-    assert main([*TINY, "--sizes", "4/16/2", "--families", "zipf1.0"]) == 2
+    assert main([*TINY, "--sizes", "4/16/2", "--workload", "zipf1.0"]) == 2
     assert "expected its load" in capsys.readouterr().err
 
 
 def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng, path = np.random.default_rng(0), tmp_path / "t.npz"
-    few = ["--sizes", "4/16/2,2/8/1", "--families", "trace"]
+    few = ["--sizes", "4/16/2,2/8/1", "--workload", "trace"]
     counts = {"counts_src": rng.integers(0, 5000, (3, 2, 4, 16))}
     ids = {"topk": rng.integers(0, 16, (1000, 3, 2)), "n_experts": 16}
     for arrays, vectors in ((counts, "6"), (ids, "9")):  # 3 windows of 4 * 64 tokens, 3 layers

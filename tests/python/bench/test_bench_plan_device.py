@@ -23,8 +23,8 @@ from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import DeviceError
 
 TINY = ["plan", "--engine", "cuda", "--tokens", "12", "--topk", "2", "--seeds", "2"]
-TINY += ["--families", "zipf1.0,adversarial", "--warps", "1,3"]
-ONE = ["--families", "zipf1.0", "--seeds", "1"]
+TINY += ["--workload", "zipf1.0,adversarial", "--warps", "1,3"]
+ONE = ["--workload", "zipf1.0", "--seeds", "1"]
 
 
 @pytest.fixture(autouse=True)
