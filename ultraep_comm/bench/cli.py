@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ultraep_comm.bench.command import Command, add_commands, parse_arguments
 from ultraep_comm.bench.commands import (
+    accept,
     calibrate,
     critical_path,
     links,
@@ -28,6 +29,7 @@ COMMANDS = (
     plan.COMMAND,
     critical_path.COMMAND,
     links.COMMAND,
+    accept.COMMAND,
     calibrate.COMMAND,
     show.COMMAND,
 )

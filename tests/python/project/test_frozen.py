@@ -300,6 +300,7 @@ RANKS = {
     "replicate": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
     "replicate --op reduce": f"{FEW} -w 0 --experts 4 -c --max-over-bound 1e9 --min-bandwidth 1e-9",
     "links": f"{FEW} -w 0 -c --min-bandwidth 1e-9",
+    "accept": f"{FEW} --experts 4 --max-over-bound 1e9 --min-bandwidth 1e-9",
     "calibrate": "--ranks 3 -b 4M -n 5",
 }
 SPAWN = [sys.executable, "-m", "ultraep_comm.bench"]
