@@ -117,6 +117,21 @@ def test_statuses_and_the_line_that_names_what_fails(capsys: pytest.CaptureFixtu
     assert gate.explain(many).endswith(" and 12 more")
 
 
+@pytest.mark.parametrize(
+    "command", ["reduce --mode pull", "layer --tokens 64 --hidden 32 --inner 48"]
+)
+def test_gates_of_other_commands(tmp_path: Path, command: str) -> None:
+    few = ["--ranks", "2", "--experts", "8", "-n", "2", "-w", "0", "--max-over-bound", "1e-9"]
+    few += ["-b", "16K"] if "reduce" in command else ["--topk", "2"]
+    done = bench(tmp_path, *command.split(), *few, "--json", "o.json", "--csv", "o.csv")
+    assert done.returncode == 3, done.stderr
+    document = done.document()
+    assert document["gate"]["met"] is False
+    assert [r["gate"] for r in document["records"] if r["gate"] is not None] == ["bound"]
+    assert "gate not met by 1 of 1" in done.stderr
+    check_csv(tmp_path / "o.csv", document["records"])
+
+
 def test_a_gate_needs_something_to_move(tmp_path: Path) -> None:
     few = [*FEW, "-b", "16K", "-n", "1", "--imbalance", "1", "--min-bandwidth", "1"]
     done = bench(tmp_path, *few, "--json", "o.json")

@@ -155,7 +155,7 @@ def test_a_single_wrong_bit_is_found(tmp_path: Path, fault: str) -> None:
 
 
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
-    done = replicate(tmp_path, *PUSH, fault=partial(break_pushes, "dies"))
+    done = replicate(tmp_path, "-w", "0", fault=partial(break_pushes, "dies"))
     assert done.returncode == 7
     assert "rank 0" in done.stderr
 
