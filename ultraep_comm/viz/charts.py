@@ -1,4 +1,4 @@
-"""Charts, rows of bars: of a timeline, recorded calls, a predicted transfer, critical paths."""
+"""Charts, rows of bars: of a timeline, recorded calls, a predicted transfer."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import heapq
 import importlib
 import importlib.util
 import itertools
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.model.timeline import Span
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.file import OPERATIONS, Recording
-from ultraep_comm.viz.style import count, load_records, short
+from ultraep_comm.viz.style import count
 
 CALL_LANE = -1
 NEVER = 2**63 - 1
@@ -333,57 +331,3 @@ def predict_charts(
     }
     drawn = chart_timeline(**text, gap_us=found.time_us / _WIDTHS, max_lanes=_LANES)
     return replace(drawn, width=width), chart_timeline(**text)
-
-
-# ---- critical paths -----------------------------------------------------------------------------
-
-PARTS = ("gather", "plan", "schedule", "transfer")  # in the order in which they run
-_MOST_US = 1e9
-_ROUNDING_US = 0.3  # of the parts and the total, each to a tenth
-
-
-def chart_paths(path: Path) -> Chart:
-    """Return the chart of critical paths, a row for each record, its parts one after the other.
-
-    Args:
-        path: a JSON file that bench/recipes/critical_path.py has written.
-
-    Raises:
-        InvalidArgumentError: the file has other content; the text names the file and the record.
-        OSError: the file cannot be read.
-    """
-    rows, bars = [], []
-    for i, record in enumerate(load_records(path)):
-        name, parts = _check_path(record, f"{path}: record {i}")
-        rows.append(name)
-        begins = itertools.accumulate(parts, initial=0.0)
-        for kind, begin, us in zip(PARTS, begins, parts, strict=False):
-            times = {"begin_us": begin, "end_us": begin + us}
-            bars.append(Bar(rank=i, lane=0, kind=kind, **times, label=f"{us:.1f}", details={}))
-    subtitle = f"{short(path.name)}; max(k, in): experts sent or slots filled by the busiest rank"
-    chart = _sorted_chart("From counts to filled slots", subtitle, len(rows), bars, {})
-    return replace(chart, rows=rows)
-
-
-def _check_path(record: Any, place: str) -> tuple[str, list[float]]:
-    """Return the row's name, which ends in the total, and the microseconds of each part."""
-    op = record.get("op") if isinstance(record, dict) else record
-    if op != "critical_path":
-        raise InvalidArgumentError(
-            f"{place} has op {reprlib.repr(op)}; expected 'critical_path', of"
-            " bench/recipes/critical_path.py"
-        )
-    try:
-        name = f"{record['machine']}, {record['mode']}, max(k, in) {record['busiest']}"
-        parts, total = [float(record["us"][part]) for part in PARTS], float(record["total_us"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"{place} is not a critical path: {reprlib.repr(error)} is wrong or missing"
-        ) from None
-    apart = abs(sum(parts) - total)
-    if not (all(0 <= us <= _MOST_US for us in parts) and apart <= _ROUNDING_US):
-        raise InvalidArgumentError(
-            f"{place} has us {parts} and total_us {total}; expected parts from 0 to {_MOST_US:g}"
-            " that add up to the total"
-        )
-    return f"{short(name)}: {total:,.1f} us", parts

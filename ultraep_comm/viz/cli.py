@@ -31,7 +31,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording, load_recordings
 from ultraep_comm.system import FAILED
-from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
+from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, predict_charts
 from ultraep_comm.viz.loads import LoadSeries, draw_load, make_page, plan_trace, series_of
 from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
@@ -60,7 +60,6 @@ TIMELINE_EXAMPLES = """examples:
   python -m ultraep_comm.viz timeline run --calls 100:120 --out calls.png calls.json
   python -m ultraep_comm.viz timeline run --predict 17 --machine nvl72 --out transfer.png
   python -m ultraep_comm.viz timeline --imbalance 3 --mode push --width 8 --out transfer.png
-  python -m ultraep_comm.viz timeline bench/results/critical_path.json --out critical_path.png
 A JSON file that it writes opens in https://ui.perfetto.dev or chrome://tracing.
 """
 
@@ -128,12 +127,6 @@ def _timeline(options: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"{' and '.join(given)} are given; expected at most one of them")
     if options.imbalance is not None:
         _write(_generated(options), options.out, TIMELINE_WRITERS)
-        return
-    if [path.suffix.lower() for path in options.files] == [".json"]:
-        if given:
-            raise InvalidArgumentError(f"{given[0]} is for recordings; a JSON file is drawn whole")
-        chart = replace(chart_paths(options.files[0]), width=options.width)
-        _write((chart, chart), options.out, TIMELINE_WRITERS)
         return
     recordings = load_recordings(options.files, loads=False)
     source = _name(options.files)
@@ -295,12 +288,12 @@ def _parser() -> argparse.ArgumentParser:
     timeline = commands.add_parser(
         "timeline",
         help="what every rank did when",
-        description="Draw the recorded calls of all ranks; or one predicted transfer, piece by"
-        " piece; or critical paths, part by part.",
+        description="Draw the recorded calls of all ranks, or one predicted transfer, piece by"
+        " piece.",
         epilog=TIMELINE_EXAMPLES,
         formatter_class=plain,
     )
-    _add_files(timeline, more="; or a JSON file of bench/recipes/critical_path.py")
+    _add_files(timeline)
     timeline.add_argument("--calls", metavar="FIRST:LAST", help="epochs of the calls to draw (all)")
     timeline.add_argument("--predict", type=int, metavar="EPOCH", help="draw this transfer instead")
     timeline.add_argument("--machine", default="nvl72", help="of the prediction (nvl72)")
@@ -330,13 +323,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_files(parser: argparse.ArgumentParser, more: str = "") -> None:
+def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         type=Path,
         nargs="*",
         metavar="RECORDING",
-        help=f"one run's files, written by recorder.dump(), or their folder{more}",
+        help="one run's files, written by recorder.dump(), or their folder",
     )
 
 

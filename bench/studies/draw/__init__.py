@@ -48,7 +48,8 @@ COMMAND = Command(
     help="draw the records of against, steady or model",
     description="Draw the file that a study has written with --json: of against, imbalance against"
     " transfer time; of steady, what each layer moves; of model, or of records with size (bytes),"
-    " mode, fan_out and over_bound, time over the bound. docs/pictures.md describes the pictures.",
+    " mode, fan_out and over_bound, time over the bound; or that of bench/recipes/critical_path.py:"
+    " the parts of each path. docs/pictures.md describes the pictures.",
     settings=DrawSettings,
     module="studies.draw.run",
 )

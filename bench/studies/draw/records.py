@@ -28,8 +28,7 @@ def read_records(
         given = record.get("op") if isinstance(record, dict) else record
         if given != op:
             raise InvalidArgumentError(
-                f"{place} has op {reprlib.repr(given)}; expected {op!r}, of"
-                f" python bench/studies {study} --json"
+                f"{place} has op {reprlib.repr(given)}; expected {op!r}, of {study} --json"
             )
         try:
             found.append((parse(record), place))

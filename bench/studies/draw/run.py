@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from studies.draw import DrawSettings
 from studies.draw.bound import draw_bound, load_results
 from studies.draw.frontier import draw_frontier, load_points
+from studies.draw.paths import draw_paths, load_paths
 from studies.draw.steady import draw_steady, load_panels
 from ultraep_comm.bench.report import Report
 from ultraep_comm.viz.style import load_records, save_png, short
@@ -32,6 +33,8 @@ def _draw(settings: DrawSettings) -> Figure:
     op = first.get("op") if isinstance(first, dict) else None
     if op == "plan_against":
         return draw_frontier(load_points(settings.file), source=source)
+    if op == "critical_path":
+        return draw_paths(load_paths(settings.file), source=source)
     if op == "steady":
         return draw_steady(load_panels(settings.file), source=source)
     return draw_bound(load_results(settings.file), source=source)

@@ -14,6 +14,7 @@ import pytest
 
 from studies.cli import main
 from studies.draw import run
+from studies.draw.paths import PARTS
 from ultraep_comm.viz.style import save_png
 
 EXAMPLE = Path(__file__).parent / "data" / "over_bound.json"
@@ -161,7 +162,29 @@ def test_a_square_for_each_layer_and_step(draw: Draw) -> None:
     assert "residents, 1 slot: 1.00 moves, 50% nothing" in titles
 
 
+def path_record(**changes: Any) -> dict[str, Any]:
+    """A record as ``bench/recipes/critical_path.py`` writes it."""
+    us = {"gather": 1.0, "plan": 2.0, "schedule": 3.0, "transfer": 4.0}
+    record = {"op": "critical_path", "busiest": 1, "machine": "m", "mode": "push"}
+    return record | {"us": us, "total_us": 10.0} | changes
+
+
+def test_the_parts_of_critical_paths(draw: Draw) -> None:
+    records = [path_record(), path_record(mode="pull")]
+    (axis,) = draw(records).axes
+    drawn = {c.get_gid(): [path.vertices for path in c.get_paths()] for c in axis.collections}
+    for part, begin, us in zip(PARTS, (0, 1, 3, 6), (1, 2, 3, 4), strict=True):
+        for row, corners in enumerate(drawn[part]):
+            left, top = corners.min(axis=0)
+            right, bottom = corners.max(axis=0)
+            assert row <= top < bottom < row + 1
+            assert (left, right) == pytest.approx((begin, begin + us))
+    names = [text.get_text() for text in axis.get_yticklabels()]
+    assert names == [f"m, {mode}, max(k, in) 1: 10.0 us" for mode in ("push", "pull")]
+
+
 PLANNED, STEADY = planned("ours", "x", 1.0, 1), steady("empty", 1, [[5]])
+LESS = path_record()["us"] | {"plan": -1.0}
 BAD: list[tuple[Any, str]] = [
     (b"{", "is not a JSON file"),
     ([], "has no records"),
@@ -187,6 +210,12 @@ BAD: list[tuple[Any, str]] = [
     ([steady("empty", 1, [1, 2])], "shape (2,)"),
     ([steady("empty", 1, [[]])], "shape (1, 0)"),
     ([steady("empty", 1, [[-1]])], "values from 0"),
+    (
+        [path_record(), path_record(us={})],
+        "critical_path.py: KeyError",
+    ),
+    ([path_record(total_us=float("nan"))], "that add up to the total"),
+    ([path_record(us=LESS, total_us=7.0)], "expected parts from 0 to"),
 ]
 
 

@@ -19,10 +19,10 @@ from ultraep_comm.model import predict
 from ultraep_comm.model.timeline import SPAN, Span
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Recording, save_recording
-from ultraep_comm.viz.charts import PARTS, Chart, chart_calls, chart_timeline
+from ultraep_comm.viz.charts import Chart, chart_calls, chart_timeline
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.style import save_png, short
-from ultraep_comm.viz.timeline import LOOKS, draw_timeline, format_trace, trace_events
+from ultraep_comm.viz.timeline import draw_timeline, format_trace, trace_events
 
 G, E, S = 3, 6, 1
 KINDS = {Span.CALL: "call", Span.STORE: "store", Span.LOAD: "load", Span.WAIT: "wait"}
@@ -317,36 +317,6 @@ def test_a_generated_load_needs_no_recording(tmp_path: Path) -> None:
     assert {e["pid"] for e in document["traceEvents"] if e["ph"] == "X"} == {1, 2, 3, 4}
 
 
-PATHS = Path(__file__).resolve().parents[3] / "bench" / "results" / "critical_path.json"
-
-
-def test_the_command_draws_critical_paths(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    outs = [tmp_path / "a.json", tmp_path / "a.png"]
-    assert main(["timeline", str(PATHS), "--out", *map(str, outs)]) == 0
-    document = json.loads(outs[0].read_text())
-    events = check_trace(document)
-    rows = [e for e in document["traceEvents"] if e["name"] == "process_name"]
-    for row, record in zip(rows, json.loads(PATHS.read_text())["records"], strict=True):
-        name = f"{record['machine']}, {record['mode']}, max(k, in) {record['busiest']}"
-        assert row["args"]["name"] == f"{name}: {record['total_us']} us"
-        own = [e for e in events if e["pid"] == row["pid"]]
-        begin = 0.0
-        for event, part in zip(own, PARTS, strict=True):
-            assert event["cat"] == part
-            assert (event["ts"], event["dur"]) == pytest.approx((begin, record["us"][part]))
-            begin += event["dur"]
-    assert set(PARTS) <= set(LOOKS)  # else the picture leaves a part out
-    assert outs[1].exists()
-
-
-def path_record(**changes: Any) -> dict[str, Any]:
-    us = {"gather": 1.0, "plan": 2.0, "schedule": 3.0, "transfer": 4.0}
-    record = {"op": "critical_path", "busiest": 1, "machine": "m", "mode": "push"}
-    return record | {"us": us, "total_us": 10.0} | changes
-
-
-LESS = path_record()["us"] | {"plan": -1.0}
 BAD = [
     ("--imbalance 2 run", "one of the two"),
     ("", "files of a recording, or --imbalance"),
@@ -358,30 +328,19 @@ BAD = [
     ("run --predict 8", "has no plan of a call 8"),
     ("run --predict 1 --expert-bytes many", "is not a size"),
     ("run run/0.npz", "both of rank 0"),
-    (f"{PATHS} --calls 1", "--calls is for recordings"),
-    ([], "has no records"),
-    ([3], "record 0 has op 3; expected 'critical_path'"),
-    ([{"op": "model"}], "record 0 has op 'model'; expected 'critical_path'"),
-    ([path_record(), path_record(us={})], "record 1 is not a critical path: KeyError"),
-    ([path_record(us=[])], "is not a critical path: TypeError"),
-    ([path_record(total_us="x")], "is not a critical path: ValueError"),
-    ([path_record(total_us=float("nan"))], "that add up to the total"),
-    ([path_record(us=LESS, total_us=7.0)], "expected parts from 0 to"),
 ]
 
 
 @pytest.mark.parametrize(("given", "text"), BAD)
 def test_bad_input(
-    given: Any,
+    given: str,
     text: str,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(run.parent)
-    Path("paths.json").write_text(json.dumps(given))
-    arguments = given.split() if isinstance(given, str) else ["paths.json"]
-    error = refusal(main, ["timeline", *arguments, "--out", "o.json"], monkeypatch, capsys)
+    error = refusal(main, ["timeline", *given.split(), "--out", "o.json"], monkeypatch, capsys)
     assert text in error
     assert error.count("\n") == 1
     assert not Path("o.json").exists()
