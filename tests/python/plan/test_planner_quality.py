@@ -10,8 +10,8 @@ import torch
 from ranks import plan_alone
 
 import ultraep_comm as uec
+from studies.peers.ultraep import plan_quotas
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.published import plan_published
 from ultraep_comm.plan.bounds import find_transfer_bound
 from ultraep_comm.plan.topology import contiguous_home
 
@@ -74,7 +74,7 @@ def test_less_transfer_than_the_published_planner(imbalance: str) -> None:
     home, domain = contiguous_home(128, 64), np.zeros(64, np.int32)
     for load in loads(f"published{imbalance}", 64, 128):
         ours = planned(load, 64, 2)
-        slots, _, _ = plan_published(load, slots_per_rank=2, home=home, domain=domain)
+        slots, _, _ = plan_quotas(load, slots_per_rank=2, home=home, domain=domain)
         bounds = [find_transfer_bound(x, home)[0] for x in (ours.slot_expert.numpy(), slots)]
         ratios.append(float(bounds[0] / bounds[1]))
     print(imbalance, ratios)

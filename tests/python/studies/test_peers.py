@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from studies.peers.llep import spill
 from studies.peers.lplb import CUBE, balance_cube
 from studies.peers.moonep_cases import CASES, RANKS
 from studies.peers.placement import Placed, at_home
+from studies.peers.ultraep import MIN_QUOTA, plan_quotas
 from ultraep_comm import Plan
+from ultraep_comm.bench.loads import tuned_load
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.topology import contiguous_home
 
@@ -207,3 +210,25 @@ def test_sizes_to_which_a_peer_does_not_apply(
 ) -> None:
     load = np.ones(experts, np.int64)
     assert PEERS[name].place(load, contiguous_home(experts, ranks), ranks, slots) is None
+
+
+@pytest.mark.parametrize("target", [1.01, 1.2])
+def test_ultraep_reaches_its_target(target: float) -> None:
+    load, home = tuned_load(16, 64, 2.0, 16 * 4096 * 8, seed=0), contiguous_home(64, 16)
+    slots, quota, home_quota = plan_quotas(
+        load, slots_per_rank=2, home=home, domain=np.zeros(16, np.int32), target=target
+    )
+    ranks = quota.sum(axis=1) + np.bincount(home, weights=home_quota)
+    assert ranks.max() * 16 / load.sum() <= target + 0.005
+    assert (quota[slots >= 0] >= MIN_QUOTA).all()
+
+
+def test_ultraep_cannot_cut_small_loads() -> None:
+    """A rank whose excess is below the minimum quota copies nothing."""
+    load = np.array([600, 200, 100, 100], np.int64)
+    plan = partial(plan_quotas, load, slots_per_rank=1, home=contiguous_home(4, 4))
+    slots, _, home_quota = plan(domain=np.zeros(4, np.int32))
+    assert (slots == -1).all()
+    assert np.array_equal(home_quota, load)
+    slots, _, _ = plan(domain=np.zeros(4, np.int32), min_quota=1)
+    assert (slots == 0).sum() >= 2

@@ -170,7 +170,7 @@ class LoadsSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(LoadsSettings):
-    """Checked options of ``plan``: "host" compares planners, "cuda" times kernels."""
+    """Checked options of ``plan``: "host" plans loads, "cuda" times kernels."""
 
     default_sizes: ClassVar[str] = DEFAULT_SIZES
     default_families: ClassVar[tuple[str, ...]] = FAMILIES
@@ -199,7 +199,7 @@ class PlanSettings(LoadsSettings):
     engine: str = options.ENGINE(
         "host",
         choices=("host", "cuda"),
-        help="cuda: instead of comparing planners, time the kernels of plan, counts and reroute on"
+        help="cuda: instead of judging plans, time the kernels of plan, counts and reroute on"
         " a GPU, and check them against the host",
     )
     warps: tuple[int, ...] = option(
@@ -274,9 +274,9 @@ class PlanSettings(LoadsSettings):
 
 COMMAND = Command(
     name="plan",
-    help="compare the planner with the published one",
+    help="judge the planner on loads of many kinds, or time its kernels",
     description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
-    " bound and time, next to the published planner.",
+    " bound and time.",
     settings=PlanSettings,
     module="ultraep_comm.bench.commands.plan.run",
 )

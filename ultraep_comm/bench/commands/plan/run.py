@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from ultraep_comm.bench.clock import Gpu
 from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
@@ -23,7 +21,6 @@ from ultraep_comm.bench.commands.plan.cells import (
 from ultraep_comm.bench.commands.plan.device import run_device
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of, transfer_bound
-from ultraep_comm.bench.published import plan_published
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.plan.certificate import verify_plan
@@ -31,7 +28,7 @@ from ultraep_comm.plan.plan import Plan
 
 
 def run(settings: PlanSettings, report: Report) -> int:
-    """Compare planners, or time kernels; return the exit status.
+    """Plan loads, or time kernels; return the exit status.
 
     Raises:
         UltraEPError: there is no device, or a load of the trace is invalid.
@@ -42,7 +39,7 @@ def run(settings: PlanSettings, report: Report) -> int:
 
 
 def run_host(settings: PlanSettings, report: Report) -> int:
-    """Compare planners; return the exit status."""
+    """Plan loads; return the exit status."""
     seeds = f", {settings.seeds} of a family"
     if settings.trace_file is not None:
         seeds += f"; {settings.trace_file.name}, every step and layer"
@@ -64,13 +61,12 @@ def run_host(settings: PlanSettings, report: Report) -> int:
 def measure_row(
     size: PlanSize, family: str, loads: Loads, target: float, *, certify: bool = False
 ) -> Record:
-    """Plan all loads of one size and family with both planners; return the JSON record.
+    """Plan all loads of one size and family; return the JSON record.
 
     ``certify`` adds certificates. Our plans are verified with and without.
     """
     ours = [plan_load(size, load, target) for load in loads]
     certificates = [verify_plan(plan, load) for plan, load in zip(ours, loads, strict=True)]
-    published = [_plan_published(size, load, target) for load in loads]
     times = [time_core_us(size, load, target) for load in loads]
     before = [rank_imbalance(load, size.num_ranks) for load in loads]
     bound = np.array([plan.imbalance_bound for plan in ours])
@@ -80,55 +76,23 @@ def measure_row(
         "family": family,
         "vectors": len(loads),
         "imbalance_before": float(np.mean(before)),
-        **_judge(ours),
+        **_describe(ours),
         "imbalance_bound": float(bound.max()),
         "over_bound": float((np.array([plan.imbalance for plan in ours]) / bound).max()),
         "certified": describe_certificates(certificates) if certify else None,
         "time_us": figures_of(times, "p50", "p99"),
-        "published": _judge(published),
-        "transfer_over_published": _transfer_ratio(ours, published),
     }
 
 
-def _plan_published(size: PlanSize, load: NDArray[np.int64], target: float) -> Plan:
-    slots, slot_quota, home_quota = plan_published(
-        load,
-        slots_per_rank=size.slots_per_rank,
-        home=size.home,
-        domain=size.domain,
-        target=target,
-    )
-    return Plan.from_slots(
-        torch.from_numpy(slots),
-        num_experts=size.num_experts,
-        home=size.home,
-        slot_quota=torch.from_numpy(slot_quota),
-        home_quota=torch.from_numpy(home_quota),
-        domains=size.domain,
-    )
-
-
-def _transfers(plans: Sequence[Plan]) -> NDArray[np.float64]:
-    """Return T of each plan, in experts over one link."""
-    return np.array([transfer_bound(plan) for plan in plans])
-
-
-def _judge(plans: Sequence[Plan]) -> Record:
-    """Return the figures of one planner's plans."""
+def _describe(plans: Sequence[Plan]) -> Record:
+    """Return the figures of plans."""
     return {
         "imbalance": figures_of([plan.imbalance for plan in plans], "mean", "worst"),
         "replicas": float(np.mean([plan.num_replicas for plan in plans])),
         "max_exports": float(np.mean([plan.max_exports for plan in plans])),
         "max_imports": float(np.mean([plan.max_imports for plan in plans])),
-        "transfer_bound": float(_transfers(plans).mean()),
+        "transfer_bound": float(np.mean([transfer_bound(plan) for plan in plans])),
     }
-
-
-def _transfer_ratio(ours: Sequence[Plan], published: Sequence[Plan]) -> float | None:
-    """Return the mean ratio of our T to the published planner's, where both replicate."""
-    own, theirs = _transfers(ours), _transfers(published)
-    both = (own > 0) & (theirs > 0)
-    return float((own[both] / theirs[both]).mean()) if both.any() else None
 
 
 _COLUMNS = (
@@ -145,11 +109,6 @@ _COLUMNS = (
     Column("T", "mean", "transfer_bound", ".3f"),
     Column("time", "p50 us", "time_us.p50", ".1f"),
     Column("time", "p99 us", "time_us.p99", ".1f"),
-    Column("paper:", "mean", "published.imbalance.mean", ".4f"),
-    Column("imbal", "worst", "published.imbalance.worst", ".4f"),
-    Column("replicas", "mean", "published.replicas", ".1f"),
-    Column("T", "mean", "published.transfer_bound", ".3f"),
-    Column("T/T", "mean", "transfer_over_published", ".3f"),
 )
 _CERTIFIED_COLUMNS = (
     Column("plans:", "exact", "certified.exact"),
