@@ -27,17 +27,12 @@ TRANSFERS = [
         for mode in range(3)
         for kib, blocks in ((1024, 64), (4096, 16))
     ),
-    *(
-        f"planned:{size},{kib},16,32,0,{mode}"
-        for size in ("4,16", "8,32")
-        for mode in range(3)
-        for kib in (1536, 3072)
-    ),
+    *(f"planned:{size},1536,16,32,0,{mode}" for size in ("4,16", "8,32") for mode in range(3)),
 ]
 # Replicas, KiB of fp32 gradients, blocks, adding warps, mode.
 REDUCTIONS = [
     *(f"reduce:{replicas},512,8,16,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)),
-    *(f"reduce:{of},16,{mode}" for of in ("1,4096,16", "2,2048,64") for mode in (1, 2)),
+    *(f"reduce:2,2048,64,16,{mode}" for mode in (1, 2)),
 ]
 QUICK = TRANSFERS[::17]
 

@@ -94,8 +94,12 @@ def test_kernels_stay_within_bounds(machine: PtxMachine, name: str) -> None:
     assert outcome.status == RACE_FREE, outcome.text
 
 
+# Without the transfer that takes as long as ten others.
+QUICK = [row for row in ROWS if "24576" not in row]
+
+
 @pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
-@pytest.mark.parametrize(("clock", "rows"), [("a", list(ROWS)), ("b", list(ROWS)[::4])])
+@pytest.mark.parametrize(("clock", "rows"), [("a", QUICK), ("b", QUICK[::4])])
 def test_critical_paths_cost_what_is_committed(
     machine: PtxMachine, clock: str, rows: list[str]
 ) -> None:
