@@ -21,6 +21,7 @@ from fuzz import inputs
 from fuzz.inputs import Bytes
 from studies import cli as studies
 from studies.draw.bound import load_results
+from studies.draw.paths import load_paths
 from ultraep_comm.bench import cli as bench_cli
 from ultraep_comm.bench.traces import TraceError, open_trace
 from ultraep_comm.calibration import ENGINES, choose_constants, read_calibration
@@ -29,7 +30,6 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import load_recordings
 from ultraep_comm.viz import cli as viz_cli
-from ultraep_comm.viz.charts import chart_paths
 
 MAX_RANKS = 64  # of loads that are made of traces: any number works, and takes its time
 
@@ -238,15 +238,13 @@ def results(data: bytes) -> None:
     draws = b.draw(0, 63) == 63
     content = b.rest() if b.draw(0, 7) == 7 else inputs.json_file(_document(b), b)
     with _file(content, "results.json") as path:
-        drawn = {"draw": (load_results, studies.main), "timeline": (chart_paths, viz_cli.main)}
-        for command, (read, main) in drawn.items():
+        for read in (load_results, load_paths):
             try:
                 read(path)
             except InvalidArgumentError as error:
                 _check_text(error)
-                continue
-            if draws:
-                run(main, [command, str(path), "--out", str(folder() / "drawn.png")])
+        if draws:
+            run(studies.main, ["draw", str(path), "--out", str(folder() / "drawn.png")])
 
 
 def shown(data: bytes) -> None:
