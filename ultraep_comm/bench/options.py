@@ -52,12 +52,12 @@ class Option:
     """What a field of settings says of its option.
 
     Attributes:
-        flags: the last but letters is the field's name in messages.
+        flags: the first long one is its name in messages.
         help: without the default, which is added.
         parse: of the text: ``int``, ``float``, ``Path``, or a function of text and flag that raises
             InvalidArgumentError; None: text, or a switch if the default is a bool.
         choices: the possible texts.
-        least: smallest value.
+        minimum: the smallest value.
         positive: a finite number above 0.
         metavar: of the help.
         shown: the default in the help, if it is not the value's own text; "": none.
@@ -68,8 +68,8 @@ class Option:
     flags: tuple[str, ...]
     help: str
     parse: Callable[..., Any] | None = None
-    choices: Sequence[str] | None = None
-    least: float | None = None
+    choices: Sequence[str] = ()
+    minimum: float | None = None
     positive: bool = False
     metavar: str | None = None
     shown: str | None = None
@@ -111,7 +111,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
             more["action"] = "store_true"
         else:
             more["metavar"] = stated.metavar or _METAVARS.get(stated.parse)
-            more["choices"] = stated.choices
+            more["choices"] = stated.choices or None
             more["type"] = stated.parse if stated.parse in (int, float, Path) else None
         more = {k: v for k, v in more.items() if v is not None or k == "default"}
         parser.add_argument(*stated.flags, **more)
@@ -151,9 +151,9 @@ def make_settings(settings: type[Chosen], given: argparse.Namespace) -> Chosen:
             raise InvalidArgumentError(
                 f"{stated.flag} is {value}; expected a finite number above 0"
             )
-        if stated.least is not None and not value >= stated.least:
+        if stated.minimum is not None and not value >= stated.minimum:
             raise InvalidArgumentError(
-                f"{stated.flag} is {value}; expected at least {stated.least:g}"
+                f"{stated.flag} is {value}; expected at least {stated.minimum:g}"
             )
         values[one.name] = value
     return settings(**values).checked()
@@ -297,11 +297,11 @@ def parse_times(text: str, flag: str) -> tuple[str, ...]:
     return parse_names(text, flag, TIMES)
 
 
-RANKS = Option(flags=("--ranks",), parse=int, least=1, help="ranks", shown="4, or the launcher's")
-EXPERTS = Option(flags=("--experts",), parse=int, least=1, help="experts")
-SLOTS = Option(flags=("--slots",), parse=int, least=1, help="slots of a rank")
-TOKENS = Option(flags=("--tokens",), parse=int, least=1, help="tokens of each rank")
-TOPK = Option(flags=("--topk",), parse=int, least=1, help="experts of a token")
+RANKS = Option(flags=("--ranks",), parse=int, minimum=1, help="ranks", shown="4, or the launcher's")
+EXPERTS = Option(flags=("--experts",), parse=int, minimum=1, help="experts")
+SLOTS = Option(flags=("--slots",), parse=int, minimum=1, help="slots of a rank")
+TOKENS = Option(flags=("--tokens",), parse=int, minimum=1, help="tokens of each rank")
+TOPK = Option(flags=("--topk",), parse=int, minimum=1, help="experts of a token")
 EXPERT_BYTES = Option(
     flags=("-b", "--expert-bytes"),
     parse=parse_size,
@@ -317,7 +317,7 @@ MAX_BYTES = Option(
 STEP_FACTOR = Option(
     flags=("-f", "--stepfactor"),
     parse=int,
-    least=2,
+    minimum=2,
     help=f"with -e, from each size to the next (default: {_FACTOR})",
 )
 SEGMENTS = Option(
@@ -335,17 +335,22 @@ IMBALANCE_OF_LOAD = Option(
 TRACE_FILE = Option(
     flags=("--trace",), parse=Path, metavar="FILE.npz", help="recorded routing instead"
 )
-STEP = Option(flags=("--step",), parse=int, least=0, help="step of the trace")
-LAYER = Option(flags=("--layer",), parse=int, least=0, help="layer of the trace")
+STEP = Option(flags=("--step",), parse=int, minimum=0, help="step of the trace")
+LAYER = Option(flags=("--layer",), parse=int, minimum=0, help="layer of the trace")
 WORKLOAD = Option(flags=("--workload",), metavar="NAME,...", help="kinds of load")
 TARGET = Option(
-    flags=("--target",), parse=float, least=1, help="imbalance at which a planner stops"
+    flags=("--target",), parse=float, minimum=1, help="imbalance at which a planner stops"
 )
 ENGINE = Option(
     flags=("--engine",),
-    choices=("auto", "host", "cuda", "c10d"),
-    help="host: threads and shared memory; cuda: kernels; c10d: the ranks' process group, on the"
-    " CPU; auto: cuda if there is a GPU and a kernel for it, else host",
+    choices=("auto", "host", "cuda"),
+    help="host: threads and shared memory; cuda: kernels; auto: cuda if there is a GPU and a kernel"
+    " for it, else host",
+)
+ANY_ENGINE = replace(
+    ENGINE,
+    choices=(*ENGINE.choices, "c10d"),
+    help=f"{ENGINE.help}; c10d: the ranks' process group, on the CPU",
 )
 FABRIC = Option(
     flags=("--fabric",),
@@ -357,7 +362,7 @@ FABRIC = Option(
 NUM_WORKERS = Option(
     flags=("--num-workers", "--sms"),
     parse=int,
-    least=1,
+    minimum=1,
     metavar="N",
     help="workers of a rank: threads, or blocks on the GPU",
     shown="the engine's",
@@ -384,8 +389,8 @@ LAB_MACHINES = Option(
     help="machines of the lab, each with a run of consecutive ranks; 1 with the host engine",
     shown="one for each rank",
 )
-ITERS = Option(flags=("-n", "--iters"), parse=int, least=1, help="measured iterations")
-WARMUP = Option(flags=("-w", "--warmup"), parse=int, least=0, help="unmeasured iterations first")
+ITERS = Option(flags=("-n", "--iters"), parse=int, minimum=1, help="measured iterations")
+WARMUP = Option(flags=("-w", "--warmup"), parse=int, minimum=0, help="unmeasured iterations first")
 CHECK = Option(
     flags=("-c", "--check"),
     parse=parse_switch,
@@ -393,7 +398,7 @@ CHECK = Option(
     add={"nargs": "?", "const": "1"},
     help="1 or no value: check every iteration; 0, the default: only the last one",
 )
-SEED = Option(flags=("--seed",), parse=int, least=0, help="seed of everything random")
+SEED = Option(flags=("--seed",), parse=int, minimum=0, help="seed of everything random")
 LINK_GBPS = Option(
     flags=("--link-gbps",),
     parse=float,
@@ -429,7 +434,7 @@ _FILES = (JSON, CSV, OUTPUT)
 # ---- checks that commands share -----------------------------------------------------------------
 
 
-def resolve_ranks(settings: Chosen, default: int = DEFAULT_RANKS, least: int = 1) -> Chosen:
+def resolve_ranks(settings: Chosen, default: int = DEFAULT_RANKS, minimum: int = 1) -> Chosen:
     """Return settings with engine, fabric and number of ranks resolved.
 
     Raises:
@@ -438,8 +443,8 @@ def resolve_ranks(settings: Chosen, default: int = DEFAULT_RANKS, least: int = 1
     launched = launched_ranks()
     engine, fabric = choose_engine(settings.engine, settings.fabric, launched)
     num_ranks = _count_ranks(settings.num_ranks, launched, default)
-    if num_ranks < least:
-        raise InvalidArgumentError(f"--ranks is {num_ranks}; expected at least {least}")
+    if num_ranks < minimum:
+        raise InvalidArgumentError(f"--ranks is {num_ranks}; expected at least {minimum}")
     return replace(settings, engine=engine, fabric=fabric, num_ranks=num_ranks)
 
 

@@ -69,11 +69,11 @@ class LayerSettings(Settings):
         0, help="ranks, at most one per core", shown=f"{DEFAULT_RANKS}, or the launcher's"
     )
     experts: int = options.EXPERTS(DEFAULT_EXPERTS)
-    slots: int = options.SLOTS(2, least=0)
+    slots: int = options.SLOTS(2, minimum=0)
     tokens: int = options.TOKENS(1024)
     topk: int = options.TOPK(4)
-    hidden: int = option("--hidden", parse=int, least=1, default=256, help="width of a token")
-    inner: int = option("--inner", parse=int, least=1, default=512, help="width inside an expert")
+    hidden: int = option("--hidden", parse=int, minimum=1, default=256, help="width of a token")
+    inner: int = option("--inner", parse=int, minimum=1, default=512, help="width inside an expert")
     imbalance: float | None = options.IMBALANCE_OF_LOAD(help="of the routing")
     workloads: tuple[str, ...] = options.WORKLOAD(
         (),

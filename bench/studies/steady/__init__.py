@@ -27,18 +27,18 @@ class SteadySettings(Settings):
     """Checked options of ``steady``: of a trace, or of loads that drift."""
 
     trace_file: Path | None = options.TRACE_FILE(help="recorded routing instead of drift")
-    num_ranks: int = options.RANKS(8, least=2, shown=None)
-    experts: int = options.EXPERTS(32, least=2, help="experts of loads that drift")
+    num_ranks: int = options.RANKS(8, minimum=2, shown=None)
+    experts: int = options.EXPERTS(32, minimum=2, help="experts of loads that drift")
     layers: int = option(
-        "--layers", parse=int, least=1, default=4, help="layers, the first of a trace"
+        "--layers", parse=int, minimum=1, default=4, help="layers, the first of a trace"
     )
     steps: int = option(
-        "--steps", parse=int, least=_MIN_STEPS, default=8, help="steps, the first of a trace"
+        "--steps", parse=int, minimum=_MIN_STEPS, default=8, help="steps, the first of a trace"
     )
     slots: tuple[int, ...] = options.SLOTS(
         (1, 2, 4),
         parse=parse_counts,
-        least=None,
+        minimum=None,
         metavar="S,...",
         help="slots of a rank, one by one",
     )

@@ -28,10 +28,10 @@ class ValidateSettings(Settings):
         slots: S, also the number of experts of a rank that may be replicated.
     """
 
-    num_ranks: int = options.RANKS(0, least=2, shown=f"{_DEFAULT_RANKS}, or the launcher's")
-    plans: int = option("--plans", parse=int, least=1, default=20, help="number of plans")
+    num_ranks: int = options.RANKS(0, minimum=2, shown=f"{_DEFAULT_RANKS}, or the launcher's")
+    plans: int = option("--plans", parse=int, minimum=1, default=20, help="number of plans")
     first_bytes: int = options.EXPERT_BYTES(
-        256 << 10, least=_SMALLEST, help="bytes of the smallest expert"
+        256 << 10, minimum=_SMALLEST, help="bytes of the smallest expert"
     )
     max_bytes: int = options.MAX_BYTES(
         16 << 20, help="bytes of the largest expert, from the smallest by doubling"
@@ -55,7 +55,7 @@ class ValidateSettings(Settings):
 
     def checked(self) -> Self:
         """Return the settings with their ranks and sizes. See `Settings.checked`."""
-        made = options.resolve_ranks(super().checked(), default=_DEFAULT_RANKS, least=2)
+        made = options.resolve_ranks(super().checked(), default=_DEFAULT_RANKS, minimum=2)
         if self.max_bytes < self.first_bytes:
             raise InvalidArgumentError(
                 f"--maxbytes is {self.max_bytes}, below --expert-bytes, {self.first_bytes}"

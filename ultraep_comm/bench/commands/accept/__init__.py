@@ -38,14 +38,14 @@ class AcceptSettings(Settings):
         stages: what is measured, one after the other.
     """
 
-    num_ranks: int = options.RANKS(0, least=2)
+    num_ranks: int = options.RANKS(0, minimum=2)
     experts: int | None = options.EXPERTS(shown=str(options.DEFAULT_EXPERTS))
     slots: int = options.SLOTS(2)
     expert_bytes: int = options.EXPERT_BYTES(
         36 << 20, help="bytes of one expert, and over each link, such as 36M"
     )
     imbalance: float | None = options.IMBALANCE_OF_LOAD()
-    engine: str = options.ENGINE("auto", choices=("auto", "host", "cuda"))
+    engine: str = options.ENGINE("auto")
     fabric: str = options.FABRIC("auto")
     num_sms: int | None = options.NUM_WORKERS()
     iters: int = options.ITERS(20)
@@ -60,7 +60,7 @@ class AcceptSettings(Settings):
 
     def checked(self) -> Self:
         """Return the settings with their stages, each checked. See `Settings.checked`."""
-        made = options.resolve_ranks(super().checked(), least=2)
+        made = options.resolve_ranks(super().checked(), minimum=2)
         names = ("num_ranks", "engine", "fabric", "iters", "min_bandwidth")
         same: dict[str, Any] = {name: getattr(made, name) for name in names} | {"check": True}
         of_transfers = {name: getattr(made, name) for name in ("experts", "slots", "imbalance")}

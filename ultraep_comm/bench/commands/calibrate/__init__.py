@@ -29,14 +29,14 @@ class CalibrateSettings(Settings):
         kept: figures of other engines in the file that is extended.
     """
 
-    num_ranks: int = options.RANKS(0, least=3)
+    num_ranks: int = options.RANKS(0, minimum=3)
     copy_bytes: int = options.EXPERT_BYTES(
         0,
-        least=_SMALLEST,
+        minimum=_SMALLEST,
         help="bytes of one copy",
         shown="16M; in loopback 256M, more than a GPU's cache",
     )
-    engine: str = options.ENGINE("host")
+    engine: str = options.ANY_ENGINE("host")
     fabric: str = options.FABRIC("auto")
     num_sms: int | None = options.NUM_WORKERS()
     iters: int = options.ITERS(20, help="iterations; the fastest counts")
@@ -47,7 +47,7 @@ class CalibrateSettings(Settings):
 
     def checked(self) -> Self:
         """Return the settings with the file that is extended. See `Settings.checked`."""
-        made = options.resolve_ranks(super().checked(), least=3)
+        made = options.resolve_ranks(super().checked(), minimum=3)
         kept: Mapping[str, MeasuredCosts] = {}
         if self.output is not None:
             check_writable(self.output, "--output")

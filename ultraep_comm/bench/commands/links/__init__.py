@@ -22,7 +22,7 @@ PAIRS, INCAST, RING, BESIDE = PATTERNS = ("pairs", "incast", "ring", "ring-besid
 class LinksSettings(Settings):
     """Checked options of ``links``."""
 
-    num_ranks: int = options.RANKS(0, least=2)
+    num_ranks: int = options.RANKS(0, minimum=2)
     link_bytes: int = options.EXPERT_BYTES(
         16 << 20, help="bytes over each link in an iteration, such as 64M"
     )
@@ -43,9 +43,9 @@ class LinksSettings(Settings):
         help="a link's bandwidth: of the median iteration, or of the slowest one",
     )
     slowest: int = option(
-        "--slowest", parse=int, least=0, default=5, metavar="N", help="slowest links to name"
+        "--slowest", parse=int, minimum=0, default=5, metavar="N", help="slowest links to name"
     )
-    engine: str = options.ENGINE("host", choices=("auto", "host", "cuda"))
+    engine: str = options.ENGINE("host")
     fabric: str = options.FABRIC("auto")
     num_sms: int | None = options.NUM_WORKERS()
     tile_bytes: int | None = options.TILE_BYTES()
@@ -59,7 +59,7 @@ class LinksSettings(Settings):
 
     def checked(self) -> Self:
         """Return the settings with their ranks. See `Settings.checked`."""
-        made = options.resolve_ranks(super().checked(), least=2)
+        made = options.resolve_ranks(super().checked(), minimum=2)
         num_ranks, pattern = made.num_ranks, made.pattern
         if pattern in (RING, BESIDE) and num_ranks < 3:
             raise InvalidArgumentError(

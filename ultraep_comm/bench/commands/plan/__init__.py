@@ -124,7 +124,7 @@ SIZES = options.Option(
     metavar="G/E/S,...",
     help="ranks, experts and slots of a rank",
 )
-SEEDS = options.Option(flags=("--seeds",), parse=int, least=1, help="loads of a generated kind")
+SEEDS = options.Option(flags=("--seeds",), parse=int, minimum=1, help="loads of a generated kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class PlanSettings(LoadsSettings):
     domain_size: int | None = option(
         "--domain-size",
         parse=int,
-        least=1,
+        minimum=1,
         help="ranks of a domain",
         shown=f"all up to {MAX_ONE_DOMAIN}, beyond {DEFAULT_DOMAIN}",
     )

@@ -69,12 +69,12 @@ class ReplicateSettings(Settings):
         default="float32",
         help="reduce: of the gradients at home",
     )
-    engine: str = options.ENGINE("host")
+    engine: str = options.ANY_ENGINE("host")
     fabric: str = options.FABRIC("auto")
     num_sms: tuple[int, ...] = options.NUM_WORKERS(
         (),
         parse=parse_counts,
-        least=None,
+        minimum=None,
         metavar="N,...",
         help="workers of a rank: threads, or blocks on the GPU; of a list, such as 4,8,16, one"
         " after another",
