@@ -9,13 +9,14 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ultraep_comm
 
 if TYPE_CHECKING:
     from ultraep_comm.group.group import Group
 
+T = TypeVar("T")
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -106,13 +107,13 @@ def gather_places(
     """Return every rank's place, with rank and domain. Collective, but in loopback."""
     mine = own_place(device)
     count = group.topology.num_ranks
-    places = [dict(mine) for _ in range(count)] if loopback else _gather(mine)
+    places = [dict(mine) for _ in range(count)] if loopback else gather_json(mine)
     domains = group.topology.domain.tolist()
     return [{"rank": r, "domain": domains[r], **places[r]} for r in range(count)]
 
 
-def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the documents of all ranks. Collective."""
+def gather_json(mine: T) -> list[T]:
+    """Return every rank's value, which JSON can express. Collective."""
     import torch
     import torch.distributed as dist
 

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from ultraep_comm.bench.commands.accept import AcceptSettings, Stage
 from ultraep_comm.bench.commands.links.report import describe_slow
 from ultraep_comm.bench.launch import GATE_MISSED, WRONG
+from ultraep_comm.bench.machine import gather_json
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.doctor.diagnose import ERROR, diagnose
 from ultraep_comm.doctor.facts import collect
 from ultraep_comm.errors import UltraEPError
 from ultraep_comm.system import FAILED
 
-T = TypeVar("T")
 _SLOW_LINKS = 5  # to name
 _DOCTOR_SECONDS = 300.0  # of each probe; all machines may import torch from one network disk
 _NAMES = {0: "ok", WRONG: "WRONG BYTES", GATE_MISSED: "TOO SLOW"}
@@ -80,10 +80,8 @@ def run(settings: AcceptSettings, report: Report) -> int:
 
 def ask_doctors(settings: AcceptSettings) -> Outcome:
     """Run the doctor on every machine, by its first rank. Collective, but in loopback."""
-    started, host, rank = time.monotonic(), socket.gethostname(), 0
-    hosts = [host]
-    if not settings.alone:
-        rank, hosts = dist.get_rank(), _gather(settings, host)
+    started, host = time.monotonic(), socket.gethostname()
+    rank, hosts = (0, [host]) if settings.alone else (dist.get_rank(), gather_json(host))
     required = ["cuda"] if settings.engine == "cuda" else []
     is_first = hosts.index(host) == rank
     errors = [
@@ -91,16 +89,9 @@ def ask_doctors(settings: AcceptSettings) -> Outcome:
         for finding in (diagnose(collect(_DOCTOR_SECONDS), required) if is_first else ())
         if finding.severity == ERROR
     ]
-    everyone = [errors] if settings.alone else _gather(settings, errors)
+    everyone = [errors] if settings.alone else gather_json(errors)
     found = [text for texts in everyone for text in texts]
     return Outcome("doctor", FAILED if found else 0, time.monotonic() - started, found)
-
-
-def _gather(settings: AcceptSettings, mine: T) -> list[T]:
-    """Return every rank's value. Collective."""
-    everyone = [mine] * settings.num_ranks
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def run_stage(stage: Stage, *, prints: bool) -> Outcome:
