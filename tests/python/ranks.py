@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import multiprocessing as mp
 import os
 import subprocess
@@ -272,16 +271,6 @@ def run_python(
         timeout=timeout,
         check=False,
     )
-
-
-def run_training(program: Path, names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run a program with ``torchrun`` on four processes, and return the results that it writes."""
-    path = folder / "results.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = run_python(*launch, str(program), str(path), *names, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 # ---- processes -----------------------------------------------------------------------------

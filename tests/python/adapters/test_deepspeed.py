@@ -1,28 +1,19 @@
-"""The adapter for DeepSpeed: on a fake of it, and on AutoEP itself where it is installed."""
+"""The adapter for DeepSpeed, on a fake of it."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_deepspeed as fake
 import pytest
 import torch
 from fake_deepspeed import AutoEPMoELayer, DeepSpeedEngine
-from ranks import RankPool, raised, run_training
+from ranks import RankPool, raised
 from test_training import parametrise
-from tiers import cases, sampled
 from training_layers import D, F, G, K, M, OnDeepSpeed, deepspeed_adapter, on
 
 from ultraep_comm.errors import UnsupportedError
-
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="deepspeed is not installed: see docs/frameworks/deepspeed.md",
-)
 
 
 def replicate(engine: Any) -> None:
@@ -148,55 +139,3 @@ def test_other_signatures_and_another_pass_are_errors(fields: dict[str, Any], te
     refused = pytest.raises(UnsupportedError, match=text)
     with deepspeed_adapter(AutoEPMoELayer=other) as api, refused:
         api.replicate(None)
-
-
-# ---- DeepSpeed itself ----------------------------------------------------------------------------
-
-
-PROGRAM = Path(__file__).resolve().parents[1] / "deepspeed_training.py"
-QUICK = ["EP4, ZeRO-1", "EP2 x DP2, ZeRO-2, 2 microbatches", "EP4, ZeRO-2, recomputed"]
-FURTHER = ["EP4, ZeRO-2", "EP2 x DP2, ZeRO-1", "EP2 x DP2, ZeRO-2", "EP4, ZeRO-1, 2 microbatches"]
-FURTHER += ["EP2 x DP2, ZeRO-1, recomputed, reentrant", "EP2 x DP2, ZeRO-2, overlapped"]
-FURTHER += ["EP2 x DP2, ZeRO-2, experts' ranks apart", "EP4, ZeRO-1, expert by expert"]
-FURTHER += ["EP4, ZeRO-1, scores before experts", "EP4, ZeRO-1, bf16", "mixtral, EP4, ZeRO-2"]
-FURTHER += ["deepseek_v3, EP2 x DP2, ZeRO-1"]
-FURTHER += ["EP2 x DP2, ZeRO-2, bf16, 2 microbatches", "EP4, no ZeRO"]
-FURTHER += ["EP4, ZeRO-1, no replicas for few tokens", "EP1, ZeRO-1"]
-RUN = cases(QUICK, QUICK + FURTHER)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_training(PROGRAM, [*RUN, "checkpoints"], tmp_path_factory.mktemp("deepspeed"))
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("case", sampled(QUICK + FURTHER, QUICK.__contains__))
-def test_a_model_trains_alike(results: dict[str, Any], case: str) -> None:
-    found = SimpleNamespace(**results[case])
-    # bf16 rounds what instances sum apart: 2 ** -8 of a value, a few times.
-    exact = "bf16" not in case
-    loss, rounding = (1e-6, 5e-6) if exact else (1e-4, 0.03)
-    for plain, replicated in zip(*found.losses, strict=True):
-        assert replicated == pytest.approx(plain, rel=loss)
-    assert max(*found.gradients, *found.expert_gradients) < rounding
-    assert max(found.parameters, found.optimizer, found.state, found.logits) < rounding
-    microbatches = 2 if "2 microbatches" in case else 1
-    assert found.arrivals == [[3 * microbatches]] * 2  # each a gradient for every parameter
-    assert bool(found.imbalance) == (case != "EP1, ZeRO-1")
-    few = "few tokens" in case
-    for _, before, after, replicas in found.imbalance:
-        assert after == before if few else after < 1.02 < before
-        assert (replicas == 0) == few
-
-
-@needs_deepspeed
-def test_checkpoints_are_those_without_replicas(results: dict[str, Any]) -> None:
-    found = SimpleNamespace(**results["checkpoints"])
-    plain, ours = found.files
-    assert plain == ours
-    assert any("expert_7" in name for name, _ in plain)
-    first, *others, elsewhere = found.continued
-    assert len(others) == 3
-    assert elsewhere != pytest.approx(first, rel=1e-5)
-    assert all(each == pytest.approx(first, rel=1e-6) for each in others)

@@ -6,17 +6,13 @@ import contextlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import fake_megatron
-import megatron_training
 import pytest
 import torch
-from ranks import RankPool, raised, run_training
-from tiers import cases, sampled
+from ranks import RankPool, raised
 
 from ultraep_comm.adapters import megatron
 
@@ -281,43 +277,3 @@ def nothing(pg: Any) -> bool:
 
 def test_one_rank_stays_as_it_is(ranks: RankPool) -> None:
     assert ranks.run(1, on_the_stand_in, nothing) == [True]
-
-
-# ---- on megatron-core ---------------------------------------------------------------------------
-
-
-PROGRAM = Path(megatron_training.__file__)
-QUICK = ["weights gathered late", "recomputed", "bf16", "biases", "ranks that would get no tokens"]
-RUN = cases(QUICK, list(megatron_training.CASES))
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_training(PROGRAM, [*RUN, "allocations"], tmp_path_factory.mktemp("megatron"))
-
-
-@needs_megatron
-@pytest.mark.parametrize("case", sampled(megatron_training.CASES, QUICK.__contains__))
-def test_training_is_that_without_replicas(results: dict[str, Any], case: str) -> None:
-    found = SimpleNamespace(**results[case])
-    exact = case != "bf16"
-    for plain, replicated in zip(*found.losses, strict=True):
-        assert replicated == pytest.approx(plain, rel=1e-6 if exact else 1e-3)
-    # Every microbatch brings each parameter one gradient, which has that of the replicas.
-    assert found.arrivals == [megatron_training.STEPS * megatron_training.MICROBATCHES]
-    assert found.first_gradients < (2e-6 if exact else 2e-2)
-    if exact:  # where rounding does not change routes
-        assert max(*found.main_grads, found.weights, found.optimizer) < 2e-3
-    before, after, replicas = zip(*found.plans, strict=True)
-    if case != "ranks that get no tokens":
-        assert max(after) < 1.02 < max(before)
-        assert min(replicas[:2]) > 0
-    else:
-        assert max(before) == max(after) == 2.0
-
-
-@needs_megatron
-def test_no_pass_copies_the_main_weights(results: dict[str, Any]) -> None:
-    found = SimpleNamespace(**results["allocations"])
-    assert found.control == found.stack
-    assert found.largest < found.stack / 2

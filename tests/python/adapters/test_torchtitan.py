@@ -1,28 +1,19 @@
-"""The adapter for torchtitan: on a fake of it, and its debug model where it is installed."""
+"""The adapter for torchtitan, on a fake of it."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_torchtitan as fake
 import pytest
 import torch
 from fake_torchtitan import adapter
-from ranks import RankPool, raised, run_training
+from ranks import RankPool, raised
 from test_training import hook
-from tiers import cases, sampled
 from training_layers import E, G, OnTorchtitan, on
 
 from ultraep_comm.errors import UnsupportedError
-
-needs_torchtitan = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None,
-    reason="torchtitan is not installed: see docs/frameworks/torchtitan.md",
-)
 
 
 def hooked_on_one_rank(rank: int, pg: Any) -> str:
@@ -86,38 +77,3 @@ def test_other_signatures_are_an_error() -> None:
     refused = pytest.raises(UnsupportedError, match=r"takes \['self', 'mesh'\]; the adapter")
     with refused, adapter(RoutedExperts=other):
         pass
-
-
-# ---- torchtitan itself ---------------------------------------------------------------------------
-
-
-PROGRAM = Path(__file__).resolve().parents[1] / "torchtitan_training.py"
-QUICK = ["EP4", "EP2 x FSDP, full recomputation"]
-FURTHER = ["EP4, full recomputation", "EP4, selective recomputation", "EP2 x FSDP"]
-FURTHER += ["EP2 x FSDP, selective recomputation", "EP4, bf16", "EP4, no replicas for few tokens"]
-FURTHER += ["EP1"]
-RUN = cases(QUICK, QUICK + FURTHER)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_training(PROGRAM, RUN, tmp_path_factory.mktemp("torchtitan"))
-
-
-@needs_torchtitan
-@pytest.mark.parametrize("case", sampled(QUICK + FURTHER, QUICK.__contains__))
-def test_the_debug_model_trains_alike(results: dict[str, Any], case: str) -> None:
-    found = SimpleNamespace(**results[case])
-    # bf16 rounds what instances sum apart: 2 ** -8 of a value, a few times.
-    exact = case != "EP4, bf16"
-    for plain, replicated in zip(*found.losses, strict=True):
-        assert replicated == pytest.approx(plain, rel=1e-6 if exact else 1e-3)
-    for plain, replicated in zip(*found.norms, strict=True):
-        assert replicated == pytest.approx(plain, rel=1e-5 if exact else 1e-2)
-    assert max(found.gradients + found.expert_gradients) < (2e-5 if exact else 0.1)
-    assert found.state < (1e-3 if exact else 0.02)  # a few tokens may be rerouted
-    assert bool(found.imbalance) == (case != "EP1")
-    few = case == "EP4, no replicas for few tokens"
-    for _, before, after, replicas in found.imbalance:
-        assert after == before if few else after < before
-        assert (replicas == 0) == few

@@ -8,15 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_transformers as fake
 import pytest
 import torch
 from fake_transformers import DistributedConfig, adapter
-from ranks import RankPool, raised, run_training
-from tiers import cases, sampled
+from ranks import RankPool, raised
 from training_layers import G, K, M, OnTransformers, draw, on
 
 from ultraep_comm.adapters.checks import check_experts, warn_idle
@@ -128,48 +126,6 @@ def test_quantised_experts_travel_with_their_scales_or_not_at_all() -> None:
     mxfp4 = Mxfp4GptOssExperts(GptOssConfig(**sizes, num_local_experts=M))  # scales are no tensors
     with pytest.raises(UnsupportedError, match=r"gate_up_proj of torch\.uint8 without"):
         check_experts(mxfp4, M, "")
-
-
-PROGRAM = Path(__file__).resolve().parents[1] / "transformers_training.py"
-QUICK = ["qwen3", "gptoss", "shared batches", "recomputed", "new tensors"]
-FURTHER = ["mixtral, two copies of an expert", "dsv3", "recomputed, reentrant", "adamw", "bf16"]
-FURTHER += ["compiled", "no replicas for few tokens", "ranks without tokens", "routers alone"]
-RUN = cases(QUICK, QUICK + FURTHER)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_training(PROGRAM, RUN, tmp_path_factory.mktemp("transformers"))
-
-
-@needs_transformers
-@pytest.mark.parametrize("case", sampled([*QUICK[:-1], *FURTHER], QUICK.__contains__))
-def test_models_train_alike(results: dict[str, Any], case: str) -> None:
-    found = SimpleNamespace(**results[case])
-    print(f"{case}: losses {found.losses}, layer, imbalance before and after: {found.imbalance}")
-    # bf16 rounds what instances sum apart: 2 ** -8 of a value, a few times.
-    loss, rounding = (1e-4, 0.03) if case == "bf16" else (1e-6, 2e-5)
-    for plain, replicated in zip(*found.losses, strict=True):
-        assert replicated == pytest.approx(plain, rel=loss)
-    assert found.losses[0][-1] < found.losses[0][0]
-    assert max(*found.gradients, found.optimizer, found.state, found.logits) < rounding
-    for _, before, after, replicas in found.imbalance:
-        assert before > 1.15
-        few = case == "no replicas for few tokens"
-        assert after == before if few else after < 1.05
-        assert (replicas == 0) == few
-    if case == "bf16":
-        plain, replicated = found.from_fp32
-        assert replicated < 1.25 * plain
-
-
-@needs_transformers
-def test_layers_of_a_model_create_no_tensor_as_large_as_main_weights(
-    results: dict[str, Any],
-) -> None:
-    found = SimpleNamespace(**results["new tensors"])
-    assert found.replicas > 0
-    assert 0 < found.largest < found.num_elements
 
 
 @needs_transformers

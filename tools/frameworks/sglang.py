@@ -1,13 +1,9 @@
-#!/usr/bin/env python3
-"""SGLang's own code on four processes of a CPU, with its experts moved by ultraep_comm.
-
-    python tools/try_sglang.py [--updates N] [--json FILE]
+"""SGLang's own code on four processes, with its experts moved by ultraep_comm.
 
 ``eplb``: layers are brought to random maps by SGLang's ``ExpertLocationUpdater``, and every row is
 compared with what SGLang's own ``update_expert_weights_single_layer`` makes of a copy; its canary
 is on. ``batch``: batches go through SGLang's TopK, its standard dispatcher and its FusedMoE, and
-are compared with all experts computed in one place. docs/frameworks/sglang.md says what to
-install.
+are compared with all experts computed in one place.
 
 Stand-ins: torchvision, where it is missing; the kernel of the experts, because SGLang's for the CPU
 does not know experts of other ranks; and a model's number of experts, in place of its config.
@@ -15,16 +11,12 @@ does not know experts of other ranks; and a model's number of experts, in place 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ultraep_comm as uec
-from ultraep_comm.bench.machine import find_commit
+from frameworks.table import Case
 
 RANKS = 4
 SIZES = ((2, 8), (5, 16), (20, 32), (64, 72), (256, 288))  # logical and physical experts
@@ -307,57 +299,33 @@ def work(rank: int, folder: str, mode: str, count: int) -> None:
     dist.barrier()
 
 
-def run(mode: str, count: int) -> list[Any]:
+def run_ranks(mode: str, count: int, folder: Path) -> list[Any]:
     """Return the results of all ranks, which are forked: imports take long."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            work, (folder, mode, count), nprocs=RANKS, start_method="fork"
-        )
-        return [json.loads(Path(folder, f"{mode}-{r}").read_text()) for r in range(RANKS)]
-
-
-def summary(result: Mapping[str, Any]) -> str:
-    """Return what is printed of a result."""
-    lines = [", ".join(f"{name} {version}" for name, version in result["versions"].items())]
-    lines += [
-        "eplb: {experts} experts in {rows} rows: {layers} layers, {moved} experts moved,"
-        " {wrong_rows} wrong rows".format(**size)
-        for size in result["eplb"]
-    ]
-    lines.append(
-        "batch: {batches} batches, {replicas} replicas, imbalance {before:.2f} to {after:.3f},"
-        " fullest rank {fullest_rank:.3f}, at most {difference:.1e} from dense".format(
-            **result["batch"]
-        )
+    torch.multiprocessing.start_processes(
+        work, (str(folder), mode, count), nprocs=RANKS, start_method="fork"
     )
-    return "\n".join(lines)
+    return [json.loads(Path(folder, f"{mode}-{r}").read_text()) for r in range(RANKS)]
 
 
-def main() -> int:
-    """Run both, print the result, and return 0 if nothing is wrong and experts have moved."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--updates", type=int, default=10, metavar="N", help="of ten layers each")
-    parser.add_argument("--batches", type=int, default=20, metavar="N", help="through two layers")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Run updates of SGLang's EPLB, or batches."""
     import_sglang()
-    versions = {n: importlib.metadata.version(n) for n in ("sglang", "torch", "ultraep_comm")}
-    eplb = []
-    for size, found in zip(SIZES, zip(*run("eplb", options.updates), strict=True), strict=True):
-        layers, moved, wrong = found[0][0], sum(f[1] for f in found), sum(f[2] for f in found)
-        eplb.append({"experts": size[0], "rows": size[1], "layers": layers, "moved": moved})
-        eplb[-1]["wrong_rows"] = wrong
-    names = ("batches", "difference", "before", "after", "fullest_rank", "replicas")
-    every = run("batch", options.batches)
-    batch = dict(zip(names, every[0], strict=True))
-    batch["difference"] = max(found[1] for found in every)
-    result = {"versions": versions, "commit": find_commit(), "eplb": eplb, "batch": batch}
-    print(summary(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    failed = any(e["wrong_rows"] or not e["moved"] for e in eplb) or batch["difference"] > 1e-4
-    return int(failed or batch["fullest_rank"] > 1.05)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if "batches" in case.given:
+        names = ("batches", "difference", "before", "after", "fullest_rank", "replicas")
+        every = run_ranks("batch", case.given["batches"], folder)
+        found = dict(zip(names, every[0], strict=True))
+        found["difference"] = max(found[1] for found in every)
+        wrong = {
+            "outputs are not those of experts in one place": found["difference"] > 1e-4,
+            "the fullest rank computes too much": found["fullest_rank"] > 1.05,
+        }
+        return found | {"failed": [text for text, is_wrong in wrong.items() if is_wrong]}
+    sizes, failed = [], []
+    every = zip(*run_ranks("eplb", case.given["updates"], folder), strict=True)
+    for (experts, rows), ranks in zip(SIZES, every, strict=True):
+        size = {"experts": experts, "rows": rows, "layers": ranks[0][0]}
+        size["moved"], size["wrong_rows"] = (sum(found[i] for found in ranks) for i in (1, 2))
+        sizes.append(size)
+        if size["wrong_rows"] or not size["moved"]:
+            failed.append(f"{experts} experts: {size['wrong_rows']} of {size['moved']} are wrong")
+    return {"sizes": sizes, "failed": failed}

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
-"""Replicas for each batch in vLLM's own layers, on four processes of a CPU.
-
-    python tools/try_vllm_batch.py [--json FILE]
+"""Replicas for each batch in vLLM's own layers, on four processes.
 
 vLLM makes its MoE layers, loads their weights, registers them with its EPLB, routes, dispatches
 and combines; only the kernel of the experts is a loop here. Outputs are compared with experts that
@@ -10,13 +7,9 @@ are all in one process.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
 import socket
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +19,13 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from ultraep_comm.bench.machine import find_commit
+from frameworks.table import Case
+from frameworks.vllm_tests import stand_in
 
 G, E, K, H, INNER, S, LAYERS, BATCHES = 4, 16, 4, 64, 32, 2, 3, 4
 TOKENS, FEW = 64, 8  # of a rank's batch, and of the last batch
 PADDING = (0, 16, 0, 0)  # of these, for each batch
 MIN_TOKENS = 160  # routed, K for each token, on all ranks
-SHARED, OWN, BLOCKS = "tensor parallel", "data parallel, all-to-all", "tensor parallel, FP8"
-KINDS = (SHARED, OWN, BLOCKS)
 BLOCK = 32  # of FP8, by which a scale holds
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -43,7 +35,7 @@ def draw(*seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(sum(n * 1000**i for i, n in enumerate(seed)))
 
 
-def make_weights(layer: int, version: int, kind: str) -> dict[str, Tensor]:
+def make_weights(layer: int, version: int, blocks: bool) -> dict[str, Tensor]:
     """Return a checkpoint of one layer's experts."""
     numbers = draw(layer, version)
     shapes = dict(zip(NAMES, ((INNER, H), (INNER, H), (H, INNER)), strict=True))
@@ -52,7 +44,7 @@ def make_weights(layer: int, version: int, kind: str) -> dict[str, Tensor]:
         for name, (rows, columns) in shapes.items():
             weight = torch.randn((rows, columns), generator=numbers) / 8
             made[f"{e}.{name}.weight"] = weight
-            if kind == BLOCKS:
+            if blocks:
                 scale = torch.rand((rows // BLOCK, columns // BLOCK), generator=numbers) + 0.5
                 made[f"{e}.{name}.weight_scale_inv"] = scale
                 made[f"{e}.{name}.weight"] = weight.to(torch.float8_e4m3fn)
@@ -137,7 +129,7 @@ def make_kernel(experts: Any) -> Any:
     return loop
 
 
-def make_model(kind: str) -> tuple[Any, list[Any]]:
+def make_model(blocks: bool) -> tuple[Any, list[Any]]:
     """Return what vLLM's EPLB takes for a model, and the kernels of its layers."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
@@ -147,7 +139,7 @@ def make_model(kind: str) -> tuple[Any, list[Any]]:
     class Model(torch.nn.Module, MixtureOfExperts):  # type: ignore[misc]
         pass
 
-    blocks = Fp8Config(
+    quantised = Fp8Config(
         is_checkpoint_fp8_serialized=True,
         activation_scheme="dynamic",
         weight_block_size=[BLOCK, BLOCK],
@@ -160,7 +152,7 @@ def make_model(kind: str) -> tuple[Any, list[Any]]:
             intermediate_size=INNER,
             prefix=f"layers.{n}.mlp.experts",
             params_dtype=torch.float32,
-            quant_config=blocks if kind == BLOCKS else None,
+            quant_config=quantised if blocks else None,
             custom_routing_function=route,
             enable_eplb=True,
             num_redundant_experts=G * S,
@@ -176,7 +168,7 @@ def make_model(kind: str) -> tuple[Any, list[Any]]:
     model.num_local_physical_experts = (E + G * S) // G
     record_metadata_for_reloading(model)
     for n, layer in enumerate(layers):
-        list(layer.load_weights(make_weights(n, 0, kind).items()))
+        list(layer.load_weights(make_weights(n, 0, blocks).items()))
     return model, [make_kernel(layer.routed_experts) for layer in layers]
 
 
@@ -190,19 +182,20 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
         initialize_layerwise_reload,
     )
 
-    config, model_config, rank, kind = given
+    config, model_config, rank, case = given
+    blocks = case.given.get("blocks", False)
     versions = dict.fromkeys(range(LAYERS), 0)
     for batch in range(BATCHES):
         count = FEW if batch == BATCHES - 1 else TOKENS
         real = count - PADDING[batch]
-        if batch == 2 and kind != BLOCKS:  # whose repacking has no kernel here
+        if batch == 2 and not blocks:  # whose repacking has no kernel here
             initialize_layerwise_reload(model)
             for n, layer in enumerate(model.moe_layers):
                 versions[n] = 1
-                list(layer.load_weights(make_weights(n, 1, kind).items()))
+                list(layer.load_weights(make_weights(n, 1, blocks).items()))
             finalize_layerwise_reload(model, model_config)
         for n, layer in enumerate(model.moe_layers):
-            numbers = draw(n, batch, 7 + rank if kind == OWN else 7)
+            numbers = draw(n, batch, 7 + rank if case.given.get("own") else 7)
             x = torch.randn((count, H), generator=numbers)
             logits = torch.randn((count, E), generator=numbers) - torch.arange(E) * 0.35
             logits[real:] = logits[real:].flip(-1)  # padding would make other experts hot
@@ -210,7 +203,7 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
             before = {k: v[: E // G].clone() for k, v in layer.routed_experts.state_dict().items()}
             with torch.inference_mode(), set_forward_context(None, config, num_tokens=count):
                 output = layer(x.clone(), logits)
-            dense = run_dense(x, logits, make_weights(n, versions[n], kind))
+            dense = run_dense(x, logits, make_weights(n, versions[n], blocks))
             tokens = torch.zeros(G, dtype=torch.int64)
             tokens[rank] = kernels[n].tokens
             dist.all_reduce(tokens)
@@ -238,7 +231,7 @@ def run_batches(model: Any, kernels: list[Any], state: Any, given: Any) -> Itera
     assert (maps == expected).all(), "vLLM's EPLB has moved experts"
 
 
-def run_rank(rank: int, kind: str, port: int, folder: str) -> None:
+def run_rank(rank: int, case: Case, port: int, folder: str) -> None:
     """Run one rank, with tensor parallelism or with data parallelism and an all-to-all."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -255,7 +248,7 @@ def run_rank(rank: int, kind: str, port: int, folder: str) -> None:
     parallel.eplb_config.communicator = "torch_gloo"
     parallel.eplb_config.step_interval = 2  # it would rearrange after every other layer
     parallel.all2all_backend = "allgather_reducescatter"
-    shares = kind != OWN
+    shares = not case.given.get("own")
     if shares:
         parallel.tensor_parallel_size = G
     else:
@@ -270,11 +263,11 @@ def run_rank(rank: int, kind: str, port: int, folder: str) -> None:
             backend="gloo",
         )
         ensure_model_parallel_initialized(G if shares else 1, 1)
-        model, kernels = make_model(kind)
+        model, kernels = make_model(case.given.get("blocks", False))
         model_config: Any = SimpleNamespace(model="layers", compute_hash=lambda: "layers")
         state = EplbState(parallel, torch.device("cpu"))
         state.add_model(model, model_config)
-        found = list(run_batches(model, kernels, state, (config, model_config, rank, kind)))
+        found = list(run_batches(model, kernels, state, (config, model_config, rank, case)))
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
         torch.distributed.barrier()
 
@@ -301,74 +294,36 @@ def stand_in_for_gatherv() -> None:
     DeviceCommunicatorBase.reduce_scatterv = reduce_scatterv
 
 
-def run() -> dict[str, Any]:
-    """Run both kinds of parallelism, and return the result."""
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Run batches, and return what became of each layer of each."""
     os.environ.update(ULTRAEP_VLLM="batch", VLLM_TARGET_DEVICE="cpu", OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    from try_vllm import stand_in
-
     stand_in()
     stand_in_for_gatherv()
-    result: dict[str, Any] = {
-        "versions": {n: importlib.metadata.version(n) for n in ("vllm", "torch", "ultraep_comm")},
-        "commit": find_commit(),
-        "sizes": {
-            "ranks": G,
-            "experts": E,
-            "topk": K,
-            "slots_per_rank": S,
-            "hidden": H,
-            "inner": INNER,
-        },
-        "min_tokens": MIN_TOKENS,
-        "runs": {},
-    }
-    for kind in KINDS:
-        with tempfile.TemporaryDirectory() as folder:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            torch.multiprocessing.start_processes(  # forked: vLLM is imported once
-                run_rank, (kind, port, folder), nprocs=G, start_method="fork"
-            )
-            found = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(G)]
-        for ranks in zip(*found, strict=True):
-            for name in ("largest_error", "largest_output"):
-                ranks[0][name] = max(r[name] for r in ranks)
-            ranks[0]["mains_unchanged"] = all(r["mains_unchanged"] for r in ranks)
-        result["runs"][kind] = found[0]
-    return result
-
-
-def is_right(one: dict[str, Any], ranks: int) -> bool:
-    """Return whether a batch has its outputs, its main weights, and the balance asked for."""
-    is_small = one["tokens"] * K * ranks < MIN_TOKENS
-    balance = (
-        one["replicas"] == 0 if is_small else one["imbalance"] < 1.01 < one["imbalance_before"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(  # forked: vLLM is imported once
+        run_rank, (case, port, str(folder)), nprocs=G, start_method="fork"
     )
-    return bool(balance and one["largest_error"] < 1e-5 and one["mains_unchanged"])
+    every = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(G)]
+    failed = []
+    for first, *others in zip(*every, strict=True):
+        for name in ("largest_error", "largest_output"):
+            first[name] = max(first[name], *(rank[name] for rank in others))
+        first["mains_unchanged"] &= all(rank["mains_unchanged"] for rank in others)
+        failed += failures(first, G if case.given.get("own") else 1)
+    return {"min_tokens": MIN_TOKENS, "batches": every[0], "failed": failed}
 
 
-def main() -> int:
-    """Run, print the result, and return 0 if it is right."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    result = run()
-    print(", ".join(f"{name} {version}" for name, version in result["versions"].items()))
-    for name, found in result["runs"].items():
-        for one in found:
-            print(
-                f"{name}: batch {one['batch']}, layer {one['layer']}, {one['tokens']} tokens,"
-                f" {one['padding']} padding: imbalance {one['imbalance_before']:.2f} to"
-                f" {one['imbalance']:.3f}, {one['replicas']} replicas, tokens computed"
-                f" {one['tokens_computed']}, largest error {one['largest_error']:.1e}"
-            )
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    runs = result["runs"].items()
-    return int(not all(is_right(o, G if kind == OWN else 1) for kind, run in runs for o in run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def failures(found: dict[str, Any], ranks: int) -> Iterator[str]:
+    """Yield what is wrong with a layer's batch: outputs, main weights, or the balance."""
+    place = f"batch {found['batch']}, layer {found['layer']}"
+    before, after = found["imbalance_before"], found["imbalance"]
+    if found["tokens"] * K * ranks < MIN_TOKENS and found["replicas"]:
+        yield f"{place}: {found['replicas']} replicas; expected none for so few tokens"
+    if found["tokens"] * K * ranks >= MIN_TOKENS and not after < 1.01 < before:
+        yield f"{place}: imbalance {before:.2f} to {after:.2f}; expected below 1.01"
+    if not found["largest_error"] < 1e-5:
+        yield f"{place}: outputs are {found['largest_error']:.1e} apart from a dense layer's"
+    if not found["mains_unchanged"]:
+        yield f"{place}: main weights have changed"

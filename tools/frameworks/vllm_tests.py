@@ -1,26 +1,25 @@
-#!/usr/bin/env python3
-"""vLLM's own tests of its EPLB, with its experts moved by ultraep_comm, on a CPU.
+"""vLLM's own tests of its EPLB, with its experts moved by ultraep_comm.
 
-    python tools/try_vllm.py FOLDER [--json FILE]
-
-FOLDER is the unpacked source distribution of vLLM, for its tests; docs/frameworks/vllm.md says what
-to install. vLLM skips the tests that need CUDA, XPU or NIXL; two of the others use no communicator.
-First comes :func:`prepare`. Ranks are forked, not spawned, which spares them minutes of imports.
+They are in vLLM's source distribution. vLLM skips those that need CUDA, XPU or NIXL; two of the
+others use no communicator. First comes :func:`prepare`. Ranks are forked, not spawned, which spares
+them minutes of imports.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import own_tests
+from frameworks.own_tests import failures, run_tests
+from frameworks.table import Case
 
 TESTS = ("test_eplb_fused_moe_layer.py", "test_eplb_execute.py")
 ON_CUDA = "pipeline_parallel"  # has tensors on CUDA, and is not skipped without it
-_MOVED = "TRY_VLLM_MOVED"  # names a file with a line for every layer of which experts have moved
+_MOVED = (
+    "ULTRAEP_TESTS_MOVED"  # names a file with a line for every layer of which experts have moved
+)
 
 
 def stand_in() -> None:
@@ -65,8 +64,8 @@ def prepare() -> None:
     Mover.execute = counted  # type: ignore[method-assign]
 
 
-def run(source: Path, folder: Path) -> dict[str, Any]:
-    """Run the tests in an empty folder, and return the result."""
+def run(case: Case, source: Path, folder: Path) -> dict[str, Any]:
+    """Run the tests in an empty folder."""
     package = folder / "tests" / "distributed"
     package.mkdir(parents=True)
     for path in (folder / "tests" / "__init__.py", package / "__init__.py"):
@@ -74,16 +73,16 @@ def run(source: Path, folder: Path) -> dict[str, Any]:
     for name in (*TESTS, "eplb_utils.py"):
         shutil.copy(source / "tests" / "distributed" / name, package)
     # Not in the helper processes of multiprocessing, which are started with -c.
-    customize = "import sys\n\nif '-c' not in sys.orig_argv:\n    import try_vllm\n\n"
-    (folder / "sitecustomize.py").write_text(f"{customize}    try_vllm.prepare()\n")
-    moved = folder / "moved"
-    moved.touch()
-    environment = {"ULTRAEP_VLLM": "eplb", "VLLM_TARGET_DEVICE": "cpu", _MOVED: str(moved)}
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n\nif '-c' not in sys.orig_argv:\n"
+        "    from frameworks import vllm_tests\n\n    vllm_tests.prepare()\n"
+    )
+    lines = folder / "moved"
+    lines.touch()
+    environment = {"ULTRAEP_VLLM": "eplb", "VLLM_TARGET_DEVICE": "cpu", _MOVED: str(lines)}
     files = [f"tests/distributed/{name}" for name in TESTS]
-    tests = own_tests.run_tests(folder, files, f"not {ON_CUDA}", environment)
-    layers = [int(line) for line in moved.read_text().split()]
-    return {"tests": tests, "layers_rearranged": len(layers), "experts_moved": sum(layers)}
-
-
-if __name__ == "__main__":
-    sys.exit(own_tests.main(__doc__ or "", "vllm", run, "experts_moved"))
+    tests = run_tests(folder, files, f"not {ON_CUDA}", environment)
+    layers = [int(line) for line in lines.read_text().split()]
+    moved = sum(layers)
+    found = {"tests": tests, "layers_rearranged": len(layers), "experts_moved": moved}
+    return found | {"failed": failures(tests, moved)}

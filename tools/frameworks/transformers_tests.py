@@ -1,21 +1,13 @@
-#!/usr/bin/env python3
-"""transformers' own tests of expert parallelism, with replicas by ultraep_comm, on a CPU.
+"""transformers' own tests of expert parallelism, with the adapter in place of ``"auto"``.
 
-    python tools/try_transformers.py FOLDER [--json FILE]
-
-FOLDER is the unpacked source distribution of transformers, for its tests, which need parameterized:
-
-    pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz
-
-The distribution has no classes of models that use these tests, nor what starts their
-ranks: both are here. The implementation "auto", which the tests take, is replaced by the adapter's.
+They are in its source distribution, and need parameterized. It has no classes of models that use
+these tests, nor what starts their ranks: both are here.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import unittest
 from collections.abc import Callable
@@ -23,7 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import own_tests
+from frameworks.own_tests import failures, run_tests
+from frameworks.table import Case
 
 TESTS = ("test_expert_parallel_mixin.py", "test_tensor_parallel_mixin.py")
 MODELS = {"Qwen3Moe": {"head_dim": 8}, "Qwen2Moe": {}, "Olmoe": {}, "Glm4Moe": {"head_dim": 8}}
@@ -46,7 +39,7 @@ _TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_REPLICAS = "TRY_TRANSFORMERS_REPLICAS"  # names a file with a line for every plan
+_REPLICAS = "ULTRAEP_TESTS_REPLICAS"  # names a file with a line for every plan
 
 
 def make_cases(*mixins: Any) -> dict[str, Any]:
@@ -106,29 +99,26 @@ def _serve(rank: int, world_size: int, store: str, function: Any, arguments: Any
     dist.destroy_process_group()
 
 
-def run(source: Path, folder: Path) -> dict[str, Any]:
-    """Run the tests in an empty folder, and return the result."""
+def run(case: Case, source: Path, folder: Path) -> dict[str, Any]:
+    """Run the tests in an empty folder."""
     package = folder / "tests"
     package.mkdir()
     (package / "__init__.py").touch()
     for name in TESTS:
         shutil.copy(source / "tests" / name, package)
     (package / "distributed_testing_utils.py").write_text(
-        "from try_transformers import run_distributed as run_distributed\n"
+        "from frameworks.transformers_tests import run_distributed as run_distributed\n"
     )
     (package / "test_models.py").write_text(
-        "import try_transformers\n\n"
+        "from frameworks import transformers_tests\n\n"
         "from .test_expert_parallel_mixin import ExpertParallelTesterMixin as EP\n"
         "from .test_tensor_parallel_mixin import TensorParallelTesterMixin as TP\n\n"
-        "globals().update(try_transformers.make_cases(EP, TP))\ndel EP, TP\n"
+        "globals().update(transformers_tests.make_cases(EP, TP))\ndel EP, TP\n"
     )
     replicas = folder / "replicas"
     replicas.touch()
     environment = {_REPLICAS: str(replicas)}
-    tests = own_tests.run_tests(folder, ["tests/test_models.py"], "test_ep_", environment)
+    tests = run_tests(folder, ["tests/test_models.py"], "test_ep_", environment)
     plans = [int(line) for line in replicas.read_text().split()]
-    return {"tests": tests, "plans": len(plans), "replicas": sum(plans)}
-
-
-if __name__ == "__main__":
-    sys.exit(own_tests.main(__doc__ or "", "transformers", run, "replicas"))
+    found = {"tests": tests, "plans": len(plans), "replicas": sum(plans)}
+    return found | {"failed": failures(tests, sum(plans))}

@@ -1,0 +1,1 @@
+"""Frameworks' real code on a CPU, with and without replicas."""
