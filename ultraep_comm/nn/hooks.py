@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ultraep_comm as uec
 from ultraep_comm.calls.traced import flatten, unflatten
@@ -85,10 +86,13 @@ class ExpertPass:
             weakref.finalize(self, handle.release).atexit = False
         if (task := _graph_task()) >= 0:  # a forward pass in a backward pass: recomputed
             known = _recomputed.get(handle.group, [])
-            # A copy: the handle ends with the recomputed graph, long before it is compared.
+            # A copy: the handle ends with the recomputed graph, long before it is compared. Without
+            # modes: a selective recomputation counts operations, which have to be the first pass's.
+            with _disable_current_modes():
+                copy = slots.clone()
             _recomputed[handle.group] = [
                 *(one for one in known if one[0] == task),
-                (task, handle.layer, slots.clone()),
+                (task, handle.layer, copy),
             ]
 
     @property

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, loopback, raised
 from token_exchange import Exchange
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -185,6 +185,8 @@ def train(
 
             if recompute is None:
                 return run(x)
+            if recompute == "selective":  # counts the operations of both passes
+                return checkpoint(run, x, use_reentrant=False, context_fn=saving_products)
             return checkpoint(run, x, use_reentrant=recompute == "reentrant")
 
         def forward(step: int) -> torch.Tensor:
@@ -214,6 +216,11 @@ def train(
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def saving_products() -> tuple[Any, Any]:
+    """Return the contexts of a recomputation that keeps the products of matrices."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     # form, as_map, recompute, options of the group, of each layer, interleaved microbatches
     "tensors": ("tensors", False, None, {}, [{}, {}], True),
@@ -222,6 +229,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "flattened": ("flattened", True, None, {}, [{}], False),
     "distributed tensors": ("distributed", False, None, {}, [{}], False),
     "recomputed": ("tensors", False, "reentrant", {}, [{}, {}], False),
+    "recomputed in part": ("tensors", False, "selective", {}, [{}, {}], False),
     "recomputed without reentrance": ("sequences", True, "other", {}, [{}, {}], True),
     "banks of their own": (
         "tensors",
