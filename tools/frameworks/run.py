@@ -66,6 +66,7 @@ def run_cases(settings: Settings) -> int:
             found = {"failed": [traceback.format_exc()]}
         if rank == 0 or ("failed" in found and len(found) == 1):
             (folder / f"found-{rank}.json").write_text(json.dumps(found))
+            print(describe(name, found).splitlines()[0], file=sys.stderr, flush=True)
         if len(found) == 1 and found["failed"]:
             return 1  # ranks may be apart now
     return 0
