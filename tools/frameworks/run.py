@@ -7,11 +7,13 @@ import contextlib
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -125,9 +127,23 @@ def describe(name: str, found: Mapping[str, Any]) -> str:
     if "skipped" in found:
         return f"  {name}: skipped, {found['skipped']}"
     failed = "".join(f"\n    {line}" for line in "\n".join(found["failed"]).splitlines())
-    figures = {k: v for k, v in found.items() if k != "failed"}
-    shown = json.dumps(figures, default=str)
-    return f"  {name}: {'FAILED' if failed else 'passed'}{failed}\n    {shown[:400]}"
+    shown = summarise({k: v for k, v in found.items() if k != "failed"})
+    verdict = f"  {name}: {'FAILED' if failed else 'passed'}{failed}"
+    return verdict if shown == "{}" else f"{verdict}\n    {shown}"
+
+
+def summarise(figures: Mapping[str, Any]) -> str:
+    """Return one line of a case's figures; the file of ``--json`` has all."""
+    if "gradients" not in figures:
+        return textwrap.shorten(json.dumps(figures), 200, placeholder=" ...")
+    losses = [", ".join(f"{loss:.6f}" for loss in run) for run in figures["losses"]]
+    _, before, after, replicas = zip(
+        *(figures["imbalance"] or [("", math.nan, math.nan, 0)]), strict=True
+    )
+    return (
+        f"losses {losses[0]}; with replicas {losses[1]}; gradients {max(figures['gradients']):.1e}"
+        f" apart; imbalance {max(before):.2f} to {max(after):.2f}, up to {max(replicas)} replicas"
+    )
 
 
 def main() -> int:
@@ -143,7 +159,7 @@ def main() -> int:
         flags = ["--quick"] if options.quick else []
         command = [sys.executable, str(Path(__file__).parent)]
         done = [subprocess.run([*command, name, *flags], check=False) for name in FRAMEWORKS]
-        return max(d.returncode for d in done if d.returncode != MISSING or d is done[-1])
+        return max({one.returncode for one in done} - {MISSING}, default=MISSING)
     name = options.framework
     if reason := why_missing(name):
         print(f"{name}: {reason}")
