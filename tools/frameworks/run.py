@@ -132,6 +132,13 @@ def describe(name: str, found: Mapping[str, Any]) -> str:
     return verdict if shown == "{}" else f"{verdict}\n    {shown}"
 
 
+def format_result(result: Mapping[str, Any]) -> str:
+    """Return a result as JSON, with one line for each case."""
+    head = json.dumps({key: value for key, value in result.items() if key != "cases"})
+    cases = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in result["cases"].items())
+    return f'{head[:-1]}, "cases": {{\n' + ",\n".join(cases) + "\n}}\n"
+
+
 def summarise(figures: Mapping[str, Any]) -> str:
     """Return one line of a case's figures; the file of ``--json`` has all."""
     if "gradients" not in figures:
@@ -178,5 +185,5 @@ def main() -> int:
     for case, found in result["cases"].items():
         print(describe(case, found))
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(format_result(result))
     return int(any(found.get("failed") for found in result["cases"].values()))
