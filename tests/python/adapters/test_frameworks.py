@@ -36,7 +36,7 @@ def found(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         arguments = (str(TOOLS / "frameworks"), name, *QUICK, "--json", str(path))
-        done = run_python(*arguments, timeout=560)
+        done = run_python(*arguments, timeout=1500)
         assert path.exists(), done.stdout[-2000:] + done.stderr[-2000:]
         every: dict[str, Any] = json.loads(path.read_text())["cases"]
         wrong = any(one.get("failed") for one in every.values())
@@ -44,7 +44,7 @@ def found(name: str) -> dict[str, Any]:
         return every
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(("name", "case"), sampled(EVERY, lambda key: EVERY[key].is_quick))
 def test_real_code_finds_nothing_wrong(name: str, case: str) -> None:
     if reason := why_missing(name):
