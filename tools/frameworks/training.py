@@ -46,6 +46,8 @@ class Training(ABC):
     microbatches = 1
     in_pipeline = False  # all forward passes of a step come before the backward passes
     parameters: Mapping[str, torch.nn.Parameter]
+    model: Any
+    optimizer: Any
 
     @abstractmethod
     def forward(self, step: int, microbatch: int) -> torch.Tensor:
@@ -59,13 +61,15 @@ class Training(ABC):
     def replicated(self) -> dict[str, tuple[Any, Any]]:
         """Return the last plan and the group of each layer with replicas."""
 
-    @abstractmethod
     def gradients(self) -> Tensors:
         """Return whole gradients, once those of all microbatches are there."""
+        found = self.model.named_parameters()
+        return {name: full(p.grad) for name, p in found if p.grad is not None}
 
-    @abstractmethod
     def update(self) -> None:
         """Let the optimizer take a step, and clear gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     @abstractmethod
     def left(self) -> dict[str, Tensors]:
@@ -132,6 +136,7 @@ def compare(
     few: bool = False,
     plans: bool = True,
     follows: bool = True,
+    exact: Callable[[], Training] | None = None,
 ) -> dict[str, Any]:
     """Train without and with replicas; return figures, and what is wrong under ``failed``.
 
@@ -142,6 +147,7 @@ def compare(
         plans: there are layers with replicas.
         follows: differences are those of another run with replicas whose routers choose as those
             of the first run do. Otherwise rounding may send a token to another expert.
+        exact: returns the training in fp32 without replicas, from which both may be as far.
     """
     with choosing(None) if follows else contextlib.nullcontext([]) as choices:
         plain = train(make(False))
@@ -155,6 +161,9 @@ def compare(
     found["gradients"] = [worst(*pair) for pair in pairs]
     found["left"] = {of: worst(followed.left[of], plain.left[of]) for of in plain.left}
     found["arrivals"] = [sorted(run.arrivals) for run in (plain, ours)]
+    if exact is not None:
+        first = train(exact()).gradients[0]
+        found["from_fp32"] = [worst(run.gradients[0], first) for run in (plain, ours)]
     found["failed"] = list(failures(found, limits, few=few, plans=plans))
     return found
 
@@ -172,6 +181,9 @@ def failures(found: Mapping[str, Any], limits: Limits, *, few: bool, plans: bool
     for of, (value, limit) in differences.items():
         if not value < limit:
             yield f"{of} are {value:.2g} apart; expected less than {limit:g}"
+    if "from_fp32" in found and not found["from_fp32"][1] < 1.25 * found["from_fp32"][0]:
+        plain, ours = found["from_fp32"]
+        yield f"gradients are {ours:.2g} from fp32; expected less than {1.25 * plain:.2g}"
     if found["arrivals"][0] != found["arrivals"][1]:
         yield f"parameters got {found['arrivals'][1]} gradients; expected {found['arrivals'][0]}"
     rows = [figures for _, *figures in found["imbalance"]]

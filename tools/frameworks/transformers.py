@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,7 +63,7 @@ class OnTransformers(Training):
         seed = torch.Generator().manual_seed(7 + dist.get_rank() // given.get("tp", 1))
         self.ids = torch.randint(3, 128, given.get("batch", (4, 16)), generator=seed)
         rate, parameters = given.get("learning_rate", 0.1), self.model.parameters()
-        self.optimizer: Any = (
+        self.optimizer = (
             torch.optim.AdamW(parameters, lr=rate)
             if given.get("optimizer") == "adamw"
             else torch.optim.SGD(parameters, lr=rate, momentum=0.9)
@@ -81,16 +82,6 @@ class OnTransformers(Training):
         """Return the plan and the group of each layer."""
         layers = adapter.layers(self.model).items()
         return {name: (layer.plan, layer.group) for name, layer in layers if layer.plan}
-
-    def gradients(self) -> Tensors:
-        """Return whole gradients."""
-        found = self.model.named_parameters()
-        return {name: full(p.grad) for name, p in found if p.grad is not None}
-
-    def update(self) -> None:
-        """Take a step."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def left(self) -> dict[str, Tensors]:
         """Return the state of model and optimizer, and what the model computes now."""
@@ -113,11 +104,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     adapter.configure(**GROUP, **case.given.get("options", {}))
     if case.given.get("watches"):
         return find_largest(folder, case)
+    in_fp32 = replace(case, exact=True)
     return compare(
         lambda replicated: OnTransformers(folder, case, replicated),
         Limits() if case.exact else ROUNDED,
         few=case.few,
         follows=False,
+        exact=None if case.exact else lambda: OnTransformers(folder, in_fp32, False),
     )
 
 

@@ -9,7 +9,6 @@ import json
 import logging
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import fakes
@@ -31,9 +30,6 @@ from ultraep_comm.adapters.checks import (
 from ultraep_comm.adapters.holders import walk
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.nn import Replication
-
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
-FAKES = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
