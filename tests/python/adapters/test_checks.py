@@ -9,6 +9,7 @@ import json
 import logging
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import fakes
