@@ -8,12 +8,13 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ class CppBuild:
                         run(command)
                     self._stamp(preset, *targets).write_text(RUN)
             if not alone:
+                self._take_over(preset)
                 time.sleep(0.1)
         return ROOT / "build" / preset
 
@@ -129,9 +131,21 @@ class CppBuild:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-                if self._early.wait() != 0:
+                self._early_process(preset).write_text(str(self._early.pid))
+                status = self._early.wait()
+                self._early_process(preset).unlink()
+                if status != 0:
                     return
             self._stamp(preset, *targets).write_text(RUN)
+
+    def _early_process(self, preset: str) -> Path:
+        """Return the file with the process of an early build, for as long as it runs."""
+        return ROOT / "build" / f"{preset}.early"
+
+    def _take_over(self, preset: str) -> None:
+        """Stop an early build, which beside busy tests may get no processor; what it made stays."""
+        with suppress(OSError, ValueError):  # it has just ended, or is another test's
+            os.kill(int(self._early_process(preset).read_text()), signal.SIGTERM)
 
     def stop_early(self) -> None:
         self._stopped = True

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import cpp_build
 import pytest
 from cpp_build import ROOT, CppBuild, run
 
@@ -39,6 +42,27 @@ def test_cpp_tests_pass(built: CppBuild, preset: str) -> None:
         "test_hostile": ("asan",),
     }.items():
         assert (f" {name} " in text) == (preset in presets)
+
+
+class Waiting(CppBuild):
+    """A tool chain whose early builds never end, and whose others have nothing to do."""
+
+    def _commands(self, preset: str, *targets: str) -> list[list[str]]:
+        return [["true"] if targets else ["sleep", "600"]]
+
+
+@pytest.mark.timeout(60)
+def test_a_test_takes_an_early_build_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has the lowest priority, and beside two busy tests takes longer than any limit."""
+    monkeypatch.setattr(cpp_build, "ROOT", tmp_path)
+    (tmp_path / "build/some").mkdir(parents=True)
+    cpp = Waiting()
+    early = threading.Thread(target=cpp.build_early, args=("some",))
+    early.start()
+    while not (tmp_path / "build/some.early").exists():
+        time.sleep(0.01)
+    assert cpp.build("some", "a target") == tmp_path / "build/some"
+    early.join()
 
 
 def test_who_goes_without_thread_sanitizer_starts_no_threads() -> None:
