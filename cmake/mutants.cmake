@@ -43,7 +43,8 @@ endfunction()
 # <add_program>(<target> <program> <folder with changed copies>) adds the executable of a program.
 # With arguments, such as --mutant, the program is run with them and the mutant's name, reports
 # whether it caught the mutant, and needs no sanitizer.
-# unmutated_<family>_<program> runs a program without a mutant: nothing must be caught.
+# unmutated_<family>_<program> runs a program without a mutant: nothing must be caught. Under
+# ThreadSanitizer it takes the place of the test that the program is of, and `all` builds it.
 function(ultraep_add_mutants family add_program)
   find_package(Python REQUIRED COMPONENTS Interpreter)
   set(key ULTRAEP_MUTANTS_${family})
@@ -70,6 +71,7 @@ function(ultraep_add_mutants family add_program)
     if(NOT TARGET ${target})
       cmake_language(CALL ${add_program} ${target} ${program} ${copies})
       target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests/mutant.cc)
+      set_property(GLOBAL APPEND PROPERTY ULTRAEP_MUTATED ${family}/${program}.cc)
       if(kind STREQUAL "mutant")
         add_dependencies(mutants ${target})
         if(ARGN)
@@ -79,7 +81,12 @@ function(ultraep_add_mutants family add_program)
         else()
           add_test(NAME unmutated_${family}_${stem} COMMAND ${target})
         endif()
-        set_tests_properties(unmutated_${family}_${stem} PROPERTIES TIMEOUT 300 LABELS mutant)
+        set_tests_properties(unmutated_${family}_${stem} PROPERTIES TIMEOUT 300)
+        if(ULTRAEP_SANITIZE STREQUAL "thread")
+          set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL OFF)
+        else()
+          set_tests_properties(unmutated_${family}_${stem} PROPERTIES LABELS mutant)
+        endif()
       endif()
     endif()
     add_custom_target(mutant_${name} DEPENDS ${target})
