@@ -36,9 +36,9 @@ def test_cpp_tests_pass(built: CppBuild, preset: str) -> None:
     text = built.ctest(preset, *options, *left_out)
     # Where each can find something, and test_hostile has a test of its own.
     for name, presets in {
-        "test_health": ("cpu", "tsan", "asan"),
-        "test_engine": ("cpu", "asan"),
-        "unmutated_host_test_engine": ("tsan",),
+        "test_engine": ("cpu", "tsan", "asan"),
+        "test_races": ("cpu", "asan"),
+        "unmutated_host_test_races": ("tsan",),
         "test_worklist": ("cpu", "asan"),
         "publish_needs_delivered_1": ("cpu",),
         "test_hostile": ("asan",),
