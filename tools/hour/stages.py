@@ -112,7 +112,7 @@ class Plan:
             "graphs": Stage(
                 "replays of graphs, and saved plans",
                 [
-                    *tests("test_gpu_graphs.py", seconds=50),
+                    *tests("test_gpu_graphs.py", seconds=50, on_cpu=True),
                     *tests("test_gpu_plan_store.py", seconds=15),
                     *tests("test_gpu_saved_plans.py", seconds=15),
                 ],
@@ -121,7 +121,7 @@ class Plan:
                 "operators and compiled layers",
                 [
                     *tests("test_gpu_ops.py", seconds=45),
-                    *tests("test_gpu_views.py", seconds=12, on_cpu=False),
+                    *tests("test_gpu_views.py", seconds=12),
                 ],
             ),
             "costs": Stage(
@@ -143,7 +143,8 @@ class Plan:
                 ],
             ),
             "faults": Stage(
-                "broken calls end, and name the rank", tests("test_gpu_faults.py", seconds=20)
+                "broken calls end, and name the rank",
+                tests("test_gpu_faults.py", seconds=20, on_cpu=True),
             ),
             "nvshmem": Stage(
                 "ranks as processes over NVSHMEM",
@@ -154,7 +155,7 @@ class Plan:
             ),
             "torch": Stage(
                 "ranks as processes over torch's symmetric memory",
-                tests("test_gpu_torch.py", *gpus, seconds=100, on_cpu=False),
+                tests("test_gpu_torch.py", *gpus, seconds=100),
             ),
             "sanitizer": Stage("compute-sanitizer, the smallest cases first", self._sanitizer()),
             "links": Stage("each link, and many senders to one receiver", self._links()),
@@ -258,11 +259,12 @@ class Plan:
     # ---- tests
 
     def _pytest(
-        self, file: str, *options: str, seconds: float, on_cpu: bool = True
+        self, file: str, *options: str, seconds: float, on_cpu: bool = False
     ) -> list[Command]:
         """Return the tests of a file: on a GPU or, in a rehearsal, which ones there would be.
 
-        A rehearsal also runs the same tests where the kernels run on a device emulated on the CPU.
+        With `on_cpu` a rehearsal also runs the same tests on the emulated device: some, as all of
+        them are in the tiers.
         """
         words = [*PYTHON, "-m", "pytest", "--tb=short", str(ROOT / "tests/device" / file)]
         xml = self._out / ("_".join(re.findall(r"\w+", " ".join([file[:-3], *options]))) + ".xml")
@@ -288,8 +290,7 @@ class Plan:
                     options = (str(program), "--tool", tool, "--error-exitcode", "86")
                     small.append(self._probe(name, options))
         tests = [
-            self._pytest(file, "-k", tool, seconds=seconds, on_cpu=tool == "memcheck")
-            for tool, seconds in SANITIZERS.items()
+            self._pytest(file, "-k", tool, seconds=seconds) for tool, seconds in SANITIZERS.items()
         ]
         return [*small, *(command for commands in tests for command in commands)]
 
