@@ -122,6 +122,7 @@ class CppBuild:
     def build_early(self, preset: str, *targets: str) -> None:
         """Build at the lowest priority until it fails or is stopped."""
         with self._alone(preset, wait=True):
+            self._early_process(preset).unlink(missing_ok=True)  # of a run that was killed
             for command in self._commands(preset, *targets):
                 if self._stopped:
                     return
