@@ -18,9 +18,10 @@ TIMES = ("us", "prepare_call_us")
 
 
 @pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_kernels_run_without_a_race(machine: PtxMachine, name: str) -> None:
-    outcome = machine.run_program(name)  # another seed is that of the test of bounds
+def test_kernels_run_without_a_race(machine: PtxMachine, name: str, seed: int) -> None:
+    outcome = machine.run_program(name, seed=seed)
     assert outcome.status == RACE_FREE, outcome.text
 
 

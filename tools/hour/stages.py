@@ -19,7 +19,6 @@ PROBES = str(ROOT / "tools" / "gpu_probes" / "probes.py")
 sys.path.insert(0, str(ROOT / "tools" / "gpu_probes"))
 import probes  # noqa: E402
 
-MACHINE = "UEC_REHEARSAL_MACHINE"  # the PTX machine, where it is built already
 CLOCK = ROOT / "tests" / "ptx" / "clock_a.env"
 PYTHON = [sys.executable]
 # What goes into a run of a borrowed machine: stages whose times leave each of them a reserve.
@@ -236,7 +235,7 @@ class Plan:
         source = str(ROOT / "tools" / "gpu_probes" / "probes.cu")
         words = [str(self._nvcc), *form, *flags, "-o", self._kernels, source]
         compiled = [Command(words, seconds=15)]
-        if self._rehearsal and MACHINE not in os.environ:
+        if self._rehearsal:
             make, folder = f"-DCMAKE_MAKE_PROGRAM={self._ninja}", str(self._build / "cpu")
             preset = [str(self._cmake), "-S", str(ROOT), "-B", folder, "--preset", "cpu", make]
             compiled += [Command(preset), Command([str(self._ninja), "-C", folder, "ptx_machine"])]
@@ -251,8 +250,7 @@ class Plan:
         if name in probes.HOST_ONLY:
             return Command([], why=f"{name}: needs a GPU", needs_gpu=True)
         timed = {"UEC_PTX_COSTS": str(CLOCK)} if name in probes.MEASURES else {}
-        built = self._build / "cpu/tests/ptx/libptx_machine.so"
-        machine = ["--machine", os.environ.get(MACHINE, str(built))]
+        machine = ["--machine", str(self._build / "cpu/tests/ptx/libptx_machine.so")]
         env = {"UEC_PTX": self._kernels, **timed}
         return Command([*program, *machine, self._kernels, name], env=env)
 
