@@ -9,7 +9,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.engines.reports import name_call
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
-from ultraep_comm.group.bank import core_bank
+from ultraep_comm.group.bank import check_bank
 from ultraep_comm.group.checks import check_plan, view_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
@@ -37,6 +37,19 @@ class Call:
         filled: the plan's slot_expert on the CPU, if it is known there.
     """
 
+    __slots__ = (
+        "_given",
+        "_on_host",
+        "_operation",
+        "_session",
+        "bank",
+        "filled",
+        "on_device",
+        "plan",
+        "tag",
+        "view",
+    )
+
     def __init__(
         self,
         session: Session,
@@ -46,7 +59,14 @@ class Call:
     ) -> None:
         self._session, self._given, self.tag = session, given, 0
         try:
-            plan, operation = self._identify(given, operation, layer)
+            if isinstance(given, PlanHandle):
+                plan, self.tag = _open(given, operation, layer, session), given.tag
+                operation = f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
+            else:
+                plan = given
+                if layer is not None:
+                    self.tag = session.plans.tag(layer, operation)
+                    operation = f"{operation} of layer {layer}"
         except UltraEPError as error:
             session.reject(error)
             raise
@@ -57,33 +77,17 @@ class Call:
             self.view = check_plan(self.plan, self.on_device, session)
             self._on_host = None if self.on_device else self.plan
             self.filled = None if self._on_host is None else self._on_host.slot_expert
-            self.bank = core_bank(self.plan, session)
-            if self.bank >= 0:
+            self.bank = -1
+            if self.plan.bank or self.plan.reuse:
+                self.bank = check_bank(self.plan, session)
                 plan, self.on_device = session.engine.plan_for_call(
                     self.plan, operation, in_bank=True
                 )
-                self.plan, self.view = plan, view_of(plan) if self.on_device else self.view
+                if plan is not self.plan:  # a copy on the device
+                    self.plan, self.view = plan, view_of(plan)
         except Exception as error:
             self.reject(error)
             raise
-
-    def _identify(
-        self, given: Plan | PlanHandle, operation: str, layer: int | None
-    ) -> tuple[Plan, str]:
-        """Return the plan and the call's name; set the tag."""
-        plans = self._session.plans
-        if not isinstance(given, PlanHandle):
-            if layer is not None:
-                self.tag = plans.tag(layer, operation)
-                operation = f"{operation} of layer {layer}"
-            return given, operation
-        if layer not in (None, given.layer):
-            raise InvalidArgumentError(
-                f"rank {self._session.rank}: {operation} was given layer={layer} and a handle of"
-                f" layer {given.layer}; leave layer= out"
-            )
-        plan, self.tag = plans.plan_of(given, operation), given.tag
-        return plan, f"{operation} of layer {given.layer}, microbatch {given.microbatch}"
 
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's input is bad; name the handle's call in the error."""
@@ -127,6 +131,16 @@ class Call:
             session.record_failure(error)
             raise
         return work if async_op else None
+
+
+def _open(handle: PlanHandle, operation: str, layer: int | None, session: Session) -> Plan:
+    """Return the plan of a handle that is given to a call of a layer, if that is known."""
+    if layer not in (None, handle.layer):
+        raise InvalidArgumentError(
+            f"rank {session.rank}: {operation} was given layer={layer} and a handle of layer"
+            f" {handle.layer}; leave layer= out"
+        )
+    return session.plans.plan_of(handle, operation)
 
 
 def plan_of(given: Plan | PlanHandle, operation: str, session: Session) -> Plan:

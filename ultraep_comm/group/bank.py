@@ -248,8 +248,8 @@ def make_banks(session: Session) -> tuple[Bank, ...]:
     return tuple(Bank(session, i, own, grads[i % len(grads)]) for i, own in enumerate(weights))
 
 
-def core_bank(plan: Plan, session: Session) -> int:
-    """Return the core's number of a plan's bank; -1: bank 0, without reuse.
+def check_bank(plan: Plan, session: Session) -> int:
+    """Return a plan's bank.
 
     Raises:
         InvalidPlanError: the group has no such bank.
@@ -260,7 +260,7 @@ def core_bank(plan: Plan, session: Session) -> int:
             f" {session.options.banks - 1}: the group was created with"
             f" banks={session.options.banks}"
         )
-    return plan.bank if plan.bank or plan.reuse else -1
+    return plan.bank
 
 
 def find_version(version: int | None, plan: Plan, session: Session) -> int:
