@@ -17,8 +17,9 @@ from typing import Any
 
 from includes import BELOW
 
-from ultraep_comm.bench.commands.plan.cells import size_text
+from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.show import print_document
+from ultraep_comm.bench.table import Column, format_markdown
 from ultraep_comm.model import MACHINES, Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,12 @@ def shown(document: Document) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_document(document)
     return _fence(printed.getvalue())
+
+
+def table(document: Document) -> str:
+    """The same with ``--markdown``: the records, with the columns of the file."""
+    columns = [Column(*column) for column in document["columns"]]
+    return f"{format_markdown(columns, document['records'])}\n"
 
 
 def published(document: Document) -> str:
@@ -154,19 +161,6 @@ def charged(document: Document) -> str:
     return markdown(["expert", *names], rows)
 
 
-def critical_path(document: Document) -> str:
-    """What each step from counts to filled slots takes, and all together."""
-    parts = list(document["records"][0]["us"])
-    rows = [
-        [
-            *(str(row[key]) for key in ("busiest", "machine", "mode")),
-            *(f"{us:.1f}" for us in (*row["us"].values(), row["total_us"])),
-        ]
-        for row in document["records"]
-    ]
-    return markdown(["max(k, in)", "machine", "mode", *parts, "together"], rows)
-
-
 def _by_planner(records: Iterable[Document], load: Callable[[Document], str]) -> str:
     """Imbalance and modelled transfer of every planner; a row for each text of ``load``."""
     rows: dict[str, dict[str, str]] = {}
@@ -187,7 +181,17 @@ def against(document: Document) -> str:
 def against_small(document: Document) -> str:
     """Every planner for fewer ranks, by size and kind of load."""
     others = (row for row in document["records"] if row["ranks"] != 64)
-    return _by_planner(others, lambda row: f"{size_text(row)} {row['family']}")
+
+    def load(row: Document) -> str:
+        size = PlanSize(
+            num_ranks=row["ranks"],
+            num_experts=row["experts"],
+            slots_per_rank=row["slots"],
+            domain_size=row["domain_size"],
+        )
+        return f"{size} {row['family']}"
+
+    return _by_planner(others, load)
 
 
 def against_slots(document: Document) -> str:
@@ -205,16 +209,6 @@ def against_slots(document: Document) -> str:
         rows.append([name, f"{exact} of {loads}", str(slots), *means, of_cases])
     header = ["planner", "exact", "slots used", "replicas", "max exports", "max imports"]
     header += ["copies of one home", "T*", "MoonEP's cases exact"]
-    return markdown(header, rows)
-
-
-def exact_share(document: Document) -> str:
-    """Draw how often a target of 1.0 is exact."""
-    records = document["records"]
-    keys = ("ranks", "experts", "slots", "exact", "best")
-    rows = [[*(str(row[key]) for key in keys), f"{row['worst']:.3f}"] for row in records]
-    exact = f"exact, of {records[0]['loads']}"
-    header = ["ranks", "experts", "slots", exact, "others: the best possible", "worst imbalance"]
     return markdown(header, rows)
 
 
@@ -252,17 +246,16 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
     block.__name__: block
     for block in (
         shown,
+        table,
         break_even,
         published,
         claims,
         against,
         against_slots,
         against_small,
-        exact_share,
         over_bound,
         charged,
         charged_reductions,
-        critical_path,
         planner,
         sensitivity,
         by_blocks,

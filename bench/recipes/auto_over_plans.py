@@ -29,8 +29,9 @@ from ultraep_comm.bench.options import ALL_MODES
 from ultraep_comm.bench.options import Settings as Rounds
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import Mode, WeightRanks
-from ultraep_comm.bench.report import write_records
+from ultraep_comm.bench.report import print_records
 from ultraep_comm.bench.sizes import parse_size
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.plan import plan_replicas
 
 
@@ -100,13 +101,6 @@ def run(settings: Settings) -> int:
                 "wrong_bytes": sum(m.wrong for m in measured),
             }
         )
-        if group.rank == 0:
-            times = "  ".join(f"{m.mode} {m.p50:8.1f}" for m in measured)
-            print(
-                f"{number:3d}  replicas {plan.num_replicas:2d}  {times}  took"
-                f" {auto.chosen:6s}  auto/best {max(over.values()):.3f}",
-                flush=True,
-            )
     ranks.close()
     if dist.get_rank() == 0:
         _finish(settings, records)
@@ -116,10 +110,16 @@ def run(settings: Settings) -> int:
 def _finish(settings: Settings, records: list[dict[str, Any]]) -> None:
     ratios = [r["auto_over_best"] for r in records]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    print(f"auto/best over {len(ratios)} plans: geometric mean {mean:.3f}, worst {max(ratios):.3f}")
     described = {**dataclasses.asdict(settings), "json": None}
     figures = {"geometric_mean": mean, "worst": max(ratios)}
-    write_records(settings.json, records, **figures, settings=described)
+    columns = [
+        Column("replicas", "", "replicas"),
+        *(Column(mode, "(us)", f"time_us.{mode}", ".1f") for mode in records[0]["time_us"]),
+        Column("auto took", "", "chosen"),
+        Column("auto", "/best", "auto_over_best", ".3f"),
+    ]
+    print_records(columns, records, settings.json, **figures, settings=described)
+    print(f"auto/best over {len(ratios)} plans: geometric mean {mean:.3f}, worst {max(ratios):.3f}")
 
 
 def main() -> int:

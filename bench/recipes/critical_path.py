@@ -21,8 +21,8 @@ import torch
 
 from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.report import write_records
-from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.model import MACHINES, predict
 from ultraep_comm.plan.topology import Topology
 
@@ -42,6 +42,9 @@ def make_plans() -> list[Plan]:
         for kind in KINDS
         for load in make_loads(kind, **shape, num_tokens=4096 * RANKS, topk=8, seeds=4)
     ]
+
+
+HEAD = (("max(k, in)", "busiest"), ("machine", "machine"), ("mode", "mode"))
 
 
 def main() -> None:
@@ -82,14 +85,12 @@ def main() -> None:
                     }
                 )
     parts = [*ROWS, "schedule", "transfer"]
-    rows = [
-        [str(r["busiest"]), r["machine"], r["mode"]]
-        + [f"{us:.1f}" for us in (*(r["us"][part] for part in parts), r["total_us"])]
-        for r in records
+    columns = [
+        *(Column(title, "", of) for title, of in HEAD),
+        *(Column(part, "(us)", f"us.{part}", ".1f") for part in parts),
+        Column("together", "(us)", "total_us", ".1f"),
     ]
-    header = ["max(k, in)", "machine", "mode", *parts, "total"]
-    print(format_table([header, ["", "", "", *["(us)"] * 5]], rows))
-    write_records(options.json, records, modelled_machine="nvl72, gb200")
+    print_records(columns, records, options.json, modelled_machine="nvl72, gb200")
 
 
 if __name__ == "__main__":

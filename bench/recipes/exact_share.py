@@ -17,8 +17,8 @@ import numpy as np
 from ultraep_comm import slots_for_exact
 from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.plan.cells import plan_load
-from ultraep_comm.bench.report import show_progress, write_records
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.report import print_records, show_progress
+from ultraep_comm.bench.table import Column
 from ultraep_comm.plan.certificate import verify_plan
 
 SIZES = ((4, 8), (8, 32), (8, 64), (16, 64), (32, 32), (64, 256))
@@ -74,8 +74,7 @@ def main() -> None:
                 }
             )
     show_progress(len(SIZES), len(SIZES), "")
-    print(format_records(COLUMNS, records))
-    write_records(options.json, records)
+    print_records(COLUMNS, records, options.json)
 
 
 if __name__ == "__main__":

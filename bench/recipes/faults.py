@@ -22,9 +22,9 @@ from lives import lives_scene  # noqa: E402
 from scene import Scene  # noqa: E402
 from scenes import SCENES  # noqa: E402
 from soak import soak_scene  # noqa: E402
-from table import Row, render  # noqa: E402
+from table import COLUMNS, Row  # noqa: E402
 
-from ultraep_comm.bench.report import write_records  # noqa: E402
+from ultraep_comm.bench.report import print_records  # noqa: E402
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Scene, int]]:
@@ -59,10 +59,9 @@ def main() -> int:
             print(f"{scene.name}, run {number + 1}: {wrong or 'as expected'}", file=sys.stderr)
     if not rows:
         parser.error(f"no scene has {arguments.only!r} in its name")
-    render(rows)
     names = ("repeat", "soak", "groups", "seed", "only", "short")
     settings = {name: getattr(arguments, name) for name in names}
-    write_records(arguments.json, [row.record() for row in rows], settings=settings)
+    print_records(COLUMNS, [row.record() for row in rows], arguments.json, settings=settings)
     return 1 if any(row.wrong for row in rows) else 0
 
 

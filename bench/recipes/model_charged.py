@@ -19,8 +19,8 @@ from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.options import check_writable
-from ultraep_comm.bench.report import show_progress, write_records
-from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.report import print_records, show_progress
+from ultraep_comm.bench.table import Column
 from ultraep_comm.model import predict, predict_reduction
 from ultraep_comm.plan.topology import Topology
 
@@ -80,15 +80,16 @@ def main() -> None:
                 },
             }
         )
-    rows = [
-        [r["size"], str(r["expert_mb"]), r["machine"], f"{r['bound_us']:.0f}"]
-        + [f"{r['over_bound'][mode]['mean']:.2f}" for mode in MODES]
-        + [f"{r['reduction'][mode]['mean']:.2f}" for mode in ("pull", "direct")]
-        for r in records
+    show_progress(len(cells), len(cells), "")
+    columns = [
+        Column("size", "G/E/S", "size"),
+        Column("expert", "(MB)", "expert_mb"),
+        Column("machine", "", "machine"),
+        Column("T*", "(us)", "bound_us", ".0f"),
+        *(Column(mode, "/T*", f"over_bound.{mode}.mean", ".2f") for mode in MODES),
+        *(Column(f"reduce,{m}", "/T*", f"reduction.{m}.mean", ".2f") for m in ("pull", "direct")),
     ]
-    header = ["size", "expert", "machine", "T*", *MODES, "reduce,pull", "direct"]
-    print(format_table([header, ["G/E/S", "(MB)", "", "(us)", *["/T*"] * 5]], rows))
-    write_records(options.json, records)
+    print_records(columns, records, options.json)
 
 
 if __name__ == "__main__":

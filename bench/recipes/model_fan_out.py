@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from ultraep_comm import Plan
-from ultraep_comm.bench.report import write_records
-from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.model import predict
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -61,14 +61,13 @@ def main() -> None:
                         "over_bound": found.over_bound,
                     }
                 )
-    rows = [
-        [str(size), str(n)]
-        + [f"{r['over_bound']:.3f}" for r in records if (r["size"], r["fan_out"]) == (size, n)]
-        for size in SIZES
-        for n in FAN_OUTS
+    columns = [
+        Column("size", "(B)", "size"),
+        Column("replicas", "", "fan_out"),
+        Column("mode", "", "mode"),
+        Column("time", "/T*", "over_bound", ".3f"),
     ]
-    print(format_table([["size", "replicas", *MODES], ["(B)", "", *(["/T*"] * len(MODES))]], rows))
-    write_records(options.json, records, modelled_machine=MACHINE)
+    print_records(columns, records, options.json, modelled_machine=MACHINE)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import torch
 from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
 from ultraep_comm.bench.options import check_writable
-from ultraep_comm.bench.report import show_progress, write_records
-from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.report import print_records, show_progress
+from ultraep_comm.bench.table import Column
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.model import MACHINES, Machine, predict
 from ultraep_comm.plan.topology import Topology
@@ -101,17 +101,11 @@ def main() -> None:
                 }
         records.append({"op": "model_sensitivity", "change": name, "plans": over})
     show_progress(len(changes), len(changes), "")
-    columns = [name.rpartition(", ")[::2] for name in records[0]["plans"]]
-    headers = [
-        ["us beyond T*", *(shape if mode == "push" else "" for shape, mode in columns)],
-        ["", *(mode for _, mode in columns)],
-    ]
-    rows = [
-        [r["change"], *(f"{found['beyond_us']:.1f}" for found in r["plans"].values())]
-        for r in records
-    ]
-    print(format_table(headers, rows))
-    write_records(options.json, records)
+    columns = [Column("us beyond T*", "", "change")]
+    for name in records[0]["plans"]:
+        shape, _, mode = name.rpartition(", ")
+        columns.append(Column(shape, mode, f"plans.{name}.beyond_us", ".1f"))
+    print_records(columns, records, options.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from ultraep_comm.bench.commands.plan import TRACE, PlanSize
 from ultraep_comm.bench.commands.plan.cells import Loads
 from ultraep_comm.bench.options import DEFAULT_TARGET, ZIPF
-from ultraep_comm.bench.report import show_progress, write_records
+from ultraep_comm.bench.report import print_records, show_progress
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.bench.traces import open_trace
 
@@ -135,11 +135,11 @@ def main() -> None:
         ]
     show_progress(len(found), len(found), "")
     cases = run_cases()
-    print(format_records(COLUMNS, records))
     print(format_records(CASE_COLUMNS, cases))
-    write_records(
-        options.json,
+    print_records(
+        COLUMNS,
         records,
+        options.json,
         cases=cases,
         modelled_machine=MACHINE,
         settings={

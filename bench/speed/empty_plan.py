@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.bench.launch import run_ranks
-from ultraep_comm.bench.report import write_records
+from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.group.create import new_group
@@ -57,9 +58,12 @@ def run(settings: Settings) -> int:
             {"op": name, "ranks": settings.ranks, "time_us": {"p50": p50, "p99": p99}}
             for name, (p50, p99) in rows.items()
         ]
-        for name, (p50, p99) in rows.items():
-            print(f"{name:12}  p50 {p50:8.1f} us   p99 {p99:8.1f} us")
-        write_records(settings.json, records, settings={"iters": settings.iters})
+        columns = [
+            Column("call", "", "op"),
+            Column("p50", "(us)", "time_us.p50", ".1f"),
+            Column("p99", "(us)", "time_us.p99", ".1f"),
+        ]
+        print_records(columns, records, settings.json, settings={"iters": settings.iters})
     return 0
 
 

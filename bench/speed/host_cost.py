@@ -27,8 +27,8 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.bench.loads import generate_load
-from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import write_records
+from ultraep_comm.bench.report import describe_run, print_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.engines.base import Engine
@@ -265,9 +265,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    machine, commit = describe_machine(), find_commit()
-    print(f"# ultraep_comm {machine['ultraep_comm']}, commit {commit}: one rank's host, no driver")
-    print(f"# machine: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}")
+    print(*(f"# {line}" for line in describe_run("one rank's host, no driver")), sep="\n")
     records = []
     for num_ranks in arguments.ranks:
         plans = make_plans(num_ranks)
@@ -286,10 +284,6 @@ def main() -> int:
                         "time_us": {"p50": p50, "p99": p99},
                     }
                 )
-                print(
-                    f"EP{num_ranks:<3} {replicas:3.0f} replicas  {kind:8} async_op={async_op!s:5}"
-                    f"  p50 {p50:6.1f} us   p99 {p99:6.1f} us"
-                )
     settings = {
         "iters": arguments.iters,
         "plans": NUM_PLANS,
@@ -300,7 +294,12 @@ def main() -> int:
         "imbalance": IMBALANCE,
         "driver": "none: its functions return at once",
     }
-    write_records(arguments.json, records, settings=settings)
+    columns = [
+        *(Column(name, "", name) for name in ("ranks", "replicas", "weights", "async_op")),
+        Column("p50", "(us)", "time_us.p50", ".1f"),
+        Column("p99", "(us)", "time_us.p99", ".1f"),
+    ]
+    print_records(columns, records, arguments.json, settings=settings)
     return 0
 
 

@@ -27,8 +27,8 @@ import numpy as np
 from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_sizes
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.options import FAMILIES, check_writable
-from ultraep_comm.bench.report import write_records
-from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.table import Column, format_table
 from ultraep_comm.errors import UltraEPError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,17 +254,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             program = build(Path(folder))
             records = [record for size in sizes for record in count(program, size)]
-        rows = [
-            [record["op"], record["size"], str(record["loads"])]
-            + [str(record["instructions"][name]) for name in FIGURES]
-            for record in records
-        ]
         print(f"# instructions of one call; {', '.join(FAMILIES)}; {SEEDS} loads of each")
         print(f"# {tools['compiler']}, {tools['target']}, {tools['flags']}")
-        print(format_table([("call", "size", "loads", *FIGURES), ("", "G/E/S", *[""] * 4)], rows))
+        columns = [Column("call", "", "op"), Column("size", "G/E/S", "size")]
+        columns.append(Column("loads", "", "loads"))
+        columns += [Column(name, "", f"instructions.{name}") for name in FIGURES]
+        print_records(columns, records, options.json, tools=tools)
         changes = None if baseline is None else compare(records, baseline)
-        if options.json is not None:
-            write_records(options.json, records, tools=tools)
     except (CountError, UltraEPError, OSError) as error:
         print(f"instructions: {error}", file=sys.stderr)
         return FAILED

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ultraep_comm as uec
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.report import write_records
+from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.table import Column
 
 CALLS = 10
 RANKS = 4
@@ -49,13 +50,11 @@ def kernel_times(call: Callable[[], object]) -> dict[str, list[float]]:
 
 
 def record(row: str, call: Callable[[], object], moved: int = 0) -> list[dict[str, Any]]:
-    """Time a call; print and return a record for each kernel."""
+    """Time a call; return a record for each kernel."""
     records = []
     for kernel, times in kernel_times(call).items():
         us = {"p50": float(np.median(times)), "min": min(times), "max": max(times)}
         rate = round(moved / us["p50"] / 1e3, 1) if moved else None
-        shown = "" if rate is None else f"  {rate} GB/s"
-        print(f"{row:48}{kernel:20}{us['p50']:8.1f}{us['max']:8.1f}{shown}", flush=True)
         records.append({"row": row, "kernel": kernel, "runs": len(times), "us": us, "gbps": rate})
     return records
 
@@ -145,13 +144,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-J", "--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    print(f"{'call':48}{'kernel':20}{'p50 us':>8}{'max':>8}")
     shapes = itertools.product((64 << 10, 1 << 20, 4 << 20, 36 << 20), (8, 16, 24, 33))
     records = [r for size, num_sms in shapes for r in transfers(size, num_sms)]
     records += [r for size in SIZES for r in stages(*size)]
-    if options.json:
-        device = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        write_records(options.json, records, settings={"calls": CALLS, "device": device})
+    columns = [
+        Column("call", "", "row"),
+        Column("kernel", "", "kernel"),
+        Column("p50", "(us)", "us.p50", ".1f"),
+        Column("max", "(us)", "us.max", ".1f"),
+        Column("bandwidth", "(GB/s)", "gbps", ".1f"),
+    ]
+    device = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    print_records(columns, records, options.json, settings={"calls": CALLS, "device": device})
 
 
 if __name__ == "__main__":

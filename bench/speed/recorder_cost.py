@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from host_cost import EXPERTS, SLOTS, IdleDevice, make_group, make_plans, make_weights
 
-from ultraep_comm.bench.report import write_records
+from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.replicate import replicate_experts
 
 CAPACITY = 1024
@@ -73,12 +74,11 @@ def main() -> int:
                 )
             }
             records.append(record)
-            print(
-                f"{num_ranks:3} ranks, recorder {name:13}: least {record['least_us']:6.2f} us,"
-                f" median {record['median_us']:6.2f}, median added {record['added_median_us']:.2f}"
-            )
     settings = {"iters": arguments.iters, "capacity": CAPACITY}
-    write_records(arguments.json, records, settings=settings)
+    columns = [Column("ranks", "", "ranks"), Column("recorder", "", "recorder")]
+    columns += [Column(what, "(us)", f"{what}_us", ".2f") for what in ("least", "median", "p95")]
+    columns.append(Column("added", "median", "added_median_us", ".2f"))
+    print_records(columns, records, arguments.json, settings=settings)
     return 0
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from cast import Outcome
 from scene import Scene, judge, times
 
-from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.table import Column
 
 # The attempts in which a fault is detected; others come before or after.
 FIRST = ("call", "new_group", "empty_weights", "calls", "soak", "lives")
-HEADERS = ("fault", "survivors get", "p50 s", "max s", "within s", "runs", "unexpected")
+COLUMNS = (
+    Column("fault", "", "fault"),
+    Column("survivors get", "", "survivors"),
+    Column("p50", "s", "time_to_error_s.p50", ".3f"),
+    Column("max", "s", "time_to_error_s.max", ".3f"),
+    Column("within", "s", "within_s"),
+    Column("runs", "", "runs"),
+    Column("unexpected", "", "num_unexpected"),
+)
 
 
 @dataclass(kw_only=True)
@@ -56,22 +63,6 @@ class Row:
             for expect in self.scene.expect.get(name, {}).values()
         )
 
-    def cells(self) -> tuple[str, ...]:
-        gets = ", ".join(
-            kind.removesuffix("Error") + (f" {n}" if len(self.kinds) > 1 else "")
-            for kind, n in self.kinds.most_common()
-        )
-        times_ = (f"{statistics.median(self.seconds):.3f}", f"{max(self.seconds):.3f}")
-        shown = times_ if self.seconds else ("-", "-")
-        return (
-            self.scene.name,
-            gets.replace("ok", "success"),
-            *shown,
-            f"{self.within:g}",
-            str(self.runs),
-            str(len(self.wrong)),
-        )
-
     def record(self) -> dict[str, Any]:
         """Return the row for a result file."""
         return {
@@ -81,6 +72,7 @@ class Row:
             "ranks": self.scene.size,
             "runs": self.runs,
             "kinds": dict(self.kinds),
+            "survivors": ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common()),
             "time_to_error_s": {
                 "p50": statistics.median(self.seconds) if self.seconds else None,
                 "max": max(self.seconds, default=None),
@@ -88,26 +80,6 @@ class Row:
             "within_s": self.within,
             "limit_s": self.scene.limit,
             "unexpected": self.wrong,
+            "num_unexpected": len(self.wrong),
             "figures": self.figures,
         }
-
-
-def render(rows: Iterable[Row]) -> None:
-    """Print the table, with rich if it is installed, else as aligned text."""
-    rows = list(rows)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:  # an optional dependency
-        print(format_table([HEADERS], [row.cells() for row in rows]))
-        return
-    console = Console()
-    if not console.is_terminal:
-        print(format_table([HEADERS], [row.cells() for row in rows]))
-        return
-    table = Table(*HEADERS[:2])
-    for header in HEADERS[2:]:
-        table.add_column(header, justify="right")
-    for row in rows:
-        table.add_row(*row.cells(), style="red" if row.wrong else "")
-    console.print(table)

@@ -24,7 +24,6 @@ from studies.cli import main as studies
 from studies.draw.bound import load_results
 from ultraep_comm import errors
 from ultraep_comm.bench.cli import main as bench
-from ultraep_comm.bench.commands.show import print_document
 from ultraep_comm.bench.launch import find_launcher, meeting_point
 from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.traces import TraceError, open_trace
@@ -239,13 +238,6 @@ def test_names_in_results_that_no_font_has(tmp_path: Path) -> None:
     assert result.mode.startswith("?")
     assert len(result.mode) <= 60
     assert studies(["draw", str(path), "--out", str(tmp_path / "o.png")]) == 0
-
-
-def test_a_text_in_place_of_a_number_is_not_repeated() -> None:
-    document = json.loads(json.dumps(result_documents()[0]))
-    document["records"][0]["replicas"] = "x" * 300  # times bytes: gigabytes
-    with pytest.raises(TypeError, match="replicas is a str"):
-        print_document(document)
 
 
 def test_records_without_what_a_table_shows(

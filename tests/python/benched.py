@@ -35,7 +35,7 @@ SMALL = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
 TIMES = {"time_us", "rank_time_us"}
 # Keys that records of replicate and reduce share, on the CPU and on a device.
 ONE_PLAN_KEYS = {
-    *("op", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
+    *("op", "name", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
     *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "critical_gbps"),
     *("bound_us", "over_bound", "wrong_bytes", "gate", *TIMES),
 }
@@ -102,6 +102,16 @@ class Done:
             for line in lines
             if line
         }
+
+
+def modes_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of the library's modes."""
+    return [record for record in document["records"] if record["op"] != "baseline"]
+
+
+def baselines_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of baselines."""
+    return [record for record in document["records"] if record["op"] == "baseline"]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Gate:
 
     def explain(self, records: Sequence[dict[str, Any]]) -> str:
         """Return one line that names the records that miss a limit; empty if none does."""
-        missed = [r for r in records if r.get("gate") not in (None, "met")]
+        missed = [r for r in records if r["gate"] not in (None, "met")]
         if not missed:
             return ""
         missed.sort(key=_slowness, reverse=True)

@@ -76,6 +76,11 @@ class Measured:
     wrong: int
 
     @property
+    def name(self) -> str:
+        """Return the mode, and the one that the library chose."""
+        return self.mode if self.chosen in ("", self.mode) else f"{self.mode} ({self.chosen})"
+
+    @property
     def p50(self) -> float:
         """Return the median in microseconds."""
         return self.times.get("p50")

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,12 +16,13 @@ from ultraep_comm.bench.gate import exit_code
 from ultraep_comm.bench.machine import describe_machine, find_commit, format_places, gather_places
 from ultraep_comm.bench.options import Settings, is_stream
 from ultraep_comm.bench.sizes import format_size
+from ultraep_comm.bench.table import Column, RecordTable, format_records
 from ultraep_comm.errors import UltraEPError
 
 if TYPE_CHECKING:
     from ultraep_comm.group.group import Group
 
-FORMAT = 1  # of the documents; a change that only adds fields keeps the number
+FORMAT = 2  # of the documents; a change that only adds fields keeps the number
 _BAR, _LINE = 24, 79  # widths of the progress display
 Record = dict[str, Any]
 
@@ -34,6 +36,10 @@ class Report:
         self.places: list[Record] = []  # of the ranks
         self._device: Mapping[str, Any] = {}
         self._header: list[str] = []
+        self._table: RecordTable | None = None
+        self._columns: Sequence[Column] = ()
+        self._records: list[Record] = []
+        self._notes: list[str] = []
 
     @classmethod
     def of(cls, settings: Settings) -> Report:
@@ -75,6 +81,30 @@ class Report:
 
     # ---- figures --------------------------------------------------------------------------------
 
+    def columns(self, columns: Sequence[Column], least: int = 0) -> None:
+        """Begin the table of records, unless it has begun.
+
+        ``least`` is the minimum width of a column.
+        """
+        if self._table is None:
+            self._columns, self._table = columns, RecordTable(columns, least)
+
+    def add(self, records: Sequence[Record], *, gated: bool = True, shown: bool = True) -> None:
+        """Keep records, with the gate's verdict if they are ``gated``, and print their rows.
+
+        Else a record has the verdict that it came with, or None.
+        """
+        gate = self.settings.gate
+        found = [{**r, "gate": gate.judge(r) if gated else r.get("gate")} for r in records]
+        self._records += found
+        if shown and self._table is not None:
+            self.show(self._table.add(found))
+
+    def note(self, *lines: str) -> None:
+        """Print and keep lines about the records."""
+        self._notes += [f"# {line}" for line in lines]
+        self.show("\n".join(self._notes[len(self._notes) - len(lines) :]))
+
     def show(self, text: str) -> None:
         """Print lines."""
         if self.prints:
@@ -87,63 +117,36 @@ class Report:
 
     # ---- at the end -----------------------------------------------------------------------------
 
-    def document(
-        self,
-        records: Sequence[Record],
-        settings: Mapping[str, Any],
-        *,
-        more: Mapping[str, Any] | None = None,
-        header: bool = False,
-        gated: bool = True,
-    ) -> Record:
-        """Return the JSON document of a run.
-
-        Args:
-            records: of the run.
-            settings: described for JSON.
-            more: further fields.
-            header: include the printed header, so that ``show`` can print the run again.
-            gated: the command has gates.
-        """
-        gate = {"gate": self.settings.gate.describe(records)} if gated else {}
+    def document(self, more: Mapping[str, Any] | None = None) -> Record:
+        """Return the JSON document of a run; ``more``: further fields."""
+        gate = self.settings.gate.describe(self._records)
         return {
-            **({"header": self._header} if header else {}),
-            "records": list(records),
+            "header": self._header,
+            "columns": [astuple(column) for column in self._columns],
+            "records": self._records,
+            "notes": self._notes,
             "machine": {**describe_machine(), **self._device},
             **({"topology": self.places} if self.places else {}),
             "commit": find_commit(),
-            **gate,
+            "gate": gate,
             **(more or {}),
-            "settings": dict(settings),
+            "settings": self.settings.describe(),
         }
 
     def write(self, document: Mapping[str, Any]) -> None:
         """Write the files of ``--json`` and ``--csv``."""
         write_outputs(document, json_path=self.settings.json, csv_path=self.settings.csv)
 
-    def finish(
-        self,
-        records: Sequence[Record],
-        settings: Mapping[str, Any],
-        *,
-        wrong: int = 0,
-        **document: Any,
-    ) -> int:
+    def finish(self, *, wrong: int = 0, more: Mapping[str, Any] | None = None) -> int:
         """Write the document and print which records miss the gate; return the exit status.
 
         Args:
-            records: of the run, judged if there is a gate.
-            settings: described for JSON.
             wrong: bytes or values.
-            document: further arguments of `document`.
+            more: further fields of the document.
         """
         if self.prints:
-            self.write(self.document(records, settings, **document))
-        return exit_code(self.settings.gate, records, wrong, prints=self.prints)
-
-    def judge(self, record: Record) -> Record:
-        """Return a record with the gate's verdict."""
-        return {**record, "gate": self.settings.gate.judge(record)}
+            self.write(self.document(more))
+        return exit_code(self.settings.gate, self._records, wrong, prints=self.prints)
 
 
 def describe_run(command: str) -> list[str]:
@@ -186,9 +189,23 @@ def show_progress(done: int, total: int, text: str) -> None:
 # ---- files --------------------------------------------------------------------------------------
 
 
-def write_records(path: Path | None, records: Sequence[Record], **more: Any) -> None:
-    """Write records, machine, commit and further fields as JSON, for scripts without a `Report`."""
-    document = {"records": records, "machine": describe_machine(), "commit": find_commit(), **more}
+def print_records(
+    columns: Sequence[Column], records: Sequence[Record], path: Path | None, **more: Any
+) -> None:
+    """Print a table of records; write it, machine, commit and further fields as JSON.
+
+    For scripts without a `Report`.
+    """
+    print(format_records(columns, records), flush=True)
+    document = {
+        "header": [f"# commit {find_commit()}"],
+        "columns": [astuple(column) for column in columns],
+        "records": records,
+        "notes": [],
+        "machine": describe_machine(),
+        "commit": find_commit(),
+        **more,
+    }
     write_outputs(document, json_path=path, csv_path=None)
 
 

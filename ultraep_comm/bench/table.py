@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,28 +47,35 @@ class GrowingTable:
 
 # ---- tables of records --------------------------------------------------------------------------
 
-Source = str | Callable[[Mapping[str, Any]], Any]
-
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of records.
+    """A column of a table of records. A file has its columns, so that any file can be shown.
 
     Attributes:
         title: first header line.
         unit: second header line.
-        of: path of the value in a record, as in ``"time_us.p50"``, or a function of the record.
-        form: format specification. A missing value, None or NaN is printed as a dash.
+        of: path of the value in a record, as in ``"time_us.p50"``.
+        form: format specification: digits behind the point, maybe a sign, maybe per cent. A
+            missing value, None or NaN is printed as a dash.
+
+    Raises:
+        ValueError: another specification, as of a stranger's file: it may ask for gigabytes.
     """
 
     title: str
     unit: str
-    of: Source
+    of: str
     form: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the specification."""
+        if re.fullmatch(r"\+?(\.\d[f%])?", self.form) is None:
+            raise ValueError(f"format {self.form!r}")
 
     def cell(self, record: Mapping[str, Any]) -> str:
         """Return the text of one row."""
-        value: Any = find(record, self.of) if isinstance(self.of, str) else self.of(record)
+        value = find(record, self.of)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return "-"
         return format(value, self.form)
@@ -99,6 +107,13 @@ class RecordTable:
 def format_records(columns: Sequence[Column], records: Sequence[Mapping[str, Any]]) -> str:
     """Return the whole table of records."""
     return RecordTable(columns).add(records)
+
+
+def format_markdown(columns: Sequence[Column], records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the whole table of records in Markdown."""
+    lines = [[f"{c.title} {c.unit}".strip() for c in columns], ["---"] * len(columns)]
+    lines += [[c.cell(record) for c in columns] for record in records]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # ---- colours ------------------------------------------------------------------------------------

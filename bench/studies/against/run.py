@@ -22,14 +22,13 @@ from ultraep_comm.bench.commands.plan.cells import (
     each_cell,
     plan_load,
     show_certificates,
-    size_text,
     time_core_us,
 )
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.model import predict
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
@@ -59,11 +58,11 @@ def run(settings: AgainstSettings, report: Report) -> int:
             size, family, loads, settings.target, settings.peers, certify=settings.certify
         )
     ]
-    report.show(format_records(COLUMNS, records))
+    report.columns(COLUMNS)
+    report.add(records, gated=False)
     if settings.certify:
         show_certificates(report, records)
-    described = {**settings.describe(), "machine": MACHINE, "expert_bytes": EXPERT_BYTES}
-    return report.finish(records, described, gated=False)
+    return report.finish(more={"modelled_machine": MACHINE, "modelled_bytes": EXPERT_BYTES})
 
 
 def compare(
@@ -166,7 +165,7 @@ def _planning(times: Sequence[float], language: str) -> dict[str, Any]:
 
 
 COLUMNS = (
-    Column("size", "G/E/S", size_text),
+    Column("size", "G/E/S", "size"),
     Column("load", "", "family"),
     Column("loads", "", "vectors"),
     Column("before", "mean", "imbalance_before", ".2f"),

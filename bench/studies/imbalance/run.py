@@ -10,7 +10,7 @@ from studies.workloads import workload_load
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.options import DEFAULT_TARGET
 from ultraep_comm.bench.report import Record, Report
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.plan.topology import Topology
 
@@ -29,13 +29,12 @@ def run(settings: ImbalanceSettings, report: Report) -> int:
         ],
     )
     cells = [(name, step) for name in settings.workloads for step in range(settings.steps)]
-    records = []
+    report.columns(_COLUMNS)
     for i, (name, step) in enumerate(cells):
         report.progress(i, len(cells), f"{name} step {step}")
-        records.append(measure(settings, name, step))
+        report.add([measure(settings, name, step)], gated=False)
     report.progress(len(cells), len(cells))
-    report.show(format_records(_COLUMNS, records))
-    return report.finish(records, settings.describe(), gated=False)
+    return report.finish()
 
 
 def measure(settings: ImbalanceSettings, workload: str, step: int) -> Record:

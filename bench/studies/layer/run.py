@@ -17,7 +17,7 @@ from ultraep_comm.bench.clock import HostClock
 from ultraep_comm.bench.measure import Measured, gather, measure
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import format_size
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 
 
 def run(settings: LayerSettings, report: Report) -> int:
@@ -47,9 +47,10 @@ def run(settings: LayerSettings, report: Report) -> int:
                 for row in rows
             ]
             wrong += sum(m.wrong for m in measured)
-        report.show(format_records(_columns(settings, rows_of.PHASES), records))
-        described = {**settings.describe(), "imbalance": settings.mean_imbalance}
-        return report.finish(records, described, wrong=wrong)
+        report.columns(_columns(settings, rows_of.PHASES))
+        for record in records:
+            report.add([record], gated=record["routing"] == "replicated")
+        return report.finish(wrong=wrong, more={"imbalance": settings.mean_imbalance})
 
 
 def _figures(found: Sequence[Any]) -> NDArray[np.int64]:
@@ -142,23 +143,15 @@ def make_record(
         "compute_share_of_balanced": float(np.median(ceiling[1][:, :, last].max(axis=0) / compute)),
         "imbalance": float(np.median(rows.max(axis=0) / rows.mean(axis=0))),
         "replicas": float(np.mean(ranks[0, :, last + 2])),
-        "phases_us": dict(zip(names, (np.median(phases, axis=0) / 1e3).tolist(), strict=True)),
-        "phases_share": float(np.median(phases.sum(axis=1) / 1e3 / times_us)),
+        "phases_us": None,
+        "phases_share": None,
         "wrong_values": m.wrong,
     }
-    return {**record, "gate": settings.gate.judge(record) if replicated else None}
-
-
-def _of_replicated(*path: str) -> Any:
-    """Return a function for a value that only the row with replicas has."""
-
-    def find(record: Any) -> Any:
-        value = record if record["routing"] == "replicated" else None
-        for name in path:
-            value = None if value is None else value[name]
-        return value
-
-    return find
+    if replicated:
+        medians = (np.median(phases, axis=0) / 1e3).tolist()
+        record["phases_us"] = dict(zip(names, medians, strict=True))
+        record["phases_share"] = float(np.median(phases.sum(axis=1) / 1e3 / times_us))
+    return record
 
 
 def _columns(settings: LayerSettings, phases: Sequence[str]) -> list[Column]:
@@ -174,7 +167,7 @@ def _columns(settings: LayerSettings, phases: Sequence[str]) -> list[Column]:
         Column("balanced", "/time", "share_of_balanced", ".3f"),
         Column("compute", "(us)", "compute_us", ".0f"),
         Column("b. compute", "/compute", "compute_share_of_balanced", ".3f"),
-        *(Column(name, "(us)", _of_replicated("phases_us", name), ".0f") for name in phases),
-        Column("phases", "/time", _of_replicated("phases_share"), ".3f"),
+        *(Column(name, "(us)", f"phases_us.{name}", ".0f") for name in phases),
+        Column("phases", "/time", "phases_share", ".3f"),
         Column("#wrong", "", "wrong_values"),
     ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,21 +58,21 @@ def run(settings: ModelSettings, report: Report) -> int:
             over_target.setdefault((str(size), mode), []).extend(over.tolist())
     published = [_predict_published(settings.machine, run) for run in PUBLISHED_RUNS]
     claims = [make_claim(size, mode, over) for (size, mode), over in over_target.items()]
-    sizes = Column("size", "G/E/S", _size(settings))
-    report.show(format_records([sizes, *_COLUMNS], records))
-    report.show(
-        f"# target: max({TARGET_RATIO:.2f} T*, T* + {TARGET_US:g} us) on average, at most"
+    report.columns(_COLUMNS)
+    report.add(records, gated=False)
+    report.note(
+        f"target: max({TARGET_RATIO:.2f} T*, T* + {TARGET_US:g} us) on average, at most"
         f" {WORST_RATIO} of it in the worst case"
     )
-    report.show(format_records(_CLAIM_COLUMNS, claims))
-    report.show("# published, in us; the model's times are for a plan with these numbers")
-    report.show(format_records(_PUBLISHED_COLUMNS, published))
+    report.note(*format_records(_CLAIM_COLUMNS, claims).splitlines())
+    report.note("published, in us; the model's times are for a plan with these numbers")
+    report.note(*format_records(_PUBLISHED_COLUMNS, published).splitlines())
     document = {
         "claims": claims,
         "published": published,
         "modelled_machine": asdict(settings.machine),
     }
-    return report.finish(records, settings.describe(), more=document, gated=False)
+    return report.finish(more=document)
 
 
 def target_us(bound_us: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -112,6 +111,7 @@ def make_record(
 
     return {
         "op": "model",
+        "size": str(size),
         "ranks": size.num_ranks,
         "experts": size.num_experts,
         "slots": size.slots_per_rank,
@@ -148,17 +148,8 @@ def _predict_published(machine: Machine, run: PublishedRun) -> Record:
     }
 
 
-def _size(settings: ModelSettings) -> Any:
-    """Return a function for the text of a record's size. Records have no domain size."""
-    names = {(s.num_ranks, s.num_experts, s.slots_per_rank): str(s) for s in settings.sizes}
-    return lambda record: names[record["ranks"], record["experts"], record["slots"]]
-
-
-def _holds(record: Mapping[str, Any]) -> str:
-    return "yes" if record["holds"] else "NO"
-
-
 _COLUMNS = (
+    Column("size", "G/E/S", "size"),
     Column("load", "", "load"),
     Column("loads", "", "loads"),
     Column("replicas", "mean", "replicas", ".1f"),
@@ -174,7 +165,7 @@ _CLAIM_COLUMNS = (
     Column("mode", "", "mode"),
     Column("time / target", "mean", "over_target.mean", ".3f"),
     Column("", "worst", "over_target.worst", ".3f"),
-    Column("", "holds", _holds),
+    Column("", "holds", "holds"),
 )
 _PUBLISHED_COLUMNS = (
     Column("64/256/2", "imbalance", "imbalance", ".2f"),

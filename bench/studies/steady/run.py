@@ -13,7 +13,7 @@ import torch
 from studies.steady import SteadySettings
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.report import Record, Report
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.replicate import replicate_experts
@@ -262,8 +262,9 @@ def run(settings: SteadySettings, report: Report) -> int:
         for way in ways:
             way.close()
     report.progress(total, total)
-    report.show(format_records(_COLUMNS, records))
-    status = report.finish(records, settings.describe(), gated=False)
+    report.columns(_COLUMNS)
+    report.add(records, gated=False)
+    status = report.finish()
     return _WRONG if any(record["wrong"] for record in records) else status
 
 
@@ -271,7 +272,7 @@ _COLUMNS = (
     Column("slots", "", "slots"),
     Column("way", "", "way"),
     Column("banks", "", "banks"),
-    Column("slots", "MB/rank", lambda r: r["slot_bytes"] / 1e6, ".2f"),
+    Column("slots", "B/rank", "slot_bytes"),
     Column("moves", "/layer", "moves", ".2f"),
     Column("fetched", "before", "prefetched", ".2f"),
     Column("T*", "experts", "transfer_bound", ".2f"),

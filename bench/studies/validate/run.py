@@ -21,7 +21,7 @@ from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import Filling, WeightRanks, count_experts, make_turns
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calibration import MeasuredCosts, device_name
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.model import Machine, predict
@@ -68,13 +68,17 @@ def run(settings: ValidateSettings, report: Report) -> int:
         for i, (case, plan) in enumerate(zip(cases, plans, strict=True))
     ]
     summed = sum_up(settings, costs, times, records)
-    report.show(format_results(costs, records, summed))
+    figures = [f"{k} {v:.4g}" for k, v in asdict(costs).items() if isinstance(v, float)]
+    report.show(f"# calibrated: {', '.join(figures)}")
+    report.columns(_COLUMNS)
+    report.add(records, gated=False)
+    report.note(*describe_errors(summed, len(records)))
     more = {
         **summed,
         "wrong_bytes": 0,  # else there is no document
         "load_average": {"before": load_average[0], "after": load_average[-1]},
     }
-    report.finish(records, settings.describe(), more=more, gated=False)
+    report.finish(more=more)
     return GATE_MISSED if summed["gate"] is not None and not summed["gate"]["met"] else 0
 
 
@@ -287,15 +291,18 @@ def make_record(
     measured_us = _statistic(timed.times, statistic)
     return {
         "op": "validate",
+        "name": case.mode if case.mode == took else f"{case.mode} ({took})",
         "mode": case.mode,
         "chosen": took,
         "expert_bytes": case.expert_bytes,
         "replicas": case.replicas,
-        "imports": case.imports,
+        "bytes": case.replicas * case.expert_bytes,
+        "imports": "+".join(map(str, case.imports)),
         "filling": [" ".join(f"{h}/{n}" for h, n in row) for row in case.filling],
         "calls": timed.calls,
         "time_us": figures_of(timed.times, "min", "p50", "max"),
         "measured_us": measured_us,
+        "measured_gbps": rate(case.replicas * case.expert_bytes, measured_us),
         "predicted_us": found.time_us,
         "error": found.time_us / measured_us - 1,
     }
@@ -326,38 +333,21 @@ def sum_up(
 
 
 _COLUMNS = (
-    Column(
-        "mode",
-        "",
-        lambda r: r["mode"] if r["mode"] == r["chosen"] else f"{r['mode']} ({r['chosen']})",
-    ),
-    Column("size", "", lambda r: format_size(r["expert_bytes"])),
-    Column("imports", "of ranks", lambda r: "+".join(map(str, r["imports"]))),
-    Column("bytes", "MB", lambda r: r["replicas"] * r["expert_bytes"] / 1e6, ".2f"),
+    Column("mode", "", "name"),
+    Column("size", "B", "expert_bytes"),
+    Column("imports", "of ranks", "imports"),
+    Column("bytes", "B", "bytes"),
     Column("measured", "us", "measured_us", ".1f"),
     Column("predicted", "us", "predicted_us", ".1f"),
-    Column("error", "%", lambda r: 100 * r["error"], "+.1f"),
-    Column(
-        "measured",
-        "GB/s",
-        lambda r: rate(r["replicas"] * r["expert_bytes"], r["measured_us"]),
-        ".2f",
-    ),
+    Column("error", "", "error", "+.1%"),
+    Column("measured", "GB/s", "measured_gbps", ".2f"),
 )
 
 
-def format_results(
-    costs: MeasuredCosts, records: Sequence[Record], summed: Mapping[str, Any]
-) -> str:
-    """Return the calibration, a row for each plan, and the errors."""
-    figures = ", ".join(f"{k} {v:.4g}" for k, v in asdict(costs).items() if isinstance(v, float))
+def describe_errors(summed: Mapping[str, Any], num_plans: int) -> Iterator[str]:
+    """Yield lines about the errors of all plans, and the gate."""
     median, worst, gate = (summed[name] for name in ("median_error", "worst_error", "gate"))
-    lines = [
-        f"# calibrated: {figures}",
-        format_records(_COLUMNS, records),
-        f"# error: median {100 * median:.1f}%, worst {100 * worst:.1f}%, of {len(records)} plans",
-    ]
+    yield f"error: median {100 * median:.1f}%, worst {100 * worst:.1f}%, of {num_plans} plans"
     if gate is not None:
         verdict = "met" if gate["met"] else "not met"
-        lines.append(f"# gate {verdict}: median error at most {100 * gate['max_error']:g}%")
-    return "\n".join(lines)
+        yield f"gate {verdict}: median error at most {100 * gate['max_error']:g}%"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benched import ONE_PLAN_KEYS, SMALL, run_on, settings_of
+from benched import ONE_PLAN_KEYS, SMALL, baselines_of, modes_of, run_on, settings_of
 from fake_device import FakeDevice
 from stand_in import StandIn
 
@@ -35,12 +35,10 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sizes = ["-b", "48K", "-e", "96K", "--num-workers", "2,1"]
     assert run_on(StandIn(), *FEW, *sizes, "--check", "--json", str(path)) == 0
     text, document = capsys.readouterr().out, json.loads(path.read_text())
-    records, modes = document["records"], ["push", "pull", "direct", "auto"]
+    records, modes = modes_of(document), ["push", "pull", "direct", "auto"]
     wanted = [(size << 10, n, mode) for size in (48, 96) for n in (1, 2) for mode in modes]
     assert [(r["expert_bytes"], r["num_sms"], r["mode"]) for r in records] == wanted
     assert [one["expert_bytes"] for one in document["sizes"]] == [48 << 10, 96 << 10]
-    baselines = [one["baselines"] for one in document["sizes"]]
-    assert document["baselines"] == baselines[1]
     for record in records:
         assert set(record) == RECORD_KEYS
         assert record["wrong_bytes"] == 0
@@ -51,21 +49,22 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert record["stores_bytes"] == total
         assert record["moved_gbps"] == pytest.approx(record["moved_bytes"] / p50 / 1e3)
         assert record["egress_gbps"] == pytest.approx(record["egress_bytes_max"] / p50 / 1e3)
-        found = baselines[record["expert_bytes"] == 96 << 10]
+        beside = (b for b in baselines_of(document) if b["expert_bytes"] == record["expert_bytes"])
+        found = {baseline["mode"]: baseline for baseline in beside}
         assert set(found) == {"copy", "big copy", "copies"}
         assert found["copy"]["bytes"] == found["copies"]["bytes"] == total
         big = found["big copy"]["moved_gbps"]
-        assert big == pytest.approx(2 * (1 << 20) / found["big copy"]["p50_us"] / 1e3)
+        assert big == pytest.approx(2 * (1 << 20) / found["big copy"]["time_us"]["p50"] / 1e3)
         bound = total / (big / 2) / 1e3  # a copy loads and stores
         assert record["over_bound"] == pytest.approx(p50 / bound)
         assert record["over_big_copy"] == pytest.approx(record["moved_gbps"] / big)
         assert record["speedup_over_copies"] > 0
         assert record["speedup_over_nccl"] is None
         assert min(record["host_bound_us"], record["host_unbound_us"]) > 0
-    assert all(b["wrong_bytes"] == 0 for b in document["baselines"].values())
-    assert all(value > 0 for value in document["fixed_cost"].values())
-    assert [needed["mode"] for needed in document["sms_needed"]] == modes
-    assert [sms for sms, _ in document["sms_needed"][0]["curve"]] == [1, 2]
+    assert all(baseline["wrong_bytes"] == 0 for baseline in baselines_of(document))
+    assert all(value > 0 for value in document["sizes"][1]["fixed_cost"].values())
+    assert [needed["mode"] for needed in document["sizes"][1]["sms_needed"]] == modes
+    assert [sms for sms, _ in document["sizes"][1]["sms_needed"][0]["curve"]] == [1, 2]
     assert document["machine"]["gpu"] == "none"
     assert text.count("#wrong") == 1
     assert "driver_version 1.2" in text

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benched import ONE_PLAN_KEYS, SMALL, Done, bench, settings_of
+from benched import ONE_PLAN_KEYS, SMALL, Done, baselines_of, bench, modes_of, settings_of
 
 from ultraep_comm.bench import baselines
 from ultraep_comm.bench.cli import main
@@ -77,8 +77,8 @@ def test_modes_and_baselines_without_shared_memory(
     assert list(table) == ROWS[command]
     assert {cells[-1] for cells in table.values()} == {"0"}
     document = done.document()
-    for record in document["records"]:
-        assert set(record) == ONE_PLAN_KEYS | {"algbw_gbps", "over_model"} | KEYS[command]
+    for record in modes_of(document):
+        assert set(record) == ONE_PLAN_KEYS | {"bytes", "algbw_gbps", "over_model"} | KEYS[command]
         assert (record["engine"], record["fabric"]) == ("c10d", "none")
         assert record["replicas"] > 0
         assert (record["bound_us"], record["over_bound"]) == (None, None)
@@ -96,7 +96,7 @@ def do_nothing_in_the_last_baseline() -> None:
 def test_a_baseline_that_moves_nothing_is_wrong(tmp_path: Path, command: str) -> None:
     done = run(tmp_path, command, fault=do_nothing_in_the_last_baseline)
     assert done.returncode == 1, done.stderr
-    wrong = [baseline["wrong_bytes"] for baseline in done.document()["baselines"]]
+    wrong = [baseline["wrong_bytes"] for baseline in baselines_of(done.document())]
     assert wrong[0] == 0
     assert wrong[1] > 0
 
@@ -114,9 +114,9 @@ def test_nothing_beats_the_links_of_a_lab(tmp_path: Path, command: str) -> None:
     assert (settings["lab_gbit"], settings["lab_machines"]) == (0.4, 4)
     assert settings["link_gbps"] == pytest.approx(0.05)
     assert {place["domain"] for place in document["topology"]} == {0}  # each has a machine
-    for record in document["records"]:
+    for record in modes_of(document):
         experts = record["bound_us"] * 0.05e3 / record["expert_bytes"]
         assert experts >= 1
         assert record["over_bound"] > 1 - 1 / 3 / experts
-    for baseline in document["baselines"]:
+    for baseline in baselines_of(document):
         assert baseline["time_us"]["p50"] > 2 / 3 * record["bound_us"]

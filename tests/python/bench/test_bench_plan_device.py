@@ -44,9 +44,9 @@ def test_end_to_end(
     parts += ("tiny_device_plan", "tiny_host_plan")
     for record in document["records"]:
         assert record["vectors"] == (2 if record["family"] == "zipf1.0" else 5)
-        assert [run["warps"] for run in record["warps"]] == [1, 3]
+        assert list(record["warps"]) == ["1", "3"]
         times = [record[f"{name}_us"] for name in parts]
-        for run in record["warps"]:
+        for run in record["warps"].values():
             assert run["first_us"] > 0
             times.append(run["time_us"])
         assert all(one["p99"] >= one["p50"] > 0 for one in times)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benched import ONE_PLAN_KEYS, SMALL, Done, bench, check_times, run_on
+from benched import ONE_PLAN_KEYS, SMALL, Done, baselines_of, bench, check_times, modes_of, run_on
 from stand_in import StandIn
 from tiers import sampled
 
@@ -20,7 +20,7 @@ from ultraep_comm.bench.payload import MAIN, GradPayload, count_different
 from ultraep_comm.bench.traffic import count_reduction_traffic
 
 RECORD_KEYS = ONE_PLAN_KEYS | {
-    *("algbw_gbps", "over_model", "over_copy_add", "gloo_time_us", "speedup_over_gloo")
+    *("bytes", "algbw_gbps", "over_model", "over_copy_add", "gloo_time_us", "speedup_over_gloo")
 }
 MODES = ["pull", "direct", "auto"]
 
@@ -28,8 +28,8 @@ MODES = ["pull", "direct", "auto"]
 def check_document(done: Done) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     document = done.document()
-    assert [r["mode"] for r in document["records"]] == MODES
-    for record in document["records"]:
+    assert [r["mode"] for r in modes_of(document)] == MODES
+    for record in modes_of(document):
         assert set(record) == RECORD_KEYS
         assert record["op"] == "reduce"
         assert record["wrong_bytes"] == 0
@@ -119,9 +119,10 @@ def test_a_sweep_over_sms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     few = [*HERE, "--check", "--num-workers", "2,1", "--json", str(path)]
     assert run_on(StandIn(), *few, "--grad-dtype", "bfloat16") == 0
     document = json.loads(path.read_text())
-    records = document["records"]
+    records, baselines = modes_of(document), baselines_of(document)
     assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in MODES]
-    big = document["baselines"]["big copy"]["moved_gbps"]
+    assert [baseline["mode"] for baseline in baselines] == ["copy", "big copy"]
+    big = baselines[1]["moved_gbps"]
     for record in records:
         assert record["op"] == "reduce"
         assert record["wrong_bytes"] == 0
@@ -130,8 +131,7 @@ def test_a_sweep_over_sms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert record["over_big_copy"] == pytest.approx(moved / big)
         assert record["host_bound_us"] > 0
         assert record["host_unbound_us"] > 0
-    assert set(document["baselines"]) == {"copy", "big copy"}
-    assert document["fixed_cost"]["empty_plan_us"] > 0
+    assert document["sizes"][0]["fixed_cost"]["empty_plan_us"] > 0
     assert "reduce, engine cuda" in capsys.readouterr().out
 
 

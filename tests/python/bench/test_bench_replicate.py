@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benched import ONE_PLAN_KEYS, SMALL, Done, bench, check_times, plain_environment
+from benched import ONE_PLAN_KEYS, SMALL, Done, bench, check_times, modes_of, plain_environment
 from tiers import sampled
 
 from ultraep_comm.bench import ranks as bench_ranks
@@ -23,7 +23,7 @@ from ultraep_comm.bench.sizes import parse_size
 SCRIPTS = Path(__file__).resolve().parents[3] / "bench" / "speed"
 MODES, PUSH = ["push", "pull", "direct", "auto"], ["--mode", "push"]
 RECORD_KEYS = ONE_PLAN_KEYS | {
-    *("algbw_gbps", "over_model", "over_memcpy", "p2p_time_us", "speedup_over_p2p")
+    *("bytes", "algbw_gbps", "over_model", "over_memcpy", "p2p_time_us", "speedup_over_p2p")
 }
 
 
@@ -32,7 +32,7 @@ def check_records(done: Done, modes: list[str] = MODES) -> list[dict[str, Any]]:
     document = done.document()
     assert document["commit"]
     assert document["machine"]["cores"] >= 1
-    records: list[dict[str, Any]] = document["records"]
+    records = modes_of(document)
     assert [r["mode"] for r in records] == modes
     for record in records:
         assert set(record) == RECORD_KEYS
@@ -148,7 +148,7 @@ def test_a_single_wrong_bit_is_found(tmp_path: Path, fault: str) -> None:
     """Negative control: one bit of a filled slot, or of an empty one, changes in push."""
     done = replicate(tmp_path, fault=partial(break_pushes, fault))
     assert done.returncode == 1, done.stderr
-    wrong = {record["mode"]: record["wrong_bytes"] for record in done.document()["records"]}
+    wrong = {record["mode"]: record["wrong_bytes"] for record in modes_of(done.document())}
     assert wrong["push"] >= 1
     if fault == "filled":  # other modes overwrite it
         assert wrong["pull"] == wrong["direct"] == wrong["auto"] == 0

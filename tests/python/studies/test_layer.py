@@ -189,9 +189,13 @@ def test_public_workloads(tmp_path: Path, framework: str) -> None:
         ours = record["routing"] == "replicated"
         assert record["framework"] == (framework or None)
         assert record["wrong_values"] == 0
-        assert list(record["phases_us"]) == phases
-        assert all((us > 0) == ours for us in record["phases_us"].values())
-        assert 0 < record["phases_share"] < 1 or not ours
+        if ours:
+            assert list(record["phases_us"]) == phases
+            assert all(us > 0 for us in record["phases_us"].values())
+            assert 0 < record["phases_share"] < 1
+        else:
+            assert record["phases_us"] is None
+            assert record["phases_share"] is None
 
 
 def clear_gradients() -> None:

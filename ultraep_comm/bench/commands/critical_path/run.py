@@ -28,7 +28,7 @@ from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import describe_segments
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 
 BIG_COPY, HOST_PLAN = "big copy", "host plan"
 WHOLE_PATH = (
@@ -49,7 +49,7 @@ def run(settings: PathSettings, report: Report) -> int:
 
 def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
     """Measure on a device; see :func:`run`."""
-    settings = with_link(settings, meter)
+    settings = report.settings = with_link(settings, meter)
     ranks = WeightRanks(
         meter,
         num_ranks=settings.num_ranks,
@@ -74,15 +74,15 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
     )
     found = Measurement(meter, settings, ranks, report).run()
     ranks.close()
-    records = make_records(settings, found)
     bound_us = found.bound_us(settings)
     bound = "-" if bound_us is None else f"{bound_us:.1f}"
-    report.show(
-        f"# plans (medians): {np.median(found.replicas):g} replicas, imbalance"
+    report.note(
+        f"plans (medians): {np.median(found.replicas):g} replicas, imbalance"
         f" {np.median(found.before):.3f} before, {np.median(found.after):.3f} after, transfer bound"
         f" {np.median(found.transfer):.2f} experts, {bound} us"
     )
-    report.show(format_records(_COLUMNS, records))
+    report.columns(_COLUMNS)
+    report.add(make_records(settings, found), gated=False)
     plans = {
         "imbalance_before": float(np.median(found.before)),
         "imbalance_after": float(np.median(found.after)),
@@ -91,8 +91,6 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
         "bound_us": bound_us,
     }
     return report.finish(
-        records,
-        settings.describe(),
         wrong=sum(row.wrong_bytes + row.wrong_values for row in found.rows),
         more={"plans": plans},
     )
@@ -188,6 +186,7 @@ def make_records(settings: PathSettings, found: PathRun) -> list[Record]:
             "kernels": row.kernels,
             "copies": row.copies,
             "over_bound": row.p50 / bound_us if whole and bound_us else None,
+            "bound_over_time": bound_us / row.p50 if whole and bound_us and row.p50 else None,
             "speedup_over_host_plan": host_plan / row.p50
             if whole and host_plan is not None and row.p50
             else None,
@@ -206,7 +205,7 @@ _COLUMNS = (
     Column("host", "(us)", "host_us", ".1f"),
     Column("kernels", "", "kernels"),
     Column("copies", "", "copies"),
-    Column("bound", "/time", lambda r: 1 / r["over_bound"] if r["over_bound"] else None, ".3f"),
+    Column("bound", "/time", "bound_over_time", ".3f"),
     Column("host plan", "/time", "speedup_over_host_plan", ".2f"),
     Column("#wrong", "(B)", "wrong_bytes"),
     Column("#values", "wrong", "wrong_values"),

@@ -19,11 +19,21 @@ from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks, link_plan
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
+from ultraep_comm.bench.table import Column
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
 _SEGMENT = "w"
+_COLUMNS = (
+    Column("from", "rank", "source"),
+    Column("to", "rank", "destination"),
+    Column("time p50", "(us)", "time_us.p50", ".1f"),
+    Column("max", "(us)", "time_us.max", ".1f"),
+    Column("bandwidth", "(GB/s)", "gbps", ".2f"),
+    Column("over", "median", "over_median", ".2f"),
+    Column("#wrong", "(B)", "wrong_bytes"),
+)
 
 
 def run(settings: LinksSettings, report: Report) -> int:
@@ -72,12 +82,12 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
     found = measure_links(settings, ranks, clock, rounds, report, crowd)
     wrong = int(found.wrong_bytes.sum()) + (0 if crowd is None else crowd.close())
     ranks.close()
-    records = [report.judge(record) for record in make_records(settings, found, report.places)]
-    described = settings.describe()
-    more: dict[str, Any] = {"header": True, "more": describe_matrix(settings, found)}
+    report.columns(_COLUMNS)
+    report.add(make_records(settings, found, report.places), shown=False)  # the matrix is
+    more = describe_matrix(settings, found)
     if report.prints:
-        print_links(report.document(records, described, **more))
-    return report.finish(records, described, wrong=wrong, **more)
+        print_links(report.document(more))
+    return report.finish(wrong=wrong, more=more)
 
 
 class Crowd:

@@ -48,9 +48,10 @@ class PlanSize:
         text = f"{self.num_ranks}/{self.num_experts}/{self.slots_per_rank}"
         return text if self.domain_size >= self.num_ranks else f"{text} by {self.domain_size}"
 
-    def describe(self) -> dict[str, int]:
+    def describe(self) -> dict[str, int | str]:
         """Return the fields of a JSON record that name the size."""
         return {
+            "size": str(self),
             "ranks": self.num_ranks,
             "experts": self.num_experts,
             "slots": self.slots_per_rank,

@@ -39,11 +39,11 @@ def describe_certificates(certificates: Sequence[PlanCertificate]) -> Record:
 
 
 def show_certificates(report: Report, records: Sequence[Record]) -> None:
-    """Print a line for each plan of `describe_certificates`."""
+    """Print and keep a line for each plan of `describe_certificates`."""
     for record in records:
         planner = f" {record['planner']}" if "planner" in record else ""
         for i, text in enumerate(record["certified"]["plans"]):
-            report.show(f"# {size_text(record)} {record['family']} {i}{planner}: {text}")
+            report.note(f"{record['size']} {record['family']} {i}{planner}: {text}")
 
 
 def each_cell(
@@ -98,15 +98,3 @@ def time_core_us(size: PlanSize, load: NDArray[np.int64], target: float) -> floa
         _core.plan_replicas(*arguments, target_ppm)
         best = min(best, time.perf_counter_ns() - start)
     return best / 1e3
-
-
-def size_text(record: Any) -> str:
-    """Return the size of a record as on the command line."""
-    return str(
-        PlanSize(
-            num_ranks=record["ranks"],
-            num_experts=record["experts"],
-            slots_per_rank=record["slots"],
-            domain_size=record["domain_size"],
-        )
-    )

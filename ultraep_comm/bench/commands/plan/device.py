@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from ultraep_comm.bench.commands.plan.cells import (
     describe_loads,
     each_cell,
     plan_load,
-    size_text,
     time_core_us,
 )
 from ultraep_comm.bench.inside import device_stages, gather_and_plan_together, plans_at_once
@@ -28,7 +26,7 @@ from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.payload import Payload, count_unequal, count_wrong_plan
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.bench.report import Record, Report
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.engines.cuda import device, kernels
 from ultraep_comm.engines.cuda.stages import CudaStages
@@ -39,6 +37,7 @@ from ultraep_comm.plan.planner import target_to_ppm
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.testing import new_loopback_groups
 
+_WIDTH = 7  # of columns: rows of several sizes follow
 PLAN_CALLS = 20  # in a row
 _GATHER_CALLS = 3  # and one untimed: the host blocks if more than 4 are pending
 FIELDS = ("slot_expert", "slot_quota", "home_quota")
@@ -57,21 +56,16 @@ def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
         "schedule: how much longer a transfer takes that makes it; shares: a reroute of padding",
     ]
     report.header("plan, engine cuda", lines, device=meter.describe())
-    records: list[Record] = []
+    report.columns(_columns(settings.warps), _WIDTH)
+    wrong = 0
     try:
         for size, family, loads in each_cell(settings, report):
-            records.append(measure_row(meter, settings, size, family, loads))
-    except BaseException:  # Ctrl-C too
-        if records:  # keep them: they took long
-            _finish(settings, report, records)
-        raise
-    return _finish(settings, report, records)
-
-
-def _finish(settings: PlanSettings, report: Report, records: list[Record]) -> int:
-    report.show(format_records(_columns(settings.warps), records))
-    wrong = sum(record["wrong_values"] for record in records)
-    return report.finish(records, settings.describe(), wrong=wrong, gated=False)
+            record = measure_row(meter, settings, size, family, loads)
+            wrong += record["wrong_values"]
+            report.add([record], gated=False)
+    finally:  # after Ctrl-C too: they took long
+        status = report.finish(wrong=wrong)
+    return status
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,7 +147,7 @@ def measure_row(
         "family": family,
         "vectors": len(cases),
         "host_us": _percentiles([case.host_us for case in cases]),
-        "warps": runs,
+        "warps": {str(one["warps"]): one for one in runs},
         "ids": float(np.mean([len(case.ids) for case in cases])),
         "counts_us": _percentiles(counts_us),
         "launch_us": _percentiles(launch_us),
@@ -174,18 +168,12 @@ def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, flo
 
 def _columns(warps: Sequence[int]) -> list[Column]:
     """Return the columns, with one for each number of warps."""
-
-    def plan_us(num_warps: int) -> Callable[[Any], Any]:
-        return lambda record: next(
-            (one["time_us"]["p50"] for one in record["warps"] if one["warps"] == num_warps), None
-        )
-
     return [
-        Column("size", "G/E/S", size_text),
+        Column("size", "G/E/S", "size"),
         Column("load", "", "family"),
         Column("loads", "", "vectors"),
         Column("host", "core", "host_us.p50", ".1f"),
-        *(Column("plan", f"{n} warps", plan_us(n), ".1f") for n in warps),
+        *(Column("plan", f"{n} warps", f"warps.{n}.time_us.p50", ".1f") for n in warps),
         Column("counts", "", "counts_us.p50", ".1f"),
         Column("counts", "+ plan", "at_once_us.p50", ".1f"),
         Column("launch", "", "launch_us.p50", ".1f"),

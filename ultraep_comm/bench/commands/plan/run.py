@@ -15,14 +15,13 @@ from ultraep_comm.bench.commands.plan.cells import (
     each_cell,
     plan_load,
     show_certificates,
-    size_text,
     time_core_us,
 )
 from ultraep_comm.bench.commands.plan.device import run_device
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of, transfer_bound
 from ultraep_comm.bench.report import Record, Report
-from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.table import Column
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
 
@@ -47,15 +46,15 @@ def run_host(settings: PlanSettings, report: Report) -> int:
         "plan",
         [f"{describe_loads(settings.tokens, settings.topk)}{seeds}; target {settings.target:g}"],
     )
+    report.columns(_COLUMNS + (_CERTIFIED_COLUMNS if settings.certify else ()))
     records = [
-        report.judge(measure_row(size, family, loads, settings.target, certify=settings.certify))
+        measure_row(size, family, loads, settings.target, certify=settings.certify)
         for size, family, loads in each_cell(settings, report)
     ]
-    columns = _COLUMNS + (_CERTIFIED_COLUMNS if settings.certify else ())
-    report.show(format_records(columns, records))
+    report.add(records)
     if settings.certify:
         show_certificates(report, records)
-    return report.finish(records, settings.describe())
+    return report.finish()
 
 
 def measure_row(
@@ -96,7 +95,7 @@ def _describe(plans: Sequence[Plan]) -> Record:
 
 
 _COLUMNS = (
-    Column("size", "G/E/S", size_text),
+    Column("size", "G/E/S", "size"),
     Column("load", "", "family"),
     Column("loads", "", "vectors"),
     Column("before", "mean", "imbalance_before", ".2f"),

@@ -22,12 +22,11 @@ from ultraep_comm.bench.measure import (
 )
 from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, Ranks
 from ultraep_comm.bench.report import Record, Report
-from ultraep_comm.bench.table import Column, RecordTable
+from ultraep_comm.bench.table import Column
 from ultraep_comm.bench.traffic import Traffic, interpolate_sms
 from ultraep_comm.plan.plan import Plan
 
 EGRESS_GOALS = (450, 900)  # GB/s of a rank: one direction of NVLink 4 and of NVLink 5
-_WIDTH = 8  # of columns, if rows of several sizes follow
 
 
 def run_device(
@@ -39,23 +38,19 @@ def run_device(
         UltraEPError: a group could not be created, or a call failed.
     """
     settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
-    settings = with_link(settings, meter)
-    table = _device_table(settings)
-    records: list[Record] = []
+    settings = report.settings = with_link(settings, meter)
     sizes: list[Record] = []
     wrong = 0
     for one in each_size(settings):
         size = DeviceSize(meter, collective, one, report)
         size.run(settings)
-        found = [report.judge(record) for record in size.records()]
-        records += found
-        compared = size.compared()
-        sizes.append({"expert_bytes": one.expert_bytes, **compared})
+        report.columns(_columns(settings), one_plan.least_width(settings))
+        report.add(size.records())
+        report.add(size.baselines(), gated=False)
+        sizes.append({"expert_bytes": one.expert_bytes, **size.others()})
+        report.note(*_describe_others(sizes[-1]))
         wrong += size.wrong
-        report.show(table.add([*found, *size.baseline_rows()]))
-        report.show("\n".join(_describe_fixed(compared)))
-    more = {**{k: v for k, v in sizes[-1].items() if k != "expert_bytes"}, "sizes": sizes}
-    return report.finish(records, settings.describe(), wrong=wrong, more=more)
+    return report.finish(wrong=wrong, more={"sizes": sizes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +186,9 @@ class DeviceSize:
             return None if other is None or not p50 else other.p50 / p50
 
         return {
+            "op": settings.op,
+            "name": m.measured.name,
+            "mode": m.measured.mode,
             **one_plan.describe_mode(settings, plan, m.measured),
             "num_sms": m.num_sms,
             "expert_bytes": settings.expert_bytes,
@@ -214,36 +212,31 @@ class DeviceSize:
             "wrong_bytes": m.measured.wrong,
         }
 
-    def compared(self) -> Record:
+    def others(self) -> Record:
         """Return the JSON fields of this size besides its records."""
         return {
-            "baselines": {
-                name: {
-                    "p50_us": m.p50,
-                    "bytes": self._copied.get(name, 0) * self._processes or self._total_bytes,
-                    "moved_gbps": self._copy_gbps(name, self._processes)
-                    if name in self._copied
-                    else None,
-                    "wrong_bytes": m.wrong,
-                }
-                for name, m in self._baselines.items()
-            },
             "fixed_cost": self._fixed,
             "sms_needed": sms_needed(
                 [(m.measured.mode, m.num_sms, m.egress_gbps) for m in self._modes]
             ),
         }
 
-    def baseline_rows(self) -> list[Record]:
-        """Return the baselines' rows of the table."""
-        compared = self.compared()["baselines"]
+    def baselines(self) -> list[Record]:
+        """Return a JSON record for each baseline; plain copies load and store their bytes."""
         return [
             {
+                "op": "baseline",
+                "name": name,
                 "mode": name,
                 "expert_bytes": self._settings.expert_bytes,
-                "moved_bytes": 2 * compared[name]["bytes"] if name in self._copied else None,
+                "bytes": self._copied.get(name, 0) * self._processes or self._total_bytes,
+                "moved_bytes": 2 * self._copied[name] * self._processes
+                if name in self._copied
+                else None,
                 **m.times.record(),
-                "moved_gbps": compared[name]["moved_gbps"],
+                "moved_gbps": self._copy_gbps(name, self._processes)
+                if name in self._copied
+                else None,
                 "wrong_bytes": m.wrong,
             }
             for name, m in self._baselines.items()
@@ -274,9 +267,9 @@ def sms_needed(curve: Sequence[tuple[str, int, float]]) -> list[Record]:
     return found
 
 
-def _device_table(settings: ReplicateSettings) -> RecordTable:
+def _columns(settings: ReplicateSettings) -> list[Column]:
     bound = settings.link_gbps is not None or settings.gate.max_over_bound is not None
-    columns = [
+    return [
         one_plan.MODE,
         *([one_plan.SIZE] * (len(settings.sizes) > 1)),
         Column("SMs", "", "num_sms"),
@@ -295,20 +288,19 @@ def _device_table(settings: ReplicateSettings) -> RecordTable:
         one_plan.WRONG,
         *([one_plan.GATE] * bool(settings.gate)),
     ]
-    return RecordTable(columns, _WIDTH if len(settings.sizes) > 1 else 0)
 
 
-def _describe_fixed(compared: Record) -> list[str]:
+def _describe_others(one: Record) -> list[str]:
     """Return the lines below the table of one size: fixed costs and SMs needed."""
-    fixed = compared["fixed_cost"]
+    fixed = one["fixed_cost"]
     tile_us = _show(fixed["one_tile_through_a_hub_us"])
     lines = [
-        f"# empty plan {fixed['empty_plan_us']:.1f} us, one tile through a hub {tile_us} us;"
+        f"empty plan {fixed['empty_plan_us']:.1f} us, one tile through a hub {tile_us} us;"
         f" host {fixed['host_bound_us']:.1f} us a call, {fixed['host_unbound_us']:.1f} us unbound"
     ]
-    for needed in compared["sms_needed"]:
+    for needed in one["sms_needed"]:
         goals = ", ".join(f"{_show(sms)} for {goal} GB/s" for goal, sms in needed["sms"].items())
-        lines.append(f"# SMs of a rank, {needed['mode']}: {goals} of egress")
+        lines.append(f"SMs of a rank, {needed['mode']}: {goals} of egress")
     return lines
 
 

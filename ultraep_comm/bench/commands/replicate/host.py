@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -20,21 +19,16 @@ from ultraep_comm.bench.measure import (
     transfer_bound,
 )
 from ultraep_comm.bench.report import Record, Report
-from ultraep_comm.bench.table import Column, RecordTable
+from ultraep_comm.bench.table import Column
 from ultraep_comm.plan.plan import Plan
 
-_WIDTH = 9  # of columns, if rows of several sizes follow
 _MACHINE = ("memcpy", "copy+add")  # baselines: the machine's own rate
 
 
 def run_host(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
     """Measure the modes, interleaved with the baselines; return the exit status. Collective."""
     torch.set_num_threads(1)
-    described, gate = settings.describe(), settings.gate.describe(())
     wrong = 0
-    table: RecordTable | None = None
-    records: list[Record] = []
-    baselines: list[Record] = []
     for one, num_sms in (
         (one, count) for one in each_size(settings) for count in settings.num_sms or (None,)
     ):
@@ -44,15 +38,12 @@ def run_host(collective: Collective, settings: ReplicateSettings, report: Report
         modes, those = one_plan.time_modes(collective, one, ranks, plan, clock, compared, report)
         ranks.close()
         row = HostRow(collective, one, plan, num_sms, those)
-        found = [report.judge(row.record(m)) for m in modes]
-        others = [row.transfer(m) for m in those]
         wrong += sum(m.wrong for m in (*modes, *those))
-        records += found
-        baselines += others
-        table = table or host_table(described, gate, [m.mode for m in those])
-        report.show(table.add([*found, *others]))
-    more = {"baselines": baselines}
-    return report.finish(records, described, wrong=wrong, more=more, header=True)
+        columns = _columns(settings, [m.mode for m in those])
+        report.columns(columns, one_plan.least_width(settings))
+        report.add([row.record(m) for m in modes])
+        report.add([row.transfer(m, "baseline") for m in those], gated=False)
+    return report.finish(wrong=wrong)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +61,25 @@ class HostRow:
         bound_us, over_bound = self._over_bound(m)
         others = sorted(self.baselines, key=lambda other: _is_of_users(other.mode))
         return {
+            **self.transfer(m, self.settings.op),
             **one_plan.describe_mode(self.settings, self.plan, m),
-            **self.transfer(m),
             "over_model": self._over_model(m),
             "bound_us": bound_us,
             "over_bound": over_bound,
             **{key: value for other in others for key, value in _against(other, m).items()},
         }
 
-    def transfer(self, m: Measured) -> Record:
+    def transfer(self, m: Measured, op: str) -> Record:
         """Return the fields that modes and baselines share."""
         expert_bytes, plan = self.settings.expert_bytes, self.plan
         return {
+            "op": op,
+            "name": m.name,
             "mode": m.mode,
             "num_sms": self.num_sms,
             "expert_bytes": expert_bytes,
             "replicas": plan.num_replicas,
+            "bytes": plan.num_replicas * expert_bytes,
             **m.times.record(),
             "algbw_gbps": rate(plan.num_replicas * expert_bytes, m.p50),
             "critical_gbps": rate(critical_bytes(plan, expert_bytes), m.p50),
@@ -145,29 +139,16 @@ def _ratio_key(baseline: str) -> str:
 # ---- table --------------------------------------------------------------------------------------
 
 
-def host_table(
-    settings: Mapping[str, Any], gate: Mapping[str, Any] | None, baselines: Sequence[str]
-) -> RecordTable:
-    """Return an empty table for the rows of each size: its modes, then its baselines.
-
-    Cells come from JSON records alone, so that ``show`` prints a file as its run printed it.
-
-    Args:
-        settings: of a document.
-        gate: of a document.
-        baselines: their names.
-    """
-    sizes, workers = len(settings["sizes"]) > 1, len(settings["num_sms"]) > 1
-    bound = settings["link_gbps"] is not None or (
-        gate is not None and gate["max_over_bound"] is not None
-    )
-    columns = [
+def _columns(settings: ReplicateSettings, baselines: Sequence[str]) -> list[Column]:
+    """Return the columns of modes, and of baselines with these names."""
+    bound = settings.link_gbps is not None or settings.gate.max_over_bound is not None
+    return [
         one_plan.MODE,
-        *([one_plan.SIZE] * sizes),
-        *([Column("SMs", "", lambda r: str(r["num_sms"]))] if workers else []),
+        *([one_plan.SIZE] * (len(settings.sizes) > 1)),
+        *([Column("SMs", "", "num_sms")] * (len(settings.num_sms) > 1)),
         Column("replicas", "", "replicas"),
-        Column("bytes", "(B)", lambda r: _integer(r, "replicas") * _integer(r, "expert_bytes")),
-        *one_plan.time_columns(settings["times"]),
+        Column("bytes", "(B)", "bytes"),
+        *one_plan.time_columns(settings.times),
         Column("algbw", "(GB/s)", "algbw_gbps", ".2f"),
         Column("critbw", "(GB/s)", "critical_gbps", ".2f"),
         Column("model", "/T*", "over_model", ".3f"),
@@ -177,30 +158,5 @@ def host_table(
             for name in sorted(baselines, key=_is_of_users)
         ),
         one_plan.WRONG,
-        *([one_plan.GATE] * (gate is not None)),
+        *([one_plan.GATE] * bool(settings.gate)),
     ]
-    return RecordTable(columns, _WIDTH if sizes or workers else 0)
-
-
-def _integer(record: Mapping[str, Any], name: str) -> int:
-    """Return an integer of a file. Multiplying a string would repeat it."""
-    value = record[name]
-    if not isinstance(value, int):
-        raise TypeError(f"{name} is a {type(value).__name__}")
-    return value
-
-
-def format_document(document: Mapping[str, Any]) -> str:
-    """Return what the run that wrote a document printed."""
-    records, baselines = document["records"], document["baselines"]
-    names = list(dict.fromkeys(baseline["mode"] for baseline in baselines))
-    table = host_table(document["settings"], document["gate"], names)
-    parts = list(document["header"])
-    for those in zip(*(baselines[i :: len(names)] for i in range(len(names))), strict=True):
-        run = [r for r in records if _size_of(r) == _size_of(those[0])]
-        parts.append(table.add([*run, *those]))
-    return "\n".join(parts)
-
-
-def _size_of(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    return record["expert_bytes"], record["num_sms"]

@@ -5,7 +5,7 @@ bench/METRICS.md has the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -118,12 +118,10 @@ def time_modes(
 
 
 def describe_mode(settings: ReplicateSettings, plan: Plan, m: Measured) -> Record:
-    """Return the first fields of the JSON record of a mode."""
+    """Return fields of the JSON record of a mode: what it was, and the imbalance."""
     return {
-        "op": settings.op,
         "engine": settings.engine,
         "fabric": settings.fabric,
-        "mode": m.mode,
         "chosen": m.chosen,
         "ranks": settings.num_ranks,
         "experts": settings.num_experts,
@@ -200,6 +198,11 @@ def _describe_plan(plan: Plan) -> str:
 # ---- columns ------------------------------------------------------------------------------------
 
 
+def least_width(settings: ReplicateSettings) -> int:
+    """Return the minimum width of a column, where rows of several sizes follow."""
+    return 9 if len(settings.sizes) > 1 or len(settings.num_sms) > 1 else 0
+
+
 def time_columns(names: Sequence[str]) -> list[Column]:
     """Return a column for each of the names, of `options.TIMES`."""
     titles = [f"time {names[0]}", *names[1:]]
@@ -209,19 +212,8 @@ def time_columns(names: Sequence[str]) -> list[Column]:
     ]
 
 
-def _mode(record: Mapping[str, Any]) -> str:
-    mode, chosen = str(record["mode"]), record.get("chosen", record["mode"])
-    return mode if chosen == mode else f"{mode} ({chosen})"
-
-
-def _verdict(record: Mapping[str, Any]) -> str | None:
-    if "gate" not in record:
-        return None
-    return "ok" if record["gate"] == "met" else f"FAIL:{record['gate']}"
-
-
-MODE = Column("mode", "", _mode)
+MODE = Column("mode", "", "name")
 SIZE = Column("size", "(B)", "expert_bytes")
 OVER_BOUND = Column("time", "/bound", "over_bound", ".3f")
 WRONG = Column("#wrong", "(B)", "wrong_bytes")
-GATE = Column("gate", "", _verdict)
+GATE = Column("gate", "", "gate")
