@@ -36,11 +36,7 @@ def test_documents_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 # What was measured before this was a rule, and is to be measured again: nothing may be added.
 UNCLEAN = {
-    *("c10d_fan_out_4ranks.json", "c10d_fan_out_8ranks.json", "c10d_reduce_4ranks.json"),
-    *("instructions.json", "layer_megatron.json"),
-    *("layer_transformers.json", "links_4ranks.json", "model_fan_out.json"),
-    *("model_host_2ranks.json", "model_links.json", "model_sensitivity.json"),
-    *("recorder_cost.json", "replicate_sweep_4ranks.json"),
+    *("layer_megatron.json", "layer_transformers.json"),
     *("h100/calibrate_one_worker.json", "h100/costs.json", "h100/critical_path_one_worker.json"),
     *("h100/kernel_times.json", "h100/kernel_times_one_worker.json"),
     *("h100/links_one_worker.json", "h100/reduce_16M.json", "h100/replicate_16M.json"),
@@ -215,7 +211,7 @@ def test_a_new_result_refreshes_blocks_and_sentences(
         ("docs/model.md", "| 72/288/2 | ", "| 72/288/2 | 1"),
         ("docs/model.md", "| tiles of 64 KiB | ", "| tiles of 64 KiB | 1"),
         ("docs/model.md", "| push | 1.", "| push | 11."),
-        ("docs/model.md", "5.7%<!--=", "5.8%<!--="),
+        ("docs/model.md", "3.1%<!--=", "5.8%<!--="),
         ("docs/first-run.md", " p2p  ", " p2p. "),
         ("docs/problem.md", "rank 0  2.9", "rank 0  3.9"),
         ("docs/architecture.md", "calls --> group", "group --> calls"),
