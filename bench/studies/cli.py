@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from studies import against, draw, imbalance, layer, model, steady, validate
+from studies import against, draw, imbalance, layer, model, netlab, steady, validate
 from ultraep_comm.bench.cli import run_commands
 from ultraep_comm.bench.command import add_commands
 
@@ -16,6 +16,7 @@ COMMANDS = (
     model.COMMAND,
     validate.COMMAND,
     layer.COMMAND,
+    netlab.COMMAND,
     draw.COMMAND,
 )
 
@@ -29,8 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all studies."""
     parser = argparse.ArgumentParser(
         prog="python bench/studies",
-        description="Studies of plans, of the model, and of whole layers, on the CPU of this"
-        " machine. bench/README.md has examples, bench/METRICS.md the figures.",
+        description="Studies of plans, of the model, of whole layers, and over limited links, on"
+        " the CPU of this machine. bench/README.md has examples, bench/METRICS.md the figures.",
         epilog="Exit status: as of python -m ultraep_comm.bench.",
     )
     add_commands(parser, COMMANDS)

@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ultraep_comm.bench.command import Command, add_commands, parse_arguments
 from ultraep_comm.bench.commands import (
@@ -21,7 +21,7 @@ from ultraep_comm.bench.commands import (
 from ultraep_comm.bench.launch import launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.options import Settings, make_settings
 from ultraep_comm.bench.report import Report
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.system import FAILED, INTERRUPTED
 
 COMMANDS = (
@@ -35,17 +35,23 @@ COMMANDS = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, prepare: Callable[[int, int], None] | None = None
+) -> int:
     """Run a command; return its exit status, as `run_commands` does."""
-    return run_commands(COMMANDS, make_parser(), arguments)
+    return run_commands(COMMANDS, make_parser(), arguments, prepare=prepare)
 
 
 def run_commands(
     commands: Sequence[Command],
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None = None,
+    *,
+    prepare: Callable[[int, int], None] | None = None,
 ) -> int:
     """Run the one of the commands that a command line names; return its exit status.
+
+    ``prepare`` is that of `run_ranks`.
 
     0: success; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted; 128 plus a
     signal's number: the signal ended a rank.
@@ -62,12 +68,7 @@ def run_commands(
     try:
         if settings.alone:
             return run_alone(run, settings)
-        return run_ranks(
-            run, settings, settings.num_ranks, preload=command.module, lab=settings.lab
-        )
-    except UnsupportedError as error:  # there can be no lab
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return run_ranks(run, settings, settings.num_ranks, preload=command.module, prepare=prepare)
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -18,7 +18,6 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TypeVar, cast
 
-from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.system import FAILED, INTERRUPTED, report_output
@@ -135,17 +134,14 @@ def run_ranks(
     num_ranks: int,
     *,
     preload: str = "",
-    lab: Lab | None = None,
+    prepare: Callable[[int, int], None] | None = None,
 ) -> int:
     """Run ``run(settings)`` on every rank over a gloo process group; return the exit code.
 
     Under a launcher this process is one of the ranks. Otherwise it starts ``num_ranks`` processes,
     which rendezvous through a file, so no port is needed. ``preload`` names a module to import
-    before they are forked; default: the module of ``run``. The processes are spread over the
-    machines of ``lab``, in runs of consecutive ranks, and gloo uses their links.
-
-    Raises:
-        UnsupportedError: the lab cannot be created here.
+    before they are forked; default: the module of ``run``. Each of them begins with ``prepare``, of
+    its rank and their number.
     """
     launched = find_launcher()
     if launched is not None:
@@ -156,14 +152,13 @@ def run_ranks(
     context.set_forkserver_preload(["torch.distributed", preload or run.__module__])
     with (
         _signals_raise(),
-        contextlib.nullcontext() if lab is None else lab,
         tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder,
     ):
         meeting = f"file://{folder}/ranks"
         ranks = [
             context.Process(
                 target=_start_rank,
-                args=(run, settings, meeting, rank, num_ranks, lab),
+                args=(run, settings, meeting, rank, num_ranks, prepare),
                 daemon=True,
             )
             for rank in range(num_ranks)
@@ -248,13 +243,12 @@ def _start_rank(
     meeting: str,
     rank: int,
     num_ranks: int,
-    lab: Lab | None,
+    prepare: Callable[[int, int], None] | None,
 ) -> None:
     import torch.distributed as dist
 
-    if lab is not None:  # before there are threads, which would stay outside
-        lab.enter(rank * lab.machines // num_ranks)
-        os.environ["GLOO_SOCKET_IFNAME"] = lab.interface
+    if prepare is not None:  # before there are threads: they would stay in this network namespace
+        prepare(rank, num_ranks)
     _end_with_parent()
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)

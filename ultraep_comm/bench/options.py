@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ultraep_comm.bench.gate import Gate
 from ultraep_comm.bench.launch import launched_ranks
-from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -173,8 +172,6 @@ class Settings:
         num_ranks: G; 0: not resolved yet.
         engine: "host", "cuda" or "c10d".
         fabric: "shm", "nvshmem", "torch" or "loopback"; "none" with the engine "c10d".
-        lab_gbit: Gbit/s of a link of a lab whose machines the ranks run on; None: on this one.
-        lab_machines: of that lab.
         tile_bytes: None: the engine's default.
         iters: measured iterations.
         warmup: iterations before the measured ones.
@@ -191,8 +188,6 @@ class Settings:
     num_ranks: int = 0
     engine: str = "host"
     fabric: str = "shm"
-    lab_gbit: float | None = None
-    lab_machines: int | None = None
     tile_bytes: int | None = None
     iters: int = 20
     warmup: int = 3
@@ -227,13 +222,6 @@ class Settings:
     def gate(self) -> Gate:
         """Return the limits."""
         return Gate(min_gbps=self.min_bandwidth, max_over_bound=self.max_over_bound)
-
-    @property
-    def lab(self) -> Lab | None:
-        """Return whose machines the ranks run on; None: on this one."""
-        if self.lab_gbit is None:
-            return None
-        return Lab(machines=self.lab_machines or self.num_ranks, gbit=self.lab_gbit)
 
     @property
     def loopback(self) -> bool:
@@ -375,20 +363,6 @@ TILE_BYTES = Option(
     help="unit of the transfer",
     shown="the engine's",
 )
-LAB_GBIT = Option(
-    flags=("--lab-gbit",),
-    parse=float,
-    metavar="RATE",
-    help="run the ranks on machines that are network namespaces, each with a link of RATE Gbit/s,"
-    " one way, to a switch; needs root or user namespaces",
-)
-LAB_MACHINES = Option(
-    flags=("--lab-machines",),
-    parse=int,
-    metavar="N",
-    help="machines of the lab, each with a run of consecutive ranks; 1 with the host engine",
-    shown="one for each rank",
-)
 ITERS = Option(flags=("-n", "--iters"), parse=int, minimum=1, help="measured iterations")
 WARMUP = Option(flags=("-w", "--warmup"), parse=int, minimum=0, help="unmeasured iterations first")
 CHECK = Option(
@@ -404,9 +378,8 @@ LINK_GBPS = Option(
     parse=float,
     positive=True,
     metavar="GBPS",
-    help="rate of a rank's link, one way, for bounds (default: the lab's, if each of its machines"
-    " has one rank; on several GPUs what the calibration or else the driver says; the measured copy"
-    " rate, if all ranks share one memory)",
+    help="rate of a rank's link, one way, for bounds (default: on several GPUs what the calibration"
+    " or else the driver says; the measured copy rate, if all ranks share one memory)",
 )
 MIN_BANDWIDTH = Option(
     flags=("--min-bandwidth",),
@@ -519,44 +492,6 @@ def check_assignments(num_ranks: int, tokens: int, topk: int, what: str = "") ->
             f"{what}{num_ranks} ranks with --tokens {tokens} to --topk {topk} experts make a load"
             f" of {total}; expected less than 2**31"
         )
-
-
-def with_lab(settings: Chosen) -> Chosen:
-    """Return settings with their lab checked, and its link's rate if no other was given.
-
-    Raises:
-        InvalidArgumentError: a value is out of range, or there cannot be a lab with the others.
-    """
-    gbit, machines, ranks = settings.lab_gbit, settings.lab_machines, settings.num_ranks
-    if gbit is None:
-        if machines is not None:
-            raise InvalidArgumentError(f"--lab-machines is {machines}, but there is no --lab-gbit")
-        return settings
-    launched = launched_ranks()
-    if launched is not None:
-        raise InvalidArgumentError(
-            f"--lab-gbit is for ranks that the benchmark starts, but {launched} were launched;"
-            " start it without the launcher"
-        )
-    if settings.engine == "cuda":
-        raise InvalidArgumentError("--lab-gbit is for ranks on the CPU; use --engine c10d")
-    machines = ranks if machines is None else machines
-    if not 1 <= machines <= ranks:
-        raise InvalidArgumentError(
-            f"--lab-machines is {machines}; expected 1 to {ranks}, the ranks"
-        )
-    if settings.engine == "host" and machines > 1:
-        raise InvalidArgumentError(
-            f"--engine host needs all ranks on one machine, and the lab has {machines}; use"
-            " --engine c10d, or --lab-machines 1"
-        )
-    try:
-        Lab(machines=machines, gbit=gbit)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"--lab-{error}") from None
-    if settings.link_gbps is None and machines == ranks:
-        settings = replace(settings, link_gbps=gbit / 8, link_source="of the lab")
-    return replace(settings, lab_machines=machines)
 
 
 def check_rate_known(settings: Settings) -> None:

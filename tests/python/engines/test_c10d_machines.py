@@ -14,8 +14,8 @@ from ranks import clear_slots, fill_weights, make_weights, raised, random_plan, 
 from tiers import sampled
 
 import ultraep_comm as uec
+from studies.netlab.lab import Lab, lab_problem
 from ultraep_comm import Segment
-from ultraep_comm.bench.netlab import Lab, lab_problem
 
 RANKS_EACH, E, S = 2, 12, 2
 EXPERT = {"w13": Segment((700, 1000), torch.uint8), "w2": Segment((300_007,), torch.uint8)}
@@ -87,7 +87,7 @@ def _run(machines: int, target: Any, folder: Path) -> list[Any]:
         pytest.skip(problem)
     num_ranks = machines * RANKS_EACH
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ultraep_comm.bench.netlab"])
+    context.set_forkserver_preload(["torch.distributed", "studies.netlab.lab"])
     answers = context.Queue()
     with Lab(machines=machines, gbit=1.0) as lab:
         ranks = [

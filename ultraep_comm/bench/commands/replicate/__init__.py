@@ -81,8 +81,6 @@ class ReplicateSettings(Settings):
     )
     mode: str = options.MODE("all", choices=(*options.ALL_MODES, "all"))
     tile_bytes: int | None = options.TILE_BYTES()
-    lab_gbit: float | None = options.LAB_GBIT()
-    lab_machines: int | None = options.LAB_MACHINES()
     iters: int = options.ITERS(20)
     warmup: int = options.WARMUP(3)
     check: bool = options.CHECK(False)
@@ -115,7 +113,7 @@ class ReplicateSettings(Settings):
             _DEFAULT_BYTES,
         )
         options.check_no_trace(self, "experts", "imbalance")
-        made = options.with_lab(options.resolve_ranks(super().checked()))
+        made = options.resolve_ranks(super().checked())
         options.check_rate_known(made)
         load, source = _make_load(made)
         modes = _find_modes(made.op, made.engine, made.mode)

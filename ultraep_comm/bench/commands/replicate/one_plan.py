@@ -24,7 +24,6 @@ from ultraep_comm.bench.measure import (
     time_path,
     transfer_bound,
 )
-from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.ranks import Mode, Ranks
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import describe_segments, format_size
@@ -151,7 +150,6 @@ def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {_describe_sizes(settings)}"
         + (f", tiles of {tiles}" if tiles and settings.engine == "cuda" else ""),
-        *([_describe_lab(settings.lab)] if settings.lab else []),
         *_describe_gradients(settings),
         f"load: {settings.load_source}; imbalance {imbalance_before(settings):.3f} before,"
         f" {plan.imbalance:.3f} after",
@@ -166,11 +164,6 @@ def _describe_gradients(settings: ReplicateSettings) -> list[str]:
     if settings.op == "replicate":
         return []
     return [f"gradients: {settings.grad_dtype} in slots, {settings.main_dtype} at home"]
-
-
-def _describe_lab(lab: Lab) -> str:
-    machines = f"{lab.machines} machine{'s' if lab.machines > 1 else ''}"
-    return f"lab: {machines}, each with a link of {lab.gbit:g} Gbit/s, one way"
 
 
 def _describe_sizes(settings: ReplicateSettings) -> str:

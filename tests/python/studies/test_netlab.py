@@ -14,9 +14,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from benched import baselines_of, bench, modes_of, settings_of
 
-from ultraep_comm.bench import netlab
-from ultraep_comm.bench.netlab import Lab, lab_problem
+from studies.netlab import lab as netlab
+from studies.netlab.lab import Lab, lab_problem
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 FORKSERVER = mp.get_context("forkserver")
@@ -197,15 +198,16 @@ def test_a_limit_that_the_kernel_refuses_leaves_nothing(monkeypatch: pytest.Monk
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
 def test_an_ordinary_user_has_a_lab_where_user_namespaces_are_allowed() -> None:
     nobody = {"user": 65534, "group": 65534, "extra_groups": ()}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
     def run(program: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", program]
         return subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd="/", **nobody
+            command, capture_output=True, text=True, check=False, cwd="/", env=environment, **nobody
         )
 
     try:
-        problem = run("from ultraep_comm.bench.netlab import lab_problem; print(lab_problem())")
+        problem = run("from studies.netlab.lab import lab_problem; print(lab_problem())")
     except PermissionError as error:
         pytest.skip(f"another user may not run this Python: {error}")
     if problem.stdout.strip() != "None":
@@ -216,8 +218,65 @@ def test_an_ordinary_user_has_a_lab_where_user_namespaces_are_allowed() -> None:
 
 AS_A_USER = f"""
 import os, signal, socket
-from ultraep_comm.bench.netlab import Lab
+from studies.netlab.lab import Lab
 {inspect.getsource(exchange)}
 with Lab(machines=2) as lab:
     exchange(lab, {SENT})
 """
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ("", "replicate --engine c10d --ranks 3 --link-gbps 0.25"),
+        ("links --engine host", "links --engine host --ranks 3 --link-gbps 0.25"),
+        ("links --ranks 6", "links --ranks 6 --engine c10d"),
+        ("links --link-gbps 1", "links --link-gbps 1 --engine c10d --ranks 3"),
+    ],
+)
+def test_what_is_added_to_a_command(given: str, whole: str) -> None:
+    """Ranks that share a link have no bound of their own."""
+    settings = settings_of("netlab", "--machines", "3", "--gbit", "2", *given.split())
+    assert " ".join(settings.arguments) == whole
+
+
+@pytest.mark.parametrize("values", [["--machines", "0"], ["--gbit", "nan"]])
+def test_a_command_with_values_out_of_range(values: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=values[0].strip("-")):
+        settings_of("netlab", *values)
+
+
+def test_a_launched_rank_makes_no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgumentError, match="a launcher has started this one"):
+        settings_of("netlab")
+
+
+def test_a_command_without_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    done = bench(tmp_path, "netlab", "replicate")
+    needed = "a lab of network namespaces needs the program ip; install iproute2"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {needed}\n")
+
+
+@needs_lab
+@pytest.mark.parametrize("op", ["replicate", "reduce"])
+def test_nothing_beats_the_links_of_a_lab(tmp_path: Path, op: str) -> None:
+    """A link may be ahead by 80 KiB, and a byte passes two limits: here, a third of an expert."""
+    few = ["-b", "512K", "-n", "1", "-w", "0", "--check", "--json", "o.json"]
+    done = bench(tmp_path, "netlab", "--gbit", "0.4", "replicate", "--op", op, *few)
+    assert done.returncode == 0, done.stderr
+    assert "# netlab: 4 machines, each with a link of 0.4 Gbit/s, one way" in done.stdout
+    document = done.document()
+    assert document["settings"]["link_gbps"] == pytest.approx(0.05)
+    assert {place["domain"] for place in document["topology"]} == {0}  # each has a machine
+    for record in modes_of(document):
+        experts = record["bound_us"] * 0.05e3 / record["expert_bytes"]
+        assert experts >= 1
+        assert record["over_bound"] > 1 - 1 / 3 / experts
+    for baseline in baselines_of(document):
+        assert baseline["time_us"]["p50"] > 2 / 3 * record["bound_us"]
