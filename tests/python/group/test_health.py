@@ -254,6 +254,7 @@ def test_a_state_in_words(words: Any, epoch: int | None, state: str) -> None:
     assert found.gone == (words[5] and words[0] != CLOSED)
     assert found.epoch == (words[1] - 1 if words[0] == CLOSED else words[1])
     assert found.failed_epoch == words[2]
+    assert (found.waited_for, found.aborted_by) == (words[3:5] if words[2] else (-1, -1))
 
 
 def test_ranks_in_one_state_share_a_line() -> None:
