@@ -43,6 +43,7 @@ def loaded(made: Any) -> None:
         other.inner_experts.w2.mul_(2)
         torch.testing.assert_close(made.step(made.x, other), 2 * first)
         assert torch.equal(made.step(made.x), first)
+    assert made.group is not None
     assert other.group is made.group
 
 

@@ -486,7 +486,9 @@ def test_gloos_address_is_known_before(
         found = [(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in addresses]
         return [(family, socket.SOCK_STREAM, 6, "", (a, 0)) for family, a in found]
 
-    monkeypatch.setattr(channels, "gloo_interface", lambda: interface)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     monkeypatch.setattr(channels.socket, "getaddrinfo", resolve)
     assert channels.gloo_is_local() == local
 
@@ -517,6 +519,24 @@ def test_addresses_that_other_machines_cannot_reach(
     for error in ranks.run(2, _addresses, machines, local):
         assert error.startswith(expected)
         assert not expected or ("GLOO_SOCKET_IFNAME" in error and "NCCL_SOCKET_IFNAME" in error)
+
+
+def _measured(rank: int, process_group: Any) -> int:
+    """Make a group of which no calibration knows; return how often its messages were timed."""
+    timed = []
+
+    def measure(*_: object) -> tuple[int, ...]:
+        timed.append(rank)
+        return (700_000, 0, 1, 1, 100)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "_measure", measure)
+        _group(process_group).close()
+    return len(timed)
+
+
+def test_what_messages_cost_is_measured_once(ranks: RankPool) -> None:
+    assert ranks.run(2, _measured) == [1, 1]
 
 
 def _cannot_connect(rank: int, process_group: Any) -> tuple[str, str]:
