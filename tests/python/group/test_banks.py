@@ -192,6 +192,16 @@ def test_waiting_for_slots_of_a_call_that_fails() -> None:
         raised(group.close)
 
 
+@pytest.mark.parametrize("bank", [0, 1])
+def test_a_call_without_a_version_has_that_of_its_bank(bank: int) -> None:
+    groups = new_groups(2)
+    weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1]], bank)
+    synchronize_all(start_all(groups, weights, plan, version=5))
+    assert replicate(groups, weights, plan) == 0
+    assert [group.banks[bank].version for group in groups] == [5, 5]
+    close_all(groups)
+
+
 # ---- misuse ---------------------------------------------------------------------------------
 
 
