@@ -409,6 +409,24 @@ def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_memory_that_is_refused_is_the_cause_of_what_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (group,) = _groups(1)
+    refused = errors.OutOfSharedMemoryError("planted")
+
+    def refuse(num_bytes: int) -> Any:
+        raise refused
+
+    monkeypatch.setattr(session_of(group).engine.fabric, "allocate", refuse)
+    with pytest.raises(errors.OutOfSharedMemoryError):
+        group.empty_weights()
+    with pytest.raises(errors.GroupClosedError) as later:
+        group.empty_weights()
+    assert later.value.__cause__ is refused
+    group.close()
+
+
 def test_close_reports_a_failure_that_nobody_waited_for() -> None:
     groups = _groups(2, timeout=timedelta(seconds=0.3))
     plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
