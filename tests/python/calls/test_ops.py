@@ -16,7 +16,7 @@ from torch.library import opcheck
 
 import ultraep_comm as uec
 from ultraep_comm import errors, ops
-from ultraep_comm.calls.traced import ORDER
+from ultraep_comm.calls.traced import ORDER, flatten, unflatten
 from ultraep_comm.weights.binding import Binding
 
 RANKS, EXPERTS, SLOTS, TOP_K, HIDDEN = 2, 8, 2, 2, 16
@@ -445,6 +445,18 @@ def test_bad_weights_and_segments_keep_their_errors(alone: uec.Group) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="not a selection"):
         compiled(make_weights(0, 0, 1), ("w", "y"))
     other.close()
+
+
+def test_operators_get_the_weights_that_were_given() -> None:
+    """A rank without experts of its own lists none."""
+    given = {"none": [], "stacked": torch.ones(2, 3), "listed": [torch.zeros(3), torch.ones(3)]}
+    tensors, counts = flatten(given)
+    assert (len(tensors), counts) == (3, [0, -1, 2])
+    found = unflatten(tensors, counts, given)
+    assert list(found) == list(given)
+    assert found["stacked"] is given["stacked"]
+    for name in ("none", "listed"):
+        assert list(map(id, found[name])) == list(map(id, given[name]))
 
 
 def test_gather_and_plan_is_traced_as_its_two_calls(alone: uec.Group) -> None:
