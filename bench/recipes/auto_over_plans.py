@@ -29,7 +29,7 @@ from ultraep_comm.bench.options import ALL_MODES
 from ultraep_comm.bench.options import Settings as Rounds
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import Mode, WeightRanks
-from ultraep_comm.bench.report import print_records
+from ultraep_comm.bench.report import print_records, show_progress
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.bench.table import Column
 from ultraep_comm.calls.plan import plan_replicas
@@ -63,6 +63,8 @@ def run(settings: Settings) -> int:
     )
     group = ranks.groups[0]
     for number in range(settings.plans):
+        if group.rank == 0:
+            show_progress(number, settings.plans, "plans")
         imbalance = 1.5 + (settings.ranks - 1.6) * number / max(settings.plans - 1, 1)
         load = generate_load(
             num_ranks=settings.ranks,
@@ -103,6 +105,7 @@ def run(settings: Settings) -> int:
         )
     ranks.close()
     if dist.get_rank() == 0:
+        show_progress(settings.plans, settings.plans, "")
         _finish(settings, records)
     return 1 if wrong else 0
 

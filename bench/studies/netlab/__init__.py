@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from studies.netlab.lab import Lab
+from ultraep_comm.bench import cli
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.options import DEFAULT_RANKS, Settings, option
@@ -41,11 +42,17 @@ class NetlabSettings(Settings):
                 "netlab starts the ranks, but a launcher has started this one; run it alone"
             )
         given = tuple(self.arguments or ("replicate",))
-        if "--engine" not in given:
-            given += ("--engine", "c10d")
-        if "--ranks" not in given:  # each has a machine, and its link
+        chosen = cli.make_parser().parse_args(given)
+        needed = {"engine", "num_ranks", "link_gbps"}
+        if not needed <= vars(chosen).keys() or chosen.engine not in (None, "c10d"):
+            raise InvalidArgumentError(
+                f"netlab was given {' '.join(given)!r}; expected a command with --engine c10d,"
+                " whose ranks send experts over the links"
+            )
+        given += ("--engine", "c10d")
+        if chosen.num_ranks is None:  # each has a machine, and its link
             given += ("--ranks", str(self.machines))
-            if "--link-gbps" not in given:
+            if chosen.link_gbps is None:
                 given += ("--link-gbps", str(self.gbit / 8))
         return replace(self, arguments=given)
 
@@ -61,7 +68,7 @@ COMMAND = Command(
     description="Run a command of python -m ultraep_comm.bench with its ranks on machines that are"
     " network namespaces, each with a limited link to a switch; needs root or user namespaces."
     " Without --ranks each machine has one, and bounds are those of its link; else each has a run"
-    " of consecutive ranks. The default of --engine is c10d.",
+    " of consecutive ranks. The engine is c10d.",
     settings=NetlabSettings,
     module="studies.netlab.run",
 )

@@ -232,15 +232,20 @@ with Lab(machines=2) as lab:
     ("given", "whole"),
     [
         ("", "replicate --engine c10d --ranks 3 --link-gbps 0.25"),
-        ("links --engine host", "links --engine host --ranks 3 --link-gbps 0.25"),
-        ("links --ranks 6", "links --ranks 6 --engine c10d"),
-        ("links --link-gbps 1", "links --link-gbps 1 --engine c10d --ranks 3"),
+        ("replicate --ranks=6", "replicate --ranks=6 --engine c10d"),
+        ("replicate --link-gbps=1", "replicate --link-gbps=1 --engine c10d --ranks 3"),
     ],
 )
 def test_what_is_added_to_a_command(given: str, whole: str) -> None:
     """Ranks that share a link have no bound of their own."""
     settings = settings_of("netlab", "--machines", "3", "--gbit", "2", *given.split())
     assert " ".join(settings.arguments) == whole
+
+
+@pytest.mark.parametrize("given", ["replicate --engine host", "replicate --engine=cuda", "plan"])
+def test_other_engines_are_refused(given: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="expected a command with --engine c10d"):
+        settings_of("netlab", *given.split())
 
 
 @pytest.mark.parametrize("values", [["--machines", "0"], ["--gbit", "nan"]])
