@@ -72,8 +72,7 @@ class Work:
         """
         engine = self._session.engine
         wanted = None if slots is None else [self._filled_slot(slot) for slot in slots]
-        limit = 0.0 if timeout is None else as_seconds(timeout)
-        if limit and engine.wait_blocks:
+        if timeout is not None and (limit := as_seconds(timeout)) and engine.wait_blocks:
             self._poll(limit, wanted)
         if wanted is None:
             self._finish(engine.wait)
