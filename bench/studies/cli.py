@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from studies import against, draw, imbalance, layer, model, netlab, steady, validate
+from studies import against, draw, layer, model, netlab, steady, validate
 from ultraep_comm.bench.cli import run_commands
 from ultraep_comm.bench.command import add_commands
 
 COMMANDS = (
     against.COMMAND,
-    imbalance.COMMAND,
     steady.COMMAND,
     model.COMMAND,
     validate.COMMAND,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,13 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from new_tensors import NewTensors
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from frameworks import megatron_cpu
 from frameworks.table import Case
 from frameworks.training import GROUP, Limits, Tensors, Training, compare, full
 from ultraep_comm.adapters.megatron import replicate
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
-
-from studies.layer import megatron_cpu
 
 megatron_cpu.install()
 LAYERS, E, VOCABULARY, LENGTH = 2, 8, 64, 16

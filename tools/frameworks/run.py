@@ -149,7 +149,8 @@ def summarise(figures: Mapping[str, Any]) -> str:
     )
     return (
         f"losses {losses[0]}; with replicas {losses[1]}; gradients {max(figures['gradients']):.1e}"
-        f" apart; imbalance {max(before):.2f} to {max(after):.2f}, up to {max(replicas)} replicas"
+        f" apart; imbalance {max(before):.2f} to {max(after):.2f}, up to {max(replicas)} replicas;"
+        f" our calls {figures['share']:.0%} of a step"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from studies.watch import Stopwatch, watching
 
 Tensors = dict[str, torch.Tensor]
 STEPS, SLOTS = 3, 2
@@ -88,10 +91,16 @@ class Run:
     left: dict[str, Tensors] = field(default_factory=dict)
     imbalance: list[tuple[str, float, float, int]] = field(default_factory=list)
     arrivals: set[int] = field(default_factory=set)  # gradients that each parameter got
+    share: float = 0.0  # of the time of passes that is spent in our calls, but for the first step
 
 
 def train(training: Training) -> Run:
     """Train for some steps."""
+    with watching() as watch:
+        return _train(training, watch)
+
+
+def _train(training: Training, watch: Stopwatch) -> Run:
     run, parameters = Run(), training.parameters
     arrivals = {name: 0 for name, p in parameters.items() if p.requires_grad}
 
@@ -105,8 +114,11 @@ def train(training: Training) -> Run:
     passes = [(is_back, m) for m in range(training.microbatches) for is_back in (False, True)]
     if training.in_pipeline:
         passes.sort()
+    ours, took = 0, 0
     for step in range(STEPS):
         losses: list[torch.Tensor] = []
+        watch.take()
+        start = time.perf_counter_ns()
         for is_back, microbatch in passes:
             if is_back:
                 training.backward(losses[microbatch], microbatch)
@@ -115,6 +127,8 @@ def train(training: Training) -> Run:
             for name, (plan, _) in training.replicated().items():
                 figures = plan.imbalance_before, plan.imbalance, plan.num_replicas
                 run.imbalance.append((name, *figures))
+        if step > 0:
+            ours, took = ours + sum(watch.take()), took + time.perf_counter_ns() - start
         for _, group in training.replicated().values():
             group.assert_idle()
         run.gradients.append(training.gradients())
@@ -124,7 +138,7 @@ def train(training: Training) -> Run:
         run.losses.append(mean.item() / dist.get_world_size())
     for hook in hooks:
         hook.remove()
-    run.left, run.arrivals = training.left(), set(arrivals.values())
+    run.left, run.arrivals, run.share = training.left(), set(arrivals.values()), ours / took
     training.close()
     return run
 
@@ -153,6 +167,7 @@ def compare(
         plain = train(make(False))
     ours = followed = train(make(True))
     found: dict[str, Any] = {"losses": [plain.losses, ours.losses], "imbalance": ours.imbalance}
+    found["share"] = ours.share
     if follows:
         with choosing(choices) as others:
             followed = train(make(True))

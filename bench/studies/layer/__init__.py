@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DEFAULT_RANKS = 2
-_OF_FRAMEWORKS = "W1"  # their tokens have to go to different experts
 _WORKLOAD_STEPS = 12  # whose mean is the workload's: a turn of W6 and of W7
 _SHARES_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
-_FRAMEWORKS = {  # what is imported, and what brings it
-    "transformers": ("transformers", "-c constraints.txt transformers accelerate"),
-    "megatron": ("megatron.core", "-c constraints.txt megatron-core"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +53,6 @@ class LayerSettings(Settings):
         hidden, inner: H and I.
     """
 
-    framework: str = option(
-        "--framework",
-        choices=tuple(_FRAMEWORKS),
-        default="",
-        help="its own layer, without and with its adapter (default: the benchmark's layer)",
-    )
     num_ranks: int = options.RANKS(
         0, help="ranks, at most one per core", shown=f"{DEFAULT_RANKS}, or the launcher's"
     )
@@ -78,9 +66,9 @@ class LayerSettings(Settings):
     workloads: tuple[str, ...] = options.WORKLOAD(
         (),
         parse=parse_workloads,
-        help=f"routing of public workloads instead, of {', '.join(WORKLOADS)} (with --framework:"
-        f" default {_OF_FRAMEWORKS}); --experts {WORKLOAD_EXPERTS} --topk {WORKLOAD_TOPK} --tokens"
-        f" {WORKLOAD_TOKENS} --hidden 512 --inner 1024 -w 5 is their published shape",
+        help=f"routing of public workloads instead, of {', '.join(WORKLOADS)}; their published"
+        f" shape is --experts {WORKLOAD_EXPERTS} --topk {WORKLOAD_TOPK} --tokens {WORKLOAD_TOKENS}"
+        " --hidden 512 --inner 1024 -w 5",
     )
     iters: int = options.ITERS(20)
     warmup: int = options.WARMUP(3)
@@ -102,9 +90,6 @@ class LayerSettings(Settings):
                 f"--experts is {made.experts}; expected at least one for each of {made.num_ranks}"
                 " ranks"
             )
-        if made.framework:
-            _check_framework(made)
-            made = replace(made, workloads=made.workloads or (_OF_FRAMEWORKS,))
         return replace(made, routings=_make_routings(made))
 
     @property
@@ -115,27 +100,7 @@ class LayerSettings(Settings):
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of one expert's tensors."""
-        return {"w13": (2 * self.inner, self.hidden), "w2": (self.hidden, self.inner)}
-
-
-def _check_framework(settings: LayerSettings) -> None:
-    """Raise InvalidArgumentError if there is no framework, or its layer cannot have this size."""
-    name, num_ranks = settings.framework, settings.num_ranks
-    module, packages = _FRAMEWORKS[name]
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise InvalidArgumentError(
-            f"--framework is {name}, which is not installed: pip install {packages}"
-        )
-    if settings.experts % num_ranks or not settings.slots or num_ranks < 2:
-        raise InvalidArgumentError(
-            f"--framework {name} was given --experts {settings.experts} on {num_ranks} ranks with"
-            f" --slots {settings.slots}; expected equally many experts on each of at least two"
-            " ranks, and at least one slot"
-        )
+        return {"w13": (self.hidden, 2 * self.inner), "w2": (self.inner, self.hidden)}
 
 
 def _make_routings(settings: LayerSettings) -> tuple[Routing, ...]:

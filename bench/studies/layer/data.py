@@ -1,19 +1,16 @@
-"""What all rows of ``layer`` share: routing, weights, tokens, and the expected results."""
+"""What the rows of ``layer`` share: routing, weights, tokens, and the expected results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from studies.layer import LayerSettings, Routing
-from studies.moe import Passed
 from studies.workloads import route_tokens
-from ultraep_comm.bench.measure import Transfer
+from ultraep_comm.group.group import Group
 from ultraep_comm.plan.plan import Plan
 
 ROWS = ("plain", "replicated", "balanced")  # the last one is the ceiling
@@ -27,20 +24,19 @@ class Figures:
     """What one step of a row left on this rank.
 
     Attributes:
-        phases_ns: time of each of the row's phases.
-        passed: the results.
+        phases_ns: time in our calls, of each of `watch.PHASES`.
+        compute_ns: CPU time of this thread.
+        rows: that this rank's experts computed.
+        out, tokens_grad: ``[T, H]``, of the forward and of the backward pass.
         plan: None: without replicas.
     """
 
-    phases_ns: Sequence[int]
-    passed: Passed
+    phases_ns: list[int]
+    compute_ns: int
+    rows: int
+    out: Tensor
+    tokens_grad: Tensor
     plan: Plan | None
-
-
-class LayerRow(Transfer, Protocol):
-    """A layer with one kind of routing."""
-
-    found: list[Figures]  # of each step so far
 
 
 class LayerData:
@@ -49,40 +45,31 @@ class LayerData:
     Every rank has all experts' weights, so that it can check slots and results alone.
 
     Attributes:
-        mains: this rank's experts.
-        weights: their weights ``[M, *shape]``, "w13" (gate, then up) and "w2".
-        grads: of the same shapes, where a step adds gradients.
+        weights: of this rank's experts ``[M, *shape]``, "w13" (gate, then up) and "w2".
         tokens: ``[T, H]``.
         out_grad: ``[T, H]``, the gradient of the result.
         probs: ``[T, k]``.
         routing: of the steps that follow.
         ids: of the present step, by row.
-        slots, slot_grads: of the group that serves the row ``replicated``, by the same names.
     """
 
-    def __init__(
-        self,
-        settings: LayerSettings,
-        rank: int,
-        mains: Sequence[int],
-        weights: dict[str, Tensor],
-    ) -> None:
+    def __init__(self, settings: LayerSettings, group: Group) -> None:
         """Draw weights and tokens."""
-        self.settings, self.routing, self._rank = settings, settings.routings[0], rank
+        self.settings, self.routing, self._group = settings, settings.routings[0], group
         generator = torch.Generator().manual_seed(settings.seed)
         self._base = {
-            name: torch.randn((settings.experts, *shape), generator=generator) / shape[1] ** 0.5
+            name: torch.randn((settings.experts, *shape), generator=generator) / shape[0] ** 0.5
             for name, shape in settings.shapes.items()
         }
-        self.mains, self.weights = list(mains), weights
-        self.grads = {name: torch.zeros_like(w) for name, w in weights.items()}
-        own = torch.Generator().manual_seed(settings.seed * 1000 + rank)
+        self.weights = {n: torch.nn.Parameter(w) for n, w in group.empty_weights().items()}
+        for weight in self.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        self._mains = group.topology.local_experts(group.rank).tolist()
+        own = torch.Generator().manual_seed(settings.seed * 1000 + group.rank)
         shape = (settings.tokens, settings.hidden)
         self.tokens = torch.randn(shape, generator=own)
         self.out_grad = torch.randn(shape, generator=own)
         self.probs = torch.rand((settings.tokens, settings.topk), generator=own).softmax(dim=1)
-        self.slots: Mapping[str, Tensor] = {}
-        self.slot_grads: Mapping[str, Tensor] = {}
         self.ids: dict[str, Tensor] = {}
         self._epoch = 0
 
@@ -94,14 +81,15 @@ class LayerData:
     def fill(self, payload: object, epoch: int) -> None:
         """Change the weights as an optimizer does, clear gradients, and fill slots with NaN."""
         self._epoch = epoch
-        drawn = draw_ids(self.settings, self.routing, (epoch - 1) // len(ROWS), self._rank)
-        balanced = balanced_ids(self.settings, self._rank)
+        drawn = draw_ids(self.settings, self.routing, (epoch - 1) // len(ROWS), self._group.rank)
+        balanced = balanced_ids(self.settings, self._group.rank)
         self.ids = {"plain": drawn, "replicated": drawn, "balanced": balanced}
-        for name, stacked in self.weights.items():
-            for i, expert in enumerate(self.mains):
-                stacked[i].copy_(self.weights_of(name, expert))
-            self.grads[name].zero_()
-        for slots in self.slots.values():
+        for name, weight in self.weights.items():
+            for main, expert in zip(weight.data, self._mains, strict=True):
+                main.copy_(self.weights_of(name, expert))
+            assert weight.grad is not None
+            weight.grad.zero_()
+        for slots in self._group.slots.values():
             slots.fill_(torch.nan)
 
     def count_wrong(self, row: str, found: Figures) -> int:
@@ -109,7 +97,7 @@ class LayerData:
 
         Collective.
         """
-        ids, passed = self.ids[row], found.passed
+        ids = self.ids[row]
         tokens = self.tokens.clone().requires_grad_()
         total = torch.zeros_like(self.tokens)
         grads = {name: torch.zeros_like(base) for name, base in self._base.items()}
@@ -117,8 +105,8 @@ class LayerData:
             weights = {n: self.weights_of(n, expert).requires_grad_() for n in self._base}
             shares = (self.probs * (ids == expert)).sum(1)
             rows = (ids == expert).any(1).nonzero().squeeze(1)
-            gate, up = (tokens[rows] @ weights["w13"].T).chunk(2, dim=1)
-            made = (torch.nn.functional.silu(gate) * up) @ weights["w2"].T
+            gate, up = (tokens[rows] @ weights["w13"]).chunk(2, dim=1)
+            made = (torch.nn.functional.silu(gate) * up) @ weights["w2"]
             made = made * shares[rows].unsqueeze(1)
             made.backward(self.out_grad[rows])
             total.index_add_(0, rows, made.detach())
@@ -126,19 +114,21 @@ class LayerData:
                 assert w.grad is not None
                 grads[name][expert] = w.grad
         assert tokens.grad is not None
-        wrong = _count_far(passed.out, total) + _count_far(passed.tokens_grad, tokens.grad)
+        wrong = _count_far(found.out, total) + _count_far(found.tokens_grad, tokens.grad)
         for name, grad in grads.items():
             dist.all_reduce(grad)
-            wrong += _count_far(self.grads[name], grad[self.mains])
+            ours = self.weights[name].grad
+            assert ours is not None
+            wrong += _count_far(ours, grad[self._mains])
         return wrong + self._count_wrong_slots(found.plan)
 
     def _count_wrong_slots(self, plan: Plan | None) -> int:
         """Return the wrong values of slots, compared bitwise, and of their cleared gradients."""
-        wrong = sum(int(grad.count_nonzero()) for grad in self.slot_grads.values())
+        wrong = sum(int(grad.count_nonzero()) for grad in self._group.slot_grads.values())
         if plan is None:
             return wrong
-        for slot, expert in enumerate(plan.slot_expert[self._rank].tolist()):
-            for name, slots in self.slots.items():
+        for slot, expert in enumerate(plan.slot_expert[self._group.rank].tolist()):
+            for name, slots in self._group.slots.items():
                 if expert >= 0:
                     wrong += int((slots[slot] != self.weights_of(name, expert)).sum())
                 else:
