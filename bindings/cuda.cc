@@ -129,9 +129,8 @@ void bind_cuda(nb::module_& m) {
   m.attr("CUDA_MAX_DEVICE_SEGMENTS") = cuda::kMaxDeviceSegments;
   m.attr("CUDA_MAX_LAUNCH_RANKS") = cuda::kMaxLaunchRanks;
   m.attr("CUDA_CAPTURED") = cuda::kCaptured;
-  m.def("cuda_tile_sizes", [] {
-    return std::vector<int32_t>(std::begin(cuda::kTileSizes), std::end(cuda::kTileSizes));
-  });
+  m.def("cuda_tile_sizes",
+        [] { return std::vector<int32_t>(std::begin(kTileSizes), std::end(kTileSizes)); });
   m.def(
       "cuda_shared_bytes",
       [](const EngineConfig& config, int64_t max_shared_bytes) {

@@ -119,9 +119,9 @@ void check_in_place() {
     CHECK(launch.together);  // blocks wait for each other
     CHECK_EQ(launch.grid[0], kNumSms);
     CHECK_EQ(launch.grid[1], 1);
-    CHECK_EQ(launch.block[0], 64 * uec::cuda::kMaxBlockWorkers);
+    CHECK_EQ(launch.block[0], 64 * uec::kMaxBlockWorkers);
     CHECK_EQ(launch.shared_bytes,
-             uec::cuda::shared_bytes(ranks.capacity(), 16 << 10, uec::cuda::kMaxBlockWorkers));
+             uec::cuda::shared_bytes(ranks.capacity(), 16 << 10, uec::kMaxBlockWorkers));
     CHECK(launch.args.states == ranks.launcher->state(rank));
     CHECK_EQ(launch.args.call_bytes, bytes);
     check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
@@ -144,10 +144,10 @@ void check_residency() {
   const PlanCase plan = make_plan();
   const Ranks ranks(plan, 0, 1);
   uec::cuda::LauncherConfig config = ranks.launcher->config();
-  int32_t workers = uec::cuda::kMaxBlockWorkers;
+  int32_t workers = uec::kMaxBlockWorkers;
   recorder::state().occupancy = [&](Handle kernel, int32_t threads, size_t shared) {
     const bool reduces = kernel == recorder::kReduce;
-    CHECK_EQ(threads, 32 * (reduces ? uec::cuda::kReduceWarps : 2 * workers));
+    CHECK_EQ(threads, 32 * (reduces ? uec::kReduceWarps : 2 * workers));
     CHECK_EQ(shared, reduces
                          ? uec::cuda::reduce_shared_bytes(config.capacity)
                          : uec::cuda::shared_bytes(config.capacity, config.tile_bytes, workers));

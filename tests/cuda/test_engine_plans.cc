@@ -250,7 +250,7 @@ void check_reductions() {
   CHECK(launch.together);
   CHECK_EQ(launch.grid[0], kBackgroundSms);
   CHECK_EQ(launch.grid[1], 3);
-  CHECK_EQ(launch.block[0], uec::cuda::kReduceWarps * 32);
+  CHECK_EQ(launch.block[0], uec::kReduceWarps * 32);
   CHECK_EQ(launch.shared_bytes, uec::cuda::reduce_shared_bytes(ranks.capacity()));
   for (int32_t r = 0; r < 2; ++r) {
     EngineConfig config = ranks.config;

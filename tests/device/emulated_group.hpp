@@ -114,7 +114,7 @@ class EmulatedGroup {
     call_bytes_ = 0;
     for (int32_t r = 0; r < ranks; ++r) {
       const int64_t staging = int64_t{options.max_blocks} * options.block_workers *
-                              uec::cuda::kNumFarStages * options.tile_bytes;
+                              uec::kNumFarStages * options.tile_bytes;
       memory_.push_back(std::make_unique<Buffer>(layout.symmetric.total + staging));
       regions_.push_back(std::make_unique<Buffer>(layout.region_bytes));
       region_table_.push_back(reinterpret_cast<uint64_t>(regions_.back()->data()));

@@ -8,11 +8,6 @@ namespace uec {
 
 namespace detail {
 
-// Groups of an expert, or of each hub of it: for 64 blocks two each, so that who reads a hub's sums
-// is behind it by half of them at most.
-inline constexpr int32_t kGroups = 128;
-inline constexpr int32_t kMostUnits = 2;  // flag groups in one of a hub: more delay the home
-
 // Works as WorklistBuilder: every member has the same counts; what it writes is shared.
 template <class Team>
 struct ReductionBuilder {
@@ -51,11 +46,11 @@ struct ReductionBuilder {
     const int32_t unit = tiles.group_tiles;
     const auto all = static_cast<int32_t>(tiles.num_tiles());
     if (range == 0) {
-      r->group_tiles = max32(unit, quotient(all + kGroups - 1, kGroups));
+      r->group_tiles = max32(unit, quotient(all + kReduceGroups - 1, kReduceGroups));
       r->begin = r->tile = 0;
       r->end_tile = all;
     } else {
-      const int32_t units = max32(1, min32(kMostUnits, quotient(bounds[n + 1], n * kGroups)));
+      const int32_t units = max32(1, min32(kMostUnits, quotient(bounds[n + 1], n * kReduceGroups)));
       r->group_tiles = units * unit;
       // Hubs' groups have flags of their own: a range has at most one more than its share.
       r->begin = units == 1 ? bounds[range] : quotient(bounds[range], units) + range - 1;

@@ -4,13 +4,10 @@
 // consecutive tiles that shares one ready flag; hub ranges begin and end on group boundaries.
 #pragma once
 
+#include "core/base/bounds.hpp"
 #include "core/base/common.hpp"
 
 namespace uec {
-
-// A hub forwards after each group, so a group is the pipeline's grain: fine enough that many hubs
-// in a row add little latency, coarse enough that flags stay cheap.
-inline constexpr int64_t kGroupBytes = 32 << 10;
 
 struct TileSpan {
   int32_t segment;  // index into the group's segments, not into the call's selection

@@ -1,4 +1,5 @@
-// The fetch side of a worker: takes its groups of tiles and loads them, and never blocks.
+// The fetch side of a worker: takes its groups of tiles and loads them. It waits for no peer: a
+// step that cannot go on says for what, and its caller bounds the wait.
 #pragma once
 
 #include "core/base/team.hpp"

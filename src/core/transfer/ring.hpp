@@ -5,6 +5,7 @@
 // the store side stores from it; once the stores have read it, the store side releases it.
 #pragma once
 
+#include "core/base/bounds.hpp"
 #include "core/base/common.hpp"
 #include "core/schedule/tiles.hpp"
 
@@ -27,7 +28,6 @@ struct UnpublishedGroup {
   int32_t piece, group, share;
   uint32_t ticket;
 };
-inline constexpr uint32_t kMaxUnpublished = 4;
 
 // The bookkeeping of a ring whose two sides run in one thread. Movers of such workers derive from
 // it.

@@ -1,5 +1,6 @@
-// The store side of a worker: stores tiles to their destinations, publishes what has been
-// delivered, and never blocks.
+// The store side of a worker: stores tiles to their destinations, and publishes what has been
+// delivered. It waits for no peer, but may wait for its own stores: until they have read a stage
+// (commit_and_wait_source), and until they have arrived (wait_delivered).
 #pragma once
 
 #include "core/base/team.hpp"

@@ -24,6 +24,7 @@
 
 #include <cstddef>
 
+#include "core/base/bounds.hpp"
 #include "core/base/scratch.hpp"
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
@@ -167,8 +168,6 @@ class WorkQueue {
   }
 
  private:
-  // A poll costs a trip to memory, which a group that waits for nobody must not pay on its own.
-  static constexpr int32_t kGroupsPerPoll = 4;
   static constexpr uint32_t kNone = ~0u;
   static constexpr uint32_t kIdBits = 20;
 

@@ -5,6 +5,7 @@
 // side has released it. No barrier joins the block's threads while tiles move.
 #pragma once
 
+#include "core/base/bounds.hpp"
 #include "core/transfer/protocol.hpp"
 #include "core/transfer/ring.hpp"
 #include "cuda/device/block.hpp"
@@ -163,7 +164,6 @@ class DeviceMover : public DeliveryPolicy {
   UEC_DEVICE bool wait_delivered(uint32_t ticket, bool may_block, F&& then) {
     if (ticket > delivered_) {
       const uint32_t behind = commits_ - ticket;
-      // The next tile may be on its way from memory, which takes a few looks.
       if (behind < kCommitsInFlight && (!may_block || ++idle_polls_ <= kIdlePolls)) return false;
       wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
       // Bulk stores and the release that will publish them are of different proxies.
@@ -226,7 +226,6 @@ class DeviceMover : public DeliveryPolicy {
   Ring& ring_;
   uint8_t* tiles_;
   const BlockCall& block_;
-  static constexpr uint32_t kIdlePolls = 4;
   uint32_t commits_ = 0, read_ = 0, delivered_ = 0, idle_polls_ = 0;
 };
 

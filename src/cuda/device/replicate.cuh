@@ -1,8 +1,39 @@
 // The replicate kernel: one launch moves all that a rank, or all ranks of a loopback group, owe.
 //
-// A worker has two warps. One takes the worker's groups of tiles and loads them into the ring of
-// stages; the other stores each tile to all its destinations and publishes what has been delivered.
-// A block has several workers, which share nothing but the call.
+// A call, from top to bottom. What a flag promises: core/transfer/protocol.hpp. Every number, and
+// what it trades: core/base/bounds.hpp.
+//
+//   1. Every block copies the call into shared memory: enter, take_call (call.cuh).
+//   2. The last warp of the first block announces it (call.cuh). It looks once for a record by
+//      which a peer ends the call early.
+//      Publishes: `call` to all ranks, `open` to those that write to this one or read from it.
+//   3. Each worker moves its groups. A block has up to kMaxBlockWorkers, of two warps each, which
+//      share nothing but the call.
+//      The fetching warp:
+//      a. takes a group, and skips those that cannot be moved yet (stripe.hpp).
+//         Waits for: `open` of all the group's ranks; at a hub also `ready` of the group. It looks
+//         every kGroupsPerPoll groups, or when nothing else is left.
+//      b. loads each tile of it into a stage (fetcher.hpp, DeviceMover::fetch).
+//         Waits for: one of kNumStages stages to be empty.
+//         Hands on: the bytes, and all that this warp has observed, by the barrier `full`.
+//      The storing warp:
+//      c. stores each tile to all its destinations, a lane each (storer.hpp, DeviceMover::store).
+//         Waits for: `full`; and, behind the commit, for the tile before to have been read.
+//         Hands on: that tile's stage, by the barrier `empty`.
+//      d. publishes each group, at most kMaxUnpublished behind its stores (storer.hpp).
+//         Waits for: the group's stores to arrive, once kCommitsInFlight are behind them or
+//         nothing else is left to do (DeviceMover::wait_delivered).
+//         Publishes: `ready` to the group's hub.
+//      e. finishes each expert, if its rank's other workers have (storer.hpp, finish_task).
+//         Publishes: `done` to each slot, `pulled` to the rank that weights were read from.
+//   4. A warp of the last block to leave finishes the call (call.cuh, announce.hpp).
+//      Waits for: `done` of each of its slots, `pulled` of its main weights.
+//      Hands on: the epoch to the next call, slot words to the stream.
+//
+// drive() in wait.cuh bounds all waits for peers: every kStepsPerPoll steps it looks for an abort
+// and for a cancellation, and at the warp's clock. The storing warp has no clock: it waits for its
+// own fetching warp and for the hardware, and looks every kIdleStepsPerStop idle steps whether its
+// block has stopped. After a failure both warps drain what is in flight, and publish nothing more.
 #pragma once
 
 #include "core/transfer/fetcher.hpp"
@@ -60,7 +91,7 @@ UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
       break;
     }
     if (step != Step::kProgress) mover.wait_source_reusable();
-    if (step != Step::kProgress && ++idle % 8 != 0) continue;  // what comes next is rarely far
+    if (step != Step::kProgress && ++idle % kIdleStepsPerStop != 0) continue;
     running = !stops();
     if (step != Step::kProgress) ptx::pause();
   }

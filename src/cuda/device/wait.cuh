@@ -1,6 +1,7 @@
 // Bounded waits of a warp, and how a rank's blocks fail together.
 #pragma once
 
+#include "core/base/bounds.hpp"
 #include "core/transfer/announce.hpp"
 #include "core/transfer/failure.hpp"
 #include "cuda/device/block.hpp"
@@ -75,9 +76,6 @@ UEC_DEVICE bool may_begin(BlockCall& block, Memory& memory) {
   if (fault != Fault::kNone) fail(block, memory, fault, aborter, Wait{});
   return fault == Fault::kNone;
 }
-
-inline constexpr uint32_t kStepsPerPoll = 16;  // a poll of a flag in memory costs a microsecond,
-inline constexpr uint32_t kStepsPerLongPoll = 256;  // of one in the host's memory more
 
 // Nanoseconds that the current wait has lasted, once that is too long; else 0.
 template <class Memory>
