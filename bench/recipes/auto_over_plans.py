@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.bench.clock import HostClock, HostMeter
+from ultraep_comm.bench.clock import HostClock, Meter
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.measure import measure
@@ -54,7 +54,7 @@ def run(settings: Settings) -> int:
     segments = {"w": settings.expert_bytes}
     records, wrong = [], 0
     ranks = WeightRanks(
-        HostMeter(),
+        Meter(),
         num_ranks=settings.ranks,
         num_experts=settings.experts,
         slots=settings.slots,

@@ -24,9 +24,7 @@ from ultraep_comm.bench.commands.calibrate import run as calibrate
 from ultraep_comm.bench.commands.critical_path import run as critical_path
 from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.plan import device as plan_device
-from ultraep_comm.bench.commands.replicate.device import run_device
-from ultraep_comm.bench.commands.replicate.reduction import Reduction
-from ultraep_comm.bench.commands.replicate.run import Replication
+from ultraep_comm.bench.commands.replicate import run as replicate
 from ultraep_comm.bench.options import make_settings
 from ultraep_comm.bench.report import Report, flatten
 
@@ -73,11 +71,10 @@ def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
         "links": links.run_on,
         "calibrate": calibrate.run_on,
         "plan": plan_device.run_device,
+        "replicate": replicate.run_on,
+        "reduce": replicate.run_on,
     }
-    if command in runs:
-        return runs[command](meter, settings, report)
-    collective: Any = {"replicate": Replication, "reduce": Reduction}[settings.op]()
-    return run_device(meter, collective, settings, report)
+    return runs[command](meter, settings, report)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ultraep_comm.bench.clock import HostMeter
+from ultraep_comm.bench.clock import Meter
 from ultraep_comm.engines.cuda import device
 
 
-class StandIn(HostMeter):
+class StandIn(Meter):
     """The host engine's loopback, timed with the host's clock."""
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:

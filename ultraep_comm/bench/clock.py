@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,54 +38,14 @@ _SMI_FIELDS = (
 )
 
 
-class Meter(Protocol):
-    """A device to measure on. Tests implement one without a GPU.
+class Meter:
+    """A device to measure on: this class is the CPU, whose calls block.
 
     Attributes:
         engine: of the groups.
         torch_device: of all tensors.
         big_bytes: size of the buffer whose copy gives the copy rate.
     """
-
-    engine: str
-    torch_device: torch.device
-    big_bytes: int
-
-    def num_sms(self, given: int | None, ranks_here: int) -> int:
-        """Return the number of blocks of a rank."""
-
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return memory, possibly a peer's, as a uint8 tensor."""
-
-    def time_us(
-        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
-    ) -> float:
-        """Return the device time per call, of ``calls`` in a row after one that is not timed.
-
-        The untimed call is ``line_up``, or else ``run``.
-        """
-
-    def capture(self, run: Run) -> Run:
-        """Capture what a call enqueues on the current stream; return a function that replays it."""
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the CPU, ordered after the current stream."""
-
-    def spread(self, jobs: Sequence[Run]) -> None:
-        """Run jobs on several streams, ordered after and before the current stream."""
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return the device's fields for headers and JSON."""
-
-    def find_link(self) -> tuple[float, str] | None:
-        """Return the rate of the device's links one way in GB/s, and its source; None: unknown."""
-
-
-class HostMeter:
-    """A `Meter` of an engine on the CPU, whose calls block."""
 
     engine = "host"
     torch_device = torch.device("cpu")
@@ -96,18 +56,21 @@ class HostMeter:
         self.engine = engine or self.engine
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
-        """Return the given number of threads, or 1."""
+        """Return the number of blocks, or threads, of a rank."""
         return given or 1
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap host memory."""
+        """Return memory, possibly a peer's, as a uint8 tensor."""
         kind = ctypes.c_uint8 * num_bytes
         return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
 
     def time_us(
         self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
-        """Time calls with the host clock."""
+        """Return the time per call, of ``calls`` in a row after one that is not timed.
+
+        The untimed call is ``line_up``, or else ``run``.
+        """
         (line_up or run)()
         self.synchronize()
         start = time.perf_counter_ns()
@@ -116,32 +79,32 @@ class HostMeter:
         self.synchronize()
         return (time.perf_counter_ns() - start) / 1e3 / calls
 
-    def spread(self, jobs: Sequence[Run]) -> None:
-        """Run jobs one after another."""
-        for job in jobs:
-            job()
-
     def capture(self, run: Run) -> Run:
-        """Raise UnsupportedError."""
+        """Capture what a call enqueues on the current stream; return a function that replays it."""
         raise UnsupportedError("the host engine has no graphs")
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy."""
+        """Return a copy on the CPU, ordered after the current stream."""
         return tensor.clone()
 
+    def spread(self, jobs: Sequence[Run]) -> None:
+        """Run jobs, on several streams if there are any, after and before the current stream."""
+        for job in jobs:
+            job()
+
     def synchronize(self) -> None:
-        """Do nothing: calls block."""
+        """Wait for the device."""
 
     def describe(self) -> dict[str, Any]:
-        """Return nothing: `machine` describes the host."""
+        """Return the device's fields for headers and JSON; empty for the CPU."""
         return {}
 
     def find_link(self) -> tuple[float, str] | None:
-        """Return None: ranks of one machine share its memory."""
+        """Return the rate of the device's links one way in GB/s, and its source; None: unknown."""
         return None
 
 
-class Gpu:
+class Gpu(Meter):
     """Torch's current device."""
 
     engine = "cuda"
@@ -166,8 +129,16 @@ class Gpu:
         return choose_num_sms(given, self._device, ranks_here)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap memory that the device can address."""
-        return view_mapped(address, num_bytes, self.torch_device)
+        """Return memory that the device can address.
+
+        Torch copies to and from it by address, on the current stream. (Through
+        `__cuda_array_interface__` torch would return a copy of a peer's memory.)
+        """
+        from torch._C import _construct_storage_from_data_pointer as construct
+
+        storage = construct(address, self.torch_device, num_bytes)
+        memory = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        return memory.set_(storage, 0, (num_bytes,), (1,))
 
     def time_us(
         self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
@@ -251,19 +222,6 @@ def _spin(cycles: int) -> None:
     sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-def view_mapped(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory that a device can address, possibly a peer's, as a uint8 tensor of that device.
-
-    Torch copies to and from it by address, on the current stream. (Through
-    `__cuda_array_interface__` torch would return a copy of a peer's memory.)
-    """
-    from torch._C import _construct_storage_from_data_pointer as construct
-
-    storage = construct(address, device, num_bytes)
-    memory = torch.empty(0, dtype=torch.uint8, device=device)
-    return memory.set_(storage, 0, (num_bytes,), (1,))
-
-
 def query_smi(uuid: str) -> dict[str, str]:
     """Return driver version and clocks from nvidia-smi; empty if it is not available."""
     name = uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"
@@ -304,37 +262,23 @@ def own_gpu() -> Gpu:
     """
     launched = find_launcher()
     if launched is not None or dist.is_initialized():
-        _take_device(launched.local_rank if launched is not None else dist.get_rank())
+        local_rank = launched.local_rank if launched is not None else dist.get_rank()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return Gpu()
-
-
-def _take_device(local_rank: int) -> None:
-    """Make the rank's GPU torch's current device. Ranks take the machine's GPUs in turn."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 # ---- the time of a call of all ranks ------------------------------------------------------------
 
 
-class Clock(Protocol):
-    """Times a call that all ranks make.
+class HostClock:
+    """Clock for calls that block.
 
     Attributes:
         loopback: all ranks are in this process.
         one_clock: the ranks' times are comparable. Otherwise the time of a call is that of the
             slowest rank.
     """
-
-    loopback: bool
-    one_clock: bool
-
-    def span(self, run: Run) -> tuple[float, float]:
-        """Return this rank's start and end in microseconds. Collective, but in loopback."""
-
-
-class HostClock:
-    """Clock for calls that block."""
 
     loopback = False
 
@@ -346,7 +290,7 @@ class HostClock:
         self.one_clock = find_launcher() is None or len(set(group.topology.domain.tolist())) == 1
 
     def span(self, run: Run) -> tuple[float, float]:
-        """Start together with all ranks."""
+        """Return this rank's start and end in microseconds. Collective."""
         line_up(self.one_clock)
         start = time.perf_counter_ns()
         run()
@@ -392,6 +336,9 @@ class DeviceClock:
     def span(self, run: Run) -> tuple[float, float]:
         """Return 0 and the device time."""
         return 0.0, self.time_us(run)
+
+
+Clock = HostClock | DeviceClock  # times a call that all ranks make
 
 
 def line_up(one_machine: bool) -> None:

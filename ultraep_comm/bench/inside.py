@@ -76,37 +76,22 @@ def slot_grad_address(group: Group, rank: int, slot: int, segment: int, num_byte
 # The last rank to call launches for all. So all ranks submit before the first one waits.
 
 
-def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Do `gather_load` for all ranks of a loopback group."""
-    loads, works = [], []
+def gather_together(
+    groups: Sequence[Group], ids: Sequence[torch.Tensor], target: float | None = None
+) -> tuple[list[torch.Tensor], list[Plan]]:
+    """Do `gather_load` for all ranks of a loopback group, or with a target `gather_and_plan`."""
+    name = "gather_load" if target is None else "gather_and_plan"
+    loads, plans, works = [], [], []
     for group, own in zip(groups, ids, strict=True):
         session = session_of(group)
-        counted = session.engine.count(own, "topk_ids", for_gather=True)
-        load = session.engine.empty((group.num_ranks, group.topology.num_experts))
-        epoch, _ = session.engine.gather(counted, load)
-        session.add_call(epoch, (own, load), "gather_load")
-        works.append(Work(session, epoch, "gather_load", mode=""))
-        loads.append(load)
-    for work in works:
-        work.wait()
-    return loads
-
-
-def gather_and_plan_together(
-    groups: Sequence[Group], ids: Sequence[torch.Tensor], target: float
-) -> list[Plan]:
-    """Do `gather_and_plan` for all ranks of a loopback group."""
-    plans, works = [], []
-    for group, own in zip(groups, ids, strict=True):
-        session = session_of(group)
-        objective = plan_objective(target, None, group)
+        objective = None if target is None else plan_objective(target, None, group)
         counted = session.engine.count(own, "topk_ids", for_gather=True)
         load = session.engine.empty((group.num_ranks, group.topology.num_experts))
         epoch, plan = session.engine.gather(counted, load, objective)
-        assert plan is not None
-        session.add_call(epoch, (counted, load, plan), "gather_and_plan")
-        works.append(Work(session, epoch, "gather_and_plan", mode=""))
-        plans.append(plan)
+        session.add_call(epoch, (own, counted, load, plan), name)
+        works.append(Work(session, epoch, name, mode=""))
+        loads.append(load)
+        plans += [] if plan is None else [plan]
     for work in works:
         work.wait()
-    return plans
+    return loads, plans

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from studies.validate import ValidateSettings
-from ultraep_comm.bench.clock import HostMeter
+from ultraep_comm.bench.clock import Meter
 from ultraep_comm.bench.commands.calibrate import SHORTER, TINY
 from ultraep_comm.bench.commands.calibrate.run import MANY_GROUPS, make_costs
 from ultraep_comm.bench.launch import GATE_MISSED, WRONG
@@ -201,7 +201,7 @@ class Bench:
         if key not in self._made:
             experts = slots if tiny else count_experts(expert_bytes, slots)
             ranks = WeightRanks(
-                HostMeter(),
+                Meter(),
                 num_ranks=self._settings.num_ranks,
                 num_experts=self._settings.num_ranks * experts,
                 fabric="shm",

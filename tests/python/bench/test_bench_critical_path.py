@@ -19,8 +19,14 @@ from fake_memory import FakeMemory
 from stand_in import Emulated
 
 from ultraep_comm.bench.commands.critical_path import PathSettings
-from ultraep_comm.bench.commands.critical_path.calls import Found, PathCalls, Variant
-from ultraep_comm.bench.commands.critical_path.ids import count_ids, draw_ids, expert_shares
+from ultraep_comm.bench.commands.critical_path.calls import (
+    Found,
+    PathCalls,
+    Variant,
+    count_ids,
+    draw_ids,
+    expert_shares,
+)
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.ranks import WeightRanks
@@ -93,7 +99,7 @@ def test_what_is_wrong_is_found(
     """Negative controls, each in the results of one run."""
 
     def run(calls: PathCalls) -> Found:
-        found = calls.path_and_reroute()
+        found = calls.path(rerouted=True)
         emulated.synchronize()
         slots = [group.slots["w13"][0] for group in calls.groups]
         filled = found.plans[0].slot_expert[:, 0] >= 0

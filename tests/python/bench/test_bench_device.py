@@ -15,7 +15,7 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
-from ultraep_comm.bench.commands.replicate.run import hub_plan
+from ultraep_comm.bench.commands.replicate.replication import hub_plan
 from ultraep_comm.bench.measure import describe_link, with_link
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.bench.traffic import list_hubs, make_schedule

@@ -16,7 +16,7 @@ from benched import ONE_PLAN_KEYS, SMALL, Done, bench, check_times, modes_of, pl
 from tiers import sampled
 
 from ultraep_comm.bench import ranks as bench_ranks
-from ultraep_comm.bench.commands.replicate import one_plan
+from ultraep_comm.bench.commands.replicate import run as replicate_run
 from ultraep_comm.bench.loads import generate_load, rank_imbalance
 from ultraep_comm.bench.sizes import parse_size
 
@@ -133,8 +133,8 @@ def break_pushes(fault: str) -> None:
 
 
 def plan_another_load() -> None:
-    plan = one_plan.plan_replicas
-    one_plan.plan_replicas = lambda load, **more: plan(load.roll(1), **more)
+    plan = replicate_run.plan_replicas
+    replicate_run.plan_replicas = lambda load, **more: plan(load.roll(1), **more)
 
 
 def test_check_verifies_the_plan(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from ultraep_comm.bench.clock import HostMeter, Meter, own_gpu
+from ultraep_comm.bench.clock import Meter, own_gpu
 from ultraep_comm.bench.commands.calibrate import TINY, CalibrateSettings
 from ultraep_comm.bench.launch import WRONG
 from ultraep_comm.bench.measure import slowest
@@ -69,7 +69,7 @@ def run(settings: CalibrateSettings, report: Report) -> int:
     torch.set_num_threads(1)
     if settings.engine == "c10d":
         return _finish(measure_messages(settings), 0, settings, report)
-    return run_on(HostMeter() if settings.engine == "host" else own_gpu(), settings, report)
+    return run_on(Meter() if settings.engine == "host" else own_gpu(), settings, report)
 
 
 def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:

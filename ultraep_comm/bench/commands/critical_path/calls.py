@@ -1,4 +1,4 @@
-"""The calls from ids to filled slots, for all ranks of this process, and their results."""
+"""The ids of an iteration, and the calls from ids to filled slots with their results."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ultraep_comm.bench.baselines import DeviceCopy
 from ultraep_comm.bench.commands.critical_path import PathSettings
-from ultraep_comm.bench.commands.critical_path.ids import Ids, count_ids
-from ultraep_comm.bench.inside import (
-    gather_and_plan_together,
-    gather_together,
-    launch_counts,
-    put,
-)
+from ultraep_comm.bench.inside import gather_together, launch_counts, put
+from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.options import DEFAULT_TARGET
 from ultraep_comm.bench.payload import count_unequal, count_wrong_plan
 from ultraep_comm.bench.ranks import WeightRanks
@@ -30,6 +26,52 @@ from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
 T = TypeVar("T")
+Ids = NDArray[np.int64]
+BIG_COPY, HOST_PLAN = "big copy", "host plan"
+POPULARITY_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
+
+
+def expert_shares(settings: PathSettings, iteration: int) -> NDArray[np.float64]:
+    """Return the probabilities ``[G, E]`` of experts, by source.
+
+    Without a trace all sources are alike, and each iteration has other hot experts. With a trace
+    each iteration takes the next step, cyclically.
+    """
+    g, e = settings.num_ranks, settings.num_experts
+    if settings.trace is None:
+        load = generate_load(
+            num_ranks=g,
+            num_experts=e,
+            imbalance=settings.imbalance or 1.0,
+            num_tokens=POPULARITY_TOKENS,
+            seed=settings.seed + iteration,
+        )
+        load = np.broadcast_to(load.sum(axis=0), (g, e))
+    else:
+        window = {"num_ranks": g, "tokens_per_rank": settings.tokens}
+        step = iteration % settings.trace.num_steps(**window)
+        load = settings.trace.load(step=step, layer=settings.layer, **window)
+    shares = load.astype(np.float64)
+    shares[shares.sum(axis=1) == 0] = 1.0  # a source without tokens
+    normalised: NDArray[np.float64] = shares / shares.sum(axis=1, keepdims=True)
+    return normalised
+
+
+def draw_ids(settings: PathSettings, iteration: int) -> list[Ids]:
+    """Return ids ``[T, k]`` for each rank, drawn independently."""
+    shape = (settings.tokens, settings.topk)
+    return [
+        np.random.default_rng([settings.seed, iteration, rank]).choice(
+            settings.num_experts, size=shape, p=row
+        )
+        for rank, row in enumerate(expert_shares(settings, iteration))
+    ]
+
+
+def count_ids(ids: Sequence[Ids], num_experts: int) -> NDArray[np.int32]:
+    """Return the load ``[G, E]``."""
+    rows = [np.bincount(own.ravel(), minlength=num_experts) for own in ids]
+    return np.stack(rows).astype(np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,10 +116,6 @@ class Found:
         return wrong + sum(count_unequal(found, right) for found, right in pairs)
 
 
-def _loads_of(plans: Sequence[Plan]) -> list[torch.Tensor]:
-    return [plan.load for plan in plans if plan.load is not None]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
     """One of the sequences of calls to time.
@@ -85,6 +123,7 @@ class Variant:
     Attributes:
         name: of its row.
         run: enqueues it on the current stream.
+        is_whole: it goes from ids to filled slots.
         is_graph: the host makes one call for all ranks here.
         is_async: the host does not wait in it.
         copy: the copy to check, of a plain copy.
@@ -93,6 +132,7 @@ class Variant:
 
     name: str
     run: Callable[[], Found]
+    is_whole: bool = False
     is_graph: bool = False
     is_async: bool = True
     copy: DeviceCopy | None = None
@@ -103,21 +143,23 @@ class PathCalls:
     """Ranks with ids, loads and plans on the device."""
 
     def __init__(self, ranks: WeightRanks, settings: PathSettings) -> None:
-        self._ranks, self._meter, self._mode = ranks, ranks.meter, settings.mode
+        self._ranks, self._meter, self._settings = ranks, ranks.meter, settings
         self.groups = ranks.groups
-        shape = (settings.tokens, settings.topk)
         load = torch.zeros(settings.num_ranks, settings.num_experts, dtype=torch.int32)
-        ids = torch.zeros(shape, dtype=torch.int64)
+        ids = torch.zeros((settings.tokens, settings.topk), dtype=torch.int64)
         self._ids = [put(group, ids.clone()) for group in self.groups]
         self._loads = [put(group, load.clone()) for group in self.groups]
         self._plans: list[Plan] = []
 
-    def prepare(self, expected: Expected) -> None:
-        """Put an iteration's ids on the device, and load and plan for variants that start there."""
+    def prepare(self, iteration: int) -> Expected:
+        """Put fresh ids on the device, and load and plan for variants that start there."""
+        expected = Expected.of(draw_ids(self._settings, iteration), self.groups)
         for r, group in enumerate(self.groups):
             self._ids[r].copy_(torch.from_numpy(expected.ids[group.rank]))
             self._loads[r].copy_(expected.load)
         self._plans = self.plan(self._loads)
+        self._meter.synchronize()
+        return expected
 
     # ---- calls ------------------------------------------------------------------------------
 
@@ -137,17 +179,21 @@ class PathCalls:
         """Count and exchange."""
         if not self._ranks.loopback:
             return [gather_load(self._ids[0], group=self.groups[0])]
-        return gather_together(self.groups, self._ids)
-
-    def gather_and_plan(self) -> list[Plan]:
-        """Count, exchange and plan in one launch."""
-        if not self._ranks.loopback:
-            return [gather_and_plan(self._ids[0], group=self.groups[0])]
-        return gather_and_plan_together(self.groups, self._ids, DEFAULT_TARGET)
+        return gather_together(self.groups, self._ids)[0]
 
     def plan(self, loads: Sequence[torch.Tensor]) -> list[Plan]:
         """Plan on every rank."""
         return self._each(lambda r: plan_replicas(loads[r], group=self.groups[r]))
+
+    def gather_and_plan(self, *, at_once: bool = True) -> tuple[list[torch.Tensor], list[Plan]]:
+        """Count, exchange and plan, in one launch or in two; return loads and plans."""
+        if not at_once:
+            loads = self.gather()
+            return loads, self.plan(loads)
+        if self._ranks.loopback:
+            return gather_together(self.groups, self._ids, DEFAULT_TARGET)
+        plan = gather_and_plan(self._ids[0], group=self.groups[0])
+        return ([] if plan.load is None else [plan.load]), [plan]
 
     def reroute(self, plans: Sequence[Plan]) -> list[torch.Tensor]:
         """Reroute every rank's ids."""
@@ -155,7 +201,7 @@ class PathCalls:
 
     def transfer(self, plans: Sequence[Plan]) -> list[Work]:
         """Start to fill slots."""
-        return self._ranks.start_each(plans, self._mode)
+        return self._ranks.start_each(plans, self._settings.mode)
 
     def fill_slots(self, plans: Sequence[Plan]) -> None:
         """Fill slots, in the order of the current stream."""
@@ -163,44 +209,32 @@ class PathCalls:
             for work in self.transfer(plans):
                 work.wait()
         else:
-            self._ranks.call(plans[0], self._mode)
+            self._ranks.call(plans[0], self._settings.mode)
 
     # ---- what is timed ----------------------------------------------------------------------
 
-    def path(self) -> Found:
-        """From ids to filled slots."""
-        loads = self.gather()
-        plans = self.plan(loads)
-        self.fill_slots(plans)
-        return Found(loads=loads, plans=plans, fills_slots=True)
+    def path(self, *, at_once: bool = False, rerouted: bool = False) -> Found:
+        """From ids to filled slots, and with a reroute during the transfer to physical ids.
 
-    def path_at_once(self) -> Found:
-        """The same, with one launch up to the plans."""
-        plans = self.gather_and_plan()
-        self.fill_slots(plans)
-        return Found(loads=_loads_of(plans), plans=plans, fills_slots=True)
-
-    def _only_gather_and_plan(self) -> Found:
-        plans = self.gather_and_plan()
-        return Found(loads=_loads_of(plans), plans=plans)
-
-    def path_and_reroute(self) -> Found:
-        """From ids to filled slots and physical ids, with the reroute during the transfer."""
-        loads = self.gather()
-        plans = self.plan(loads)
-        return self._transfer_and_reroute(loads, plans)
-
-    def path_at_once_and_reroute(self) -> Found:
-        """The same, with one launch up to the plans: the recommended sequence."""
-        plans = self.gather_and_plan()
-        return self._transfer_and_reroute(_loads_of(plans), plans)
-
-    def _transfer_and_reroute(self, loads: list[torch.Tensor], plans: list[Plan]) -> Found:
+        The recommended sequence is ``at_once`` and ``rerouted``.
+        """
+        loads, plans = self.gather_and_plan(at_once=at_once)
+        if not rerouted:
+            self.fill_slots(plans)
+            return Found(loads=loads, plans=plans, fills_slots=True)
         works = self.transfer(plans)
         physical = self.reroute(plans)
         for work in works:
             work.wait()
         return Found(loads=loads, plans=plans, physical=physical, fills_slots=True)
+
+    def _only_gather_and_plan(self) -> Found:
+        loads, plans = self.gather_and_plan()
+        return Found(loads=loads, plans=plans)
+
+    def _only_transfer(self) -> Found:
+        self.fill_slots(self._plans)
+        return Found(fills_slots=True)
 
     def planned_on_host(self) -> Found:
         """From ids to filled slots, with the load copied to the CPU and planned there.
@@ -211,10 +245,6 @@ class PathCalls:
         plan = plan_replicas(self._meter.read(loads[0]), group=self.groups[0])
         self.fill_slots([plan] * len(self.groups))
         return Found(loads=loads, plans=[plan], fills_slots=True)
-
-    def _only_transfer(self) -> Found:
-        self.fill_slots(self._plans)
-        return Found(fills_slots=True)
 
     def captured(self, name: str, call: Callable[[], Found]) -> Variant:
         """Return a graph of a call, which must have run once before."""
@@ -227,15 +257,13 @@ class PathCalls:
             replay()
             return kept[0]
 
-        return Variant(name=name, run=run, is_graph=True, counts=(kernels, copies))
+        return Variant(name=name, run=run, is_whole=True, is_graph=True, counts=(kernels, copies))
 
     def variants(self) -> list[Variant]:
         """Return all variants. Collective: runs some."""
         paths = {
-            "": self.path,
-            " at once": self.path_at_once,
-            " + reroute": self.path_and_reroute,
-            " at once + reroute": self.path_at_once_and_reroute,
+            how: functools.partial(self.path, at_once="once" in how, rerouted="reroute" in how)
+            for how in ("", " at once", " + reroute", " at once + reroute")
         }
         for call in paths.values():
             call()
@@ -246,16 +274,16 @@ class PathCalls:
             Variant(name="gather_and_plan", run=self._only_gather_and_plan),
             Variant(name="replicate_experts", run=self._only_transfer),
             Variant(name="reroute", run=lambda: Found(physical=self.reroute(self._plans))),
-            *(Variant(name=f"path{how}", run=call) for how, call in paths.items()),
+            *(Variant(name=f"path{how}", run=call, is_whole=True) for how, call in paths.items()),
             *(self.captured(f"graph{how}", call) for how, call in paths.items()),
-            Variant(name="host plan", run=self.planned_on_host, is_async=False),
+            Variant(name=HOST_PLAN, run=self.planned_on_host, is_whole=True, is_async=False),
         ]
         if self._ranks.loopback:
-            copy = DeviceCopy(self._meter, "big copy", self._meter.big_bytes)
+            copy = DeviceCopy(self._meter, BIG_COPY, self._meter.big_bytes)
 
             def run() -> Found:
                 copy.run()
                 return Found()
 
-            made.append(Variant(name=copy.name, run=run, copy=copy, counts=(0, 0)))
+            made.append(Variant(name=BIG_COPY, run=run, copy=copy, counts=(0, 0)))
         return made

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.clock import Clock, HostClock, HostMeter, Meter, own_gpu
+from ultraep_comm.bench.clock import Clock, HostClock, Meter, own_gpu
 from ultraep_comm.bench.commands.links import BESIDE, INCAST, PAIRS, RING, LinksSettings
 from ultraep_comm.bench.commands.links.report import Link, print_links, slow_ranks, slowest_links
 from ultraep_comm.bench.measure import add_up, figures_of, gather, interleave
@@ -44,7 +44,7 @@ def run(settings: LinksSettings, report: Report) -> int:
     """
     if settings.engine == "host":
         torch.set_num_threads(1)
-        return run_on(HostMeter(), settings, report)
+        return run_on(Meter(), settings, report)
     return run_on(own_gpu(), settings, report)
 
 

@@ -21,7 +21,7 @@ from ultraep_comm.bench.commands.plan.cells import (
     plan_load,
     time_core_us,
 )
-from ultraep_comm.bench.inside import device_stages, gather_and_plan_together, plans_at_once
+from ultraep_comm.bench.inside import device_stages, gather_together, plans_at_once
 from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.payload import Payload, count_unequal, count_wrong_plan
 from ultraep_comm.bench.ranks import WeightRanks
@@ -34,7 +34,6 @@ from ultraep_comm.errors import InvalidLoadError
 from ultraep_comm.group.group import Group
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import target_to_ppm
-from ultraep_comm.plan.topology import Topology
 from ultraep_comm.testing import new_loopback_groups
 
 _WIDTH = 7  # of columns: rows of several sizes follow
@@ -77,14 +76,12 @@ class Sourced:
         ids: int64 ``[N, 1]``, counted by row 0.
         plan: of the load.
         physical: the rerouted ids.
-        host_us: time of the C++ planner.
     """
 
     load: torch.Tensor
     ids: torch.Tensor
     plan: Plan
     physical: torch.Tensor
-    host_us: float
 
     @classmethod
     def of(
@@ -103,7 +100,6 @@ class Sourced:
             ids=torch.from_numpy(ids),
             plan=plan,
             physical=torch.from_numpy(physical),
-            host_us=time_core_us(size, total, target),
         )
 
 
@@ -127,42 +123,35 @@ def measure_row(
         num_sms=1,
     )
     stages = _make_stages(size, None)
-    others = [_measure_others(meter, stages, group, case) for case in cases]
+    figures = [_measure_others(meter, stages, group, case) for case in cases]
     stages.raise_fault()
     group.close()
-    counts_us, launch_us, shares_us, reroute_us, wrong = np.array(others).T
     every = AllRanks.of(meter, size)
-    ranks = []
     if every is not None:
-        for case in cases:
-            given = (case.load, case.plan, ids_of(case.load), settings.target)
-            ranks.append(every.measure(*given))
+        for case, own in zip(cases, figures, strict=True):
+            ids = ids_of(case.load)
+            found, wrong = every.measure(case.load, case.plan, ids, settings.target)
+            own.update(found, wrong_values=own["wrong_values"] + wrong)
         every.ranks.close()
-    device_us, host_us = ([getattr(t, name) for t in ranks] for name in ("device_us", "host_us"))
-    wrong_values = int(wrong.sum()) + sum(times.wrong_values for times in ranks)
+    times = (
+        *("counts_us", "launch_us", "at_once_us", "schedule_us", "tiny_device_plan_us"),
+        *("tiny_host_plan_us", "shares_us", "reroute_us"),
+    )
     return {
         "op": "plan",
         "engine": "cuda",
         **size.describe(),
         "family": family,
         "vectors": len(cases),
-        "host_us": _percentiles([case.host_us for case in cases]),
+        "host_us": _percentiles([time_core_us(size, t, settings.target) for t in totals]),
         "warps": {str(one["warps"]): one for one in runs},
         "ids": float(np.mean([len(case.ids) for case in cases])),
-        "counts_us": _percentiles(counts_us),
-        "launch_us": _percentiles(launch_us),
-        "at_once_us": _percentiles([t.at_once_us for t in ranks if t.at_once_us is not None]),
-        # The extra time of a transfer whose kernel makes the schedule.
-        "schedule_us": _percentiles(np.subtract(device_us, host_us)),
-        "tiny_device_plan_us": _percentiles(device_us),
-        "tiny_host_plan_us": _percentiles(host_us),
-        "shares_us": _percentiles(shares_us),
-        "reroute_us": _percentiles(reroute_us),
-        "wrong_values": wrong_values + sum(one["wrong_values"] for one in runs),
+        **{name: _percentiles([one[name] for one in figures if name in one]) for name in times},
+        "wrong_values": sum(int(one["wrong_values"]) for one in (*figures, *runs)),
     }
 
 
-def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float] | None:
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return figures_of(values, "p50", "p99") if len(values) else None
 
 
@@ -187,15 +176,9 @@ def _columns(warps: Sequence[int]) -> list[Column]:
 
 def _make_stages(size: PlanSize, num_warps: int | None) -> CudaStages:
     """Return the local stages of rank 0, which need no peers."""
-    topology = Topology.make(
-        num_ranks=size.num_ranks,
-        num_experts=size.num_experts,
-        slots_per_rank=size.slots_per_rank,
-        home=size.home,
-        domains=size.domain,
-    )
     found = device.find_device()
-    return CudaStages(found, kernels.load_kernels(found, None), topology, 0, plan_warps=num_warps)
+    loaded = kernels.load_kernels(found, None)
+    return CudaStages(found, loaded, size.topology, 0, plan_warps=num_warps)
 
 
 def _measure_plans(
@@ -227,7 +210,7 @@ def _measure_plans(
 
 def _measure_others(
     meter: Meter, stages: CudaStages, group: Group, case: Sourced
-) -> tuple[float, float, float, float, int]:
+) -> dict[str, float]:
     """Return the times of counts, an empty launch, reroutes of padding and of ids; wrong values."""
     ids, padding = stages.to_device(case.ids), stages.to_device(torch.full((1, 1), -1))
     plan = stages.plan(stages.to_device(case.load), 1_000_000, None)
@@ -236,50 +219,31 @@ def _measure_others(
         getattr(plan, name).copy_(getattr(case.plan, name))
     found: dict[str, torch.Tensor] = {}
 
-    def keep(name: str, call: Callable[[], torch.Tensor]) -> Callable[[], None]:
-        return lambda: found.update({name: call()})
+    def time_us(name: str, calls: int, call: Callable[[], torch.Tensor]) -> float:
+        return meter.time_us(lambda: found.update({name: call()}), calls, 1)
 
-    gather = keep("counts", lambda: gather_load(ids, group=group))
-    shares = keep("padding", lambda: stages.reroute(padding, plan))
-    reroute = keep("ids", lambda: stages.reroute(ids, plan))
-    gather_us = meter.time_us(gather, _GATHER_CALLS, 1)
+    counts_us = time_us("counts", _GATHER_CALLS, lambda: gather_load(ids, group=group))
     launch_us = meter.time_us(lambda: stages.save([], None, 0, 0), PLAN_CALLS, 1)
-    shares_us = meter.time_us(shares, PLAN_CALLS, 1)
+    shares_us = time_us("padding", PLAN_CALLS, lambda: stages.reroute(padding, plan))
     meter.synchronize()
     with suppress(InvalidLoadError):  # padding was not counted in the load
         stages.raise_fault()
-    reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
+    reroute_us = time_us("ids", PLAN_CALLS, lambda: stages.reroute(ids, plan))
     meter.synchronize()
     wrong = count_unequal(found["counts"], case.load[:1])
-    wrong += count_unequal(found["ids"], case.physical)
-    return gather_us, launch_us, shares_us, reroute_us, wrong
-
-
-# ---- all ranks of a size on one GPU -------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksTimes:
-    """Times of one load, in microseconds.
-
-    Attributes:
-        device_us: transfer of tiny experts with the plan on the device.
-        host_us: the same with plan and schedule made on the CPU.
-        at_once_us: replayed `gather_and_plan`; None if it is not one launch here.
-        wrong_values: of slots, loads and plans.
-    """
-
-    device_us: float
-    host_us: float
-    at_once_us: float | None
-    wrong_values: int
+    return {
+        "counts_us": counts_us,
+        "launch_us": launch_us,
+        "shares_us": shares_us,
+        "reroute_us": reroute_us,
+        "wrong_values": wrong + count_unequal(found["ids"], case.physical),
+    }
 
 
 class AllRanks:
-    """A loopback group of a size, with one block for each rank and tiny experts."""
+    """A loopback group of a size on one GPU, with one block for each rank and tiny experts."""
 
     def __init__(self, meter: Meter, size: PlanSize) -> None:
-        """Create the group."""
         self.ranks = WeightRanks(
             meter,
             num_ranks=size.num_ranks,
@@ -287,7 +251,6 @@ class AllRanks:
             slots=size.slots_per_rank,
             fabric="loopback",
             segments=_SEGMENTS,
-            home=size.home,
             domains=size.domain,
             num_sms=1,
         )
@@ -301,10 +264,12 @@ class AllRanks:
 
     def measure(
         self, load: torch.Tensor, plan: Plan, ids: Sequence[torch.Tensor], target: float
-    ) -> RanksTimes:
-        """Time calls with the host's plan of a load for a target, and check their results.
+    ) -> tuple[dict[str, float], int]:
+        """Time calls with the host's plan of a load for a target; return times and wrong values.
 
-        ``ids`` are int64 tensors on the CPU; each rank's row of the load counts its tensor.
+        ``ids`` are int64 tensors on the CPU; each rank's row of the load counts its tensor. The
+        times are of transfers of tiny experts, with plan and schedule made on the device or on the
+        CPU, and of a replayed `gather_and_plan` where it is one launch.
         """
         groups, meter = self.ranks.groups, self.ranks.meter
         stages = device_stages(groups[0])
@@ -314,36 +279,31 @@ class AllRanks:
             slot_quota=stages.to_device(plan.slot_quota),  # type: ignore[arg-type]
             home_quota=stages.to_device(plan.home_quota),  # type: ignore[arg-type]
         )
-        times, wrong = [], 0
-        for given in (on_device, plan):
+        times, wrong = {}, 0
+        for name, given in {"tiny_device_plan_us": on_device, "tiny_host_plan_us": plan}.items():
             self._epoch += 1
             self.ranks.mark_slots()
             self.ranks.fill(plan, self._payload, self._epoch)
             meter.synchronize()
             run = functools.partial(self.ranks.call, given, "auto")
-            times.append(meter.time_us(run, _GATHER_CALLS, len(groups)))
+            times[name] = meter.time_us(run, _GATHER_CALLS, len(groups))
             meter.synchronize()
             wrong += self.ranks.count_wrong(plan, self._payload, self._epoch)
-        at_once_us = None
+        # The extra time of a transfer whose kernel makes the schedule.
+        times["schedule_us"] = times["tiny_device_plan_us"] - times["tiny_host_plan_us"]
         if plans_at_once(groups[0]):
             own = [stages.to_device(i) for i in ids]
-            made: list[Plan] = []
-            gather_and_plan_together(groups, own, target)  # allocates, so that it can be captured
+            gather_together(groups, own, target)  # allocates, so that it can be captured
             meter.synchronize()
-
-            def plan_all() -> None:
-                made[:] = gather_and_plan_together(groups, own, target)
-
+            made: list[tuple[list[torch.Tensor], list[Plan]]] = []
             # Replayed: without capture, a call of all ranks enqueues as many events as ranks.
-            replay = meter.capture(plan_all)
-            at_once_us = meter.time_us(replay, _GATHER_CALLS, len(groups))
+            replay = meter.capture(lambda: made.append(gather_together(groups, own, target)))
+            times["at_once_us"] = meter.time_us(replay, _GATHER_CALLS, len(groups))
             meter.synchronize()
-            for found in made:
-                assert found.load is not None
-                wrong += count_unequal(found.load, load) + count_wrong_plan(found, plan)
-        return RanksTimes(
-            device_us=times[0], host_us=times[1], at_once_us=at_once_us, wrong_values=wrong
-        )
+            loads, plans = made[0]
+            wrong += sum(count_unequal(found, load) for found in loads)
+            wrong += sum(count_wrong_plan(found, plan) for found in plans)
+        return times, wrong
 
 
 def ids_of(load: torch.Tensor) -> list[torch.Tensor]:

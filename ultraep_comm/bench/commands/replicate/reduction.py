@@ -1,4 +1,4 @@
-"""``replicate --op reduce``: the collective, its ranks and baselines."""
+"""``replicate --op reduce``: the ranks that reduce gradients, and what they are compared with."""
 
 from __future__ import annotations
 
@@ -30,69 +30,6 @@ from ultraep_comm.plan.plan import Plan
 _BLOCK_BYTES = 256 << 10  # of gradients, added and cleared in a cache
 
 
-class Reduction:
-    """`reduce_expert_grads` as a `one_plan.Collective`."""
-
-    # One call at a time: a second one would add the same slot gradients again.
-    calls, lined_up, empty_mode = 1, True, "pull"
-
-    def make_ranks(
-        self, meter: Meter, settings: ReplicateSettings, num_sms: int | None
-    ) -> GradRanks:
-        """Create groups and gradients at home. Collective, but in loopback."""
-        return GradRanks(meter, settings, num_sms)
-
-    def make_payload(self, settings: ReplicateSettings) -> GradPayload:
-        """Return the expected gradients."""
-        return GradPayload(
-            settings.seed,
-            settings.elements,
-            settings.num_experts,
-            grad_dtype=getattr(torch, settings.grad_dtype),
-            main_dtype=getattr(torch, settings.main_dtype),
-        )
-
-    def host_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
-        """Return isend/irecv over gloo, and plain adding; without shared memory, reductions."""
-        shared = ranks.meter.engine == "host"
-        p2p = GlooReduction(ranks, plan)
-        return [p2p, CopyAdd(ranks, plan) if shared else GroupReduction(ranks, plan)]
-
-    def device_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
-        """Return none besides copies."""
-        return []
-
-    def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
-        """Return the most that any rank loads from peers, in experts.
-
-        In pull each of n > 1 replicas loads its share of the n - 1 others, and the home rank loads
-        the sums. In direct, and for n = 1, the home rank loads everything.
-        """
-        loads = np.zeros(settings.num_ranks)
-        slots = plan.slot_expert.numpy()
-        for expert in np.unique(slots[slots >= 0]):
-            ranks = (slots == expert).any(axis=1).nonzero()[0]
-            shared = mode == "pull" and len(ranks) > 1
-            loads[int(plan.home[expert])] += 1 if shared else len(ranks)
-            loads[ranks] += (len(ranks) - 1) / len(ranks) if shared else 0
-        return float(loads.max())
-
-    def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
-        """Return the bytes that a call on a device moves."""
-        return count_reduction_traffic(
-            plan,
-            mode,
-            segment_bytes=list(settings.segments.values()),
-            tile_bytes=settings.tile_bytes or TILE_BYTES,
-            grad_bytes=settings.grad_bytes,
-            main_bytes=settings.main_bytes,
-        )
-
-    def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
-        """Return None: the replicas themselves are the hubs."""
-        return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class HomeRange:
     """Private memory of a baseline for a range of an expert's gradients at home."""
@@ -104,7 +41,7 @@ class HomeRange:
 
 
 class GradRanks(Ranks):
-    """Ranks that call `reduce_expert_grads`.
+    """Ranks that call `reduce_expert_grads`. For some attributes see `ReplicateRanks`.
 
     Slots, gradients of empty slots, and gradients at home of experts without replicas are filled
     with SENTINEL and must keep it.
@@ -115,10 +52,14 @@ class GradRanks(Ranks):
         ranges: of a baseline, to fill with the values of gradients at home.
     """
 
+    # One call at a time: a second one would add the same slot gradients again.
+    calls, lined_up, empty_mode = 1, True, "pull"
+
     def __init__(self, meter: Meter, settings: ReplicateSettings, num_sms: int | None) -> None:
         """Create the groups; allocate and bind gradients at home. Collective, but in loopback."""
         elements, dtype = settings.elements, getattr(torch, settings.main_dtype)
         self.grad_dtype: torch.dtype = getattr(torch, settings.grad_dtype)
+        self._settings = settings
         super().__init__(
             meter,
             num_ranks=settings.num_ranks,
@@ -143,6 +84,54 @@ class GradRanks(Ranks):
         for group, at_home in zip(self.groups, self.at_home, strict=True):
             for tensor in (*group.slots.values(), *group.slot_grads.values(), *at_home.values()):
                 tensor.view(torch.uint8).fill_(SENTINEL)
+
+    def make_payload(self) -> GradPayload:
+        """Return the expected gradients."""
+        settings = self._settings
+        return GradPayload(
+            settings.seed,
+            settings.elements,
+            settings.num_experts,
+            grad_dtype=self.grad_dtype,
+            main_dtype=getattr(torch, settings.main_dtype),
+        )
+
+    def baselines(self, plan: Plan) -> list[Transfer]:
+        """Return what users do today, and the machine's own rate; on a device none.
+
+        Isend/irecv over gloo, and plain adding or, without shared memory, reductions.
+        """
+        if self._settings.engine == "cuda":
+            return []
+        shared = self._settings.engine == "host"
+        return [GlooReduction(self, plan), (CopyAdd if shared else GroupReduction)(self, plan)]
+
+    def busiest_rank(self, plan: Plan, mode: str) -> float:
+        """Return the most that any rank loads from peers, in experts.
+
+        In pull each of n > 1 replicas loads its share of the n - 1 others, and the home rank loads
+        the sums. In direct, and for n = 1, the home rank loads everything.
+        """
+        slots = plan.slot_expert.numpy()
+        loads = np.zeros(len(slots))
+        for expert in np.unique(slots[slots >= 0]):
+            ranks = (slots == expert).any(axis=1).nonzero()[0]
+            shared = mode == "pull" and len(ranks) > 1
+            loads[int(plan.home[expert])] += 1 if shared else len(ranks)
+            loads[ranks] += (len(ranks) - 1) / len(ranks) if shared else 0
+        return float(loads.max())
+
+    def traffic(self, plan: Plan, mode: str) -> Traffic:
+        """Return the bytes that a call on a device moves."""
+        settings = self._settings
+        return count_reduction_traffic(
+            plan,
+            mode,
+            segment_bytes=list(settings.segments.values()),
+            tile_bytes=settings.tile_bytes or TILE_BYTES,
+            grad_bytes=settings.grad_bytes,
+            main_bytes=settings.main_bytes,
+        )
 
     def _call_one(
         self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool

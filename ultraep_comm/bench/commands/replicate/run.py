@@ -2,132 +2,465 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ultraep_comm.bench.baselines import (
-    Broadcast,
-    PlainCopy,
-    PointToPoint,
-    StreamCopies,
-    nccl_group,
+from ultraep_comm.bench.baselines import DeviceCopy
+from ultraep_comm.bench.clock import DeviceClock, HostClock, Meter, own_gpu
+from ultraep_comm.bench.commands.replicate import ReplicateSettings, each_size
+from ultraep_comm.bench.commands.replicate.reduction import GradRanks
+from ultraep_comm.bench.commands.replicate.replication import ReplicateRanks, hub_plan
+from ultraep_comm.bench.loads import rank_imbalance
+from ultraep_comm.bench.measure import (
+    Measured,
+    Transfer,
+    check_gated,
+    critical_bytes,
+    describe_link,
+    link_bound_us,
+    measure,
+    paired_ratio,
+    rate,
+    slowest,
+    time_path,
+    transfer_bound,
+    with_link,
 )
-from ultraep_comm.bench.clock import Meter, own_gpu
-from ultraep_comm.bench.commands.replicate import ReplicateSettings
-from ultraep_comm.bench.commands.replicate.device import median_us, run_device
-from ultraep_comm.bench.commands.replicate.host import run_host
-from ultraep_comm.bench.commands.replicate.one_plan import Collective
-from ultraep_comm.bench.commands.replicate.reduction import Reduction
-from ultraep_comm.bench.inside import all_in_reach
-from ultraep_comm.bench.measure import Transfer
-from ultraep_comm.bench.payload import Payload
-from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, WeightRanks
-from ultraep_comm.bench.report import Report
-from ultraep_comm.bench.traffic import Traffic, count_traffic, make_schedule
-from ultraep_comm.engines.options import HOST_TILE_BYTES
+from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, Mode
+from ultraep_comm.bench.report import Record, Report, describe_rounds
+from ultraep_comm.bench.sizes import describe_segments, format_size
+from ultraep_comm.bench.table import Column
+from ultraep_comm.bench.traffic import interpolate_sms
+from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
+
+EGRESS_GOALS = (450, 900)  # GB/s of a rank: one direction of NVLink 4 and of NVLink 5
+_MACHINE = ("memcpy", "copy+add")  # baselines on the CPU: the machine's own rate
+TimedRanks = ReplicateRanks | GradRanks
 
 
 def run(settings: ReplicateSettings, report: Report) -> int:
-    """Measure; return the exit status. See `run_one_plan`."""
-    collective = Reduction() if settings.op == "reduce" else Replication()
-    return run_one_plan(collective, settings, report)
-
-
-def run_one_plan(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
-    """Measure a collective on the settings' engine; return the exit status.
-
-    Collective, but in loopback.
+    """Measure; return the exit status. Collective, but in loopback.
 
     Raises:
         UltraEPError: there is no device, a group could not be created, or a call failed.
     """
-    if settings.engine != "cuda":
-        return run_host(collective, settings, report)
-    return run_device(own_gpu(), collective, settings, report)
+    if settings.engine == "cuda":
+        return run_on(own_gpu(), settings, report)
+    torch.set_num_threads(1)
+    return run_on(Meter(settings.engine), settings, report)
 
 
-class Replication:
-    """`replicate_experts` as a `one_plan.Collective`."""
+def run_on(meter: Meter, settings: ReplicateSettings, report: Report) -> int:
+    """Measure every size, with each number of workers; see `run`.
 
-    calls, lined_up, empty_mode = TIMED_CALLS, False, "push"
+    On a device the baselines are timed once for each size.
+    """
+    on_device = settings.engine == "cuda"
+    if on_device:
+        settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
+        settings = report.settings = with_link(settings, meter)
+    sizes: list[Record] = []
+    wrong = 0
+    for one in each_size(settings):
+        case = Case(meter, one)
+        for num_sms in settings.num_sms or (None,):
+            records = case.measure(num_sms, settings, report)
+            report.columns(_columns(settings, list(case.baselines)), _least_width(settings))
+            report.add(records)
+            if not on_device:
+                report.add(case.baseline_records(), gated=False)
+        if on_device:
+            report.add(case.baseline_records(), gated=False)
+            sizes.append({"expert_bytes": one.expert_bytes, **case.others()})
+            report.note(*_describe_others(sizes[-1]))
+        wrong += case.wrong
+    return report.finish(wrong=wrong, more={"sizes": sizes} if on_device else {})
 
-    def make_ranks(
-        self,
-        meter: Meter,
-        settings: ReplicateSettings,
-        num_sms: int | None,
-        segments: Mapping[str, int] | None = None,
-    ) -> WeightRanks:
-        """Create groups, with weights that peers can address. Collective, but in loopback."""
-        return WeightRanks(
-            meter,
-            num_ranks=settings.num_ranks,
-            num_experts=settings.num_experts,
-            slots=settings.slots,
-            fabric=settings.fabric,
-            segments=segments or settings.segments,
-            tile_bytes=settings.tile_bytes,
-            num_sms=num_sms,
+
+class Case:
+    """The measurements of one size.
+
+    Attributes:
+        baselines: of the last number of workers, on a device of the first, by name.
+        wrong: bytes, of modes and baselines.
+    """
+
+    def __init__(self, meter: Meter, settings: ReplicateSettings) -> None:
+        """Prepare; ``settings`` has this size only."""
+        self._meter, self._settings = meter, settings
+        self._on_device = settings.engine == "cuda"
+        self._processes = settings.num_ranks // settings.ranks_here
+        self.baselines: dict[str, Measured] = {}
+        self.wrong = 0
+        self._copied: dict[str, int] = {}  # bytes per process, of plain copies
+        self._fixed: Record = {}
+        self._curve: list[tuple[str, int, float]] = []  # mode, blocks of a rank, GB/s of egress
+        self._num_sms: int | None = None
+        self._plan: Plan
+
+    def measure(
+        self, num_sms: int | None, whole: ReplicateSettings, report: Report
+    ) -> list[Record]:
+        """Measure with a number of workers; return a JSON record for each mode.
+
+        ``whole`` has the settings of all sizes, for the header.
+        """
+        settings = self._settings
+        if self._on_device:
+            num_sms = self._meter.num_sms(num_sms, settings.ranks_here)
+        self._num_sms = num_sms
+        ranks = self._make_ranks(settings)
+        self._plan = plan = begin(whole, ranks, report)
+        clock: HostClock | DeviceClock = HostClock(ranks.groups[0])
+        if self._on_device:
+            clock = ranks.clock(ranks.calls, lined_up=ranks.lined_up)
+        baselines = [] if self._on_device and self.baselines else self._make_baselines(ranks)
+        measured = measure(
+            settings,
+            clock,
+            [*(Mode(ranks, plan, mode) for mode in settings.modes), *baselines],
+            ranks.make_payload(),
+            fill=partial(ranks.fill, plan),
+            report=report,
+            label=f" of {format_size(settings.expert_bytes)}",
         )
-
-    def make_payload(self, settings: ReplicateSettings) -> Payload:
-        """Return the expected bytes."""
-        return Payload(settings.seed, settings.segments)
-
-    def host_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return isend/irecv over gloo, and memcpy; without shared memory, broadcasts instead."""
-        p2p = PointToPoint(ranks, plan, "p2p", None)
-        shared = ranks.meter.engine == "host"
-        return [p2p, PlainCopy(ranks, plan) if shared else Broadcast(ranks, plan)]
-
-    def device_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return copies on streams, if all ranks are in reach, and isend/irecv over NCCL."""
-        made: list[Transfer] = []
-        if all_in_reach(ranks.groups[0]):
-            made.append(StreamCopies(ranks, plan))
-        nccl = None if ranks.loopback else nccl_group()
-        if nccl is not None:
-            made.append(PointToPoint(ranks, plan, "nccl", nccl))
-        return made
-
-    def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
-        """Return the largest egress of a rank under the schedule, in experts."""
-        schedule = make_schedule(plan, mode, **_sizes(settings, HOST_TILE_BYTES))
-        return float(max(schedule["egress"])) / 65536
-
-    def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
-        """Return the bytes that a call on a device moves."""
-        return count_traffic(plan, mode, **_sizes(settings, TILE_BYTES))
-
-    def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
-        """Return the time of one tile through a hub; None with too few ranks or slots."""
-        plan = hub_plan(settings.load, settings.slots)
-        if plan is None:
-            return None
-        segments = {"w": settings.tile_bytes or TILE_BYTES}
-        ranks = self.make_ranks(meter, settings, num_sms, segments)
-        took = median_us(settings, ranks, ranks.clock(), plan, "push")
+        self.wrong += sum(m.wrong for m in measured)
+        modes, compared = measured[: len(settings.modes)], measured[len(settings.modes) :]
+        if compared:
+            self.baselines = {m.mode: m for m in compared}
+        if isinstance(clock, DeviceClock) and not self._fixed:
+            self._fixed = self._fixed_costs(ranks, clock)
+        records = [self._record(ranks, m) for m in modes]
         ranks.close()
-        return took
+        return records
+
+    def _make_ranks(self, settings: ReplicateSettings) -> TimedRanks:
+        kind = GradRanks if settings.op == "reduce" else ReplicateRanks
+        return kind(self._meter, settings, self._num_sms)
+
+    def _make_baselines(self, ranks: TimedRanks) -> list[Transfer]:
+        """Return the ranks' own; on a device also copies: of the plan's bytes, and a big one."""
+        if not self._on_device:
+            return ranks.baselines(self._plan)
+        share = self._total_bytes // self._processes
+        self._copied = {"copy": max(share, 1), "big copy": self._meter.big_bytes}
+        copies = [DeviceCopy(self._meter, name, size) for name, size in self._copied.items()]
+        return [*copies, *ranks.baselines(self._plan)]
+
+    def _host_us(self, ranks: TimedRanks, plan: Plan, mode: str) -> Record:
+        """Return the host time of a call, with bound tensors and with unbound ones."""
+        bound, unbound = (
+            slowest(ranks.host_us(plan, mode, bound=bound), ranks.loopback)
+            for bound in (True, False)
+        )
+        return {"host_bound_us": bound, "host_unbound_us": unbound}
+
+    def _fixed_costs(self, ranks: TimedRanks, clock: DeviceClock) -> Record:
+        """Return the times of an empty plan and of a single tile, in microseconds."""
+        mode, settings, tile_us = ranks.empty_mode, self._settings, None
+        empty_us = _median_us(settings, ranks, clock, ranks.nothing, mode)
+        host_us = self._host_us(ranks, ranks.nothing, mode)
+        through_hub = hub_plan(settings.load, settings.slots) if settings.op != "reduce" else None
+        if through_hub is not None:
+            segments = {"w": settings.tile_bytes or TILE_BYTES}
+            others = self._make_ranks(dataclasses.replace(settings, sizes=(segments,)))
+            tile_us = _median_us(settings, others, others.clock(), through_hub, "push")
+            others.close()
+        return {"empty_plan_us": empty_us, "one_tile_through_a_hub_us": tile_us, **host_us}
+
+    # ---- figures --------------------------------------------------------------------------------
+
+    @property
+    def _total_bytes(self) -> int:
+        return self._plan.num_replicas * self._settings.expert_bytes
+
+    def _copy_gbps(self, name: str, processes: int) -> float:
+        """Return loads plus stores of a copy that ``processes`` processes make, in GB/s."""
+        return rate(2 * self._copied[name] * processes, self.baselines[name].p50)
+
+    def _over_bound(self, m: Measured) -> tuple[float | None, float | None]:
+        """Return the bound in microseconds and the time over it.
+
+        None without replicas or without a known rate. Ranks of one machine share its memory.
+        Without a link rate the bound is therefore of the machine's own baseline, if there is one;
+        on the CPU the ratio is then paired by iteration.
+        """
+        settings, plan = self._settings, self._plan
+        if not plan.num_replicas:
+            return None, None
+        if settings.link_gbps is not None:
+            bound_us = link_bound_us(plan, settings.expert_bytes, settings.link_gbps)
+        elif settings.loopback:
+            bound_us = self._total_bytes / (self._copy_gbps("big copy", 1) / 2) / 1e3
+        else:
+            machine = [self.baselines[name] for name in _MACHINE if name in self.baselines]
+            return (machine[0].p50, paired_ratio(machine[0], m)) if machine else (None, None)
+        return bound_us, m.p50 / bound_us if bound_us else None
+
+    def _record(self, ranks: TimedRanks, m: Measured) -> Record:
+        """Return the JSON record of a mode."""
+        settings, plan = self._settings, self._plan
+        bound_us, over_bound = self._over_bound(m)
+        return {
+            **self._shared(m, settings.op),
+            "num_sms": self._num_sms,
+            "engine": settings.engine,
+            "fabric": settings.fabric,
+            "chosen": m.chosen,
+            "ranks": settings.num_ranks,
+            "experts": settings.num_experts,
+            "slots": settings.slots,
+            "imbalance_before": imbalance_before(settings),
+            "imbalance_after": plan.imbalance,
+            "critical_gbps": rate(critical_bytes(plan, settings.expert_bytes), m.p50),
+            "bound_us": bound_us,
+            "over_bound": over_bound,
+            **(self._device_fields(ranks, m) if self._on_device else self._host_fields(ranks, m)),
+        }
+
+    def _shared(self, m: Measured, op: str) -> Record:
+        """Return the fields that modes and baselines share."""
+        return {
+            "op": op,
+            "name": m.name,
+            "mode": m.mode,
+            "expert_bytes": self._settings.expert_bytes,
+            "replicas": self._plan.num_replicas,
+            **m.times.record(),
+            "wrong_bytes": m.wrong,
+        }
+
+    def _host_fields(self, ranks: TimedRanks, m: Measured) -> Record:
+        """Return the fields of a mode on the CPU: schedule over model, and the baselines."""
+        bound, found = transfer_bound(self._plan), self._delivered(m)
+        busiest = max(ranks.busiest_rank(self._plan, m.chosen), self._plan.max_imports)
+        found["over_model"] = busiest / bound if bound else None
+        for name, other in self.baselines.items():
+            found[_ratio_key(name)] = paired_ratio(m, other)
+            if name not in _MACHINE:
+                found[f"{name}_time_us"] = other.p50
+        return found
+
+    def _delivered(self, m: Measured) -> Record:
+        return {"bytes": self._total_bytes, "algbw_gbps": rate(self._total_bytes, m.p50)}
+
+    def _device_fields(self, ranks: TimedRanks, m: Measured) -> Record:
+        """Return the fields of a mode on a device: its traffic, the baselines, the host's time."""
+        traffic = ranks.traffic(self._plan, m.chosen)
+        moved_gbps, egress_gbps = rate(traffic.moved, m.p50), rate(traffic.critical, m.p50)
+        self._curve.append((m.mode, self._num_sms or 0, egress_gbps))
+        found = {
+            "loads_bytes": int(traffic.loads.sum()),
+            "stores_bytes": int(traffic.stores.sum()),
+            "moved_bytes": traffic.moved,
+            "egress_bytes_max": traffic.critical,
+            "moved_gbps": moved_gbps,
+            "egress_gbps": egress_gbps,
+            **self._host_us(ranks, self._plan, m.mode),
+        }
+        for name in ("copy", "big copy"):
+            copy = self._copy_gbps(name, self._processes)
+            found[f"over_{name.replace(' ', '_')}"] = moved_gbps / copy if copy else 0.0
+        for name in ("copies", "nccl"):
+            other = self.baselines.get(name)
+            found[f"speedup_over_{name}"] = other.p50 / m.p50 if other and m.p50 else None
+        return found
+
+    def baseline_records(self) -> list[Record]:
+        """Return a JSON record for each baseline; plain copies load and store their bytes."""
+        found = []
+        for name, m in self.baselines.items():
+            if not self._on_device:
+                critical = critical_bytes(self._plan, self._settings.expert_bytes)
+                more = {"num_sms": self._num_sms, "critical_gbps": rate(critical, m.p50)}
+                found.append({**self._shared(m, "baseline"), **more, **self._delivered(m)})
+                continue
+            copied = self._copied.get(name, 0) * self._processes
+            more = {"bytes": copied or self._total_bytes}
+            if copied:
+                moved_gbps = self._copy_gbps(name, self._processes)
+                more |= {"moved_bytes": 2 * copied, "moved_gbps": moved_gbps}
+            found.append({**self._shared(m, "baseline"), **more})
+        return found
+
+    def others(self) -> Record:
+        """Return the JSON fields of this size on a device besides its records."""
+        return {"fixed_cost": self._fixed, "sms_needed": sms_needed(self._curve)}
 
 
-def _sizes(settings: ReplicateSettings, tile_bytes: int) -> dict[str, Any]:
-    return {
-        "segment_bytes": list(settings.segments.values()),
-        "tile_bytes": settings.tile_bytes or tile_bytes,
-    }
+def _median_us(
+    settings: ReplicateSettings, ranks: TimedRanks, clock: DeviceClock, plan: Plan, mode: str
+) -> float:
+    """Return the slowest rank's median time of a call. Collective."""
+    times = [
+        clock.time_us(lambda: ranks.call(plan, mode), TIMED_CALLS)
+        for _ in range(settings.warmup + settings.iters)
+    ]
+    return slowest(float(np.median(times[settings.warmup :])), ranks.loopback)
 
 
-def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:
-    """Return a plan of one expert with two replicas, one a hub; None without room for it."""
-    num_ranks, num_experts = load.shape
-    if num_ranks < 3 or slots < 1:
-        return None
-    table = torch.full((num_ranks, slots), -1, dtype=torch.int32)
-    table[1, 0] = table[2, 0] = 0  # expert 0 is at home on rank 0
-    return Plan.from_slots(table, num_experts=num_experts)
+def sms_needed(curve: Sequence[tuple[str, int, float]]) -> list[Record]:
+    """Return, for each mode, the blocks at which the busiest rank reaches each of EGRESS_GOALS.
+
+    ``curve`` has entries ``(mode, blocks of a rank, GB/s of egress)``.
+    """
+    found = []
+    for name in dict.fromkeys(mode for mode, *_ in curve):
+        own = [(sms, gbps) for mode, sms, gbps in curve if mode == name]
+        goals = {str(goal): interpolate_sms(own, goal) for goal in EGRESS_GOALS}
+        found.append({"mode": name, "curve": [list(point) for point in own], "sms": goals})
+    return found
+
+
+def imbalance_before(settings: ReplicateSettings) -> float:
+    """Return the busiest rank's tokens over the mean, without replicas."""
+    return rank_imbalance(settings.load.sum(axis=0, dtype=np.int64), settings.num_ranks)
+
+
+# ---- plan and header ----------------------------------------------------------------------------
+
+
+def begin(settings: ReplicateSettings, ranks: TimedRanks, report: Report) -> Plan:
+    """Return the plan of the load; the first time print the header. Collective, but in loopback.
+
+    ``settings`` has all sizes, for the header.
+
+    Raises:
+        InvalidArgumentError: there is a gate, but nothing to transfer.
+    """
+    group = ranks.groups[0]
+    plan = plan_replicas(torch.from_numpy(settings.load), group=group)
+    if settings.check:
+        verify_plan(plan, settings.load, allow_cross_domain=group.topology.allow_cross_domain)
+    check_gated(plan, bool(settings.gate))
+    if not report.places:
+        report.place(group, ranks.meter.describe())
+        engine, fabric = settings.engine, settings.fabric
+        where = "" if engine == "host" else f", engine {engine}, fabric {fabric}"
+        report.header(f"{settings.op}{where}", _header_lines(settings, plan))
+    return plan
+
+
+def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
+    """Return the header lines about settings, plan and limits."""
+    gate, limits, tiles = settings.gate, [], settings.tile_bytes
+    if gate.min_gbps is not None:
+        limits.append(f"critbw at least {gate.min_gbps:g} GB/s")
+    if gate.max_over_bound is not None:
+        rate_of = "the measured copy rate" if settings.link_gbps is None else "the link's rate"
+        limits.append(f"time at most {gate.max_over_bound:g} times its bound at {rate_of}")
+    sizes = describe_segments(settings.segments)
+    if len(settings.sizes) > 1:
+        first, last = (format_size(sum(settings.sizes[i].values())) for i in (0, -1))
+        parts = ", ".join(settings.segments)
+        sizes = f"{first} to {last}, {len(settings.sizes)} sizes ({parts})"
+    gradients = f"gradients: {settings.grad_dtype} in slots, {settings.main_dtype} at home"
+    return [
+        f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
+        f" expert {sizes}" + (f", tiles of {tiles}" if tiles and settings.engine == "cuda" else ""),
+        *([gradients] if settings.op == "reduce" else []),
+        f"load: {settings.load_source}; imbalance {imbalance_before(settings):.3f} before,"
+        f" {plan.imbalance:.3f} after",
+        _describe_plan(plan),
+        describe_rounds(settings),
+        *describe_link(settings),
+        *([f"gate: {', '.join(limits)}"] if limits else []),
+    ]
+
+
+def _describe_plan(plan: Plan) -> str:
+    if plan.num_replicas == 0:
+        return "plan: no replicas; nothing to transfer"
+    slots = plan.slot_expert
+    experts = len(set(slots[slots >= 0].tolist()))
+    return (
+        f"plan: {plan.num_replicas} replicas of {experts} experts, at most"
+        f" {plan.max_exports} exported and {plan.max_imports} imported by a rank; T* ="
+        f" {transfer_bound(plan):.4g} experts over one link"
+    )
+
+
+# ---- table --------------------------------------------------------------------------------------
+
+
+def _least_width(settings: ReplicateSettings) -> int:
+    """Return the minimum width of a column, where rows of several sizes follow."""
+    return 9 if len(settings.sizes) > 1 or len(settings.num_sms) > 1 else 0
+
+
+def _ratio_key(baseline: str) -> str:
+    """Return the JSON key of a baseline's time over that of a mode."""
+    key = f"over_{baseline.replace('+', '_')}"
+    return key if baseline in _MACHINE else f"speedup_{key}"
+
+
+def _columns(settings: ReplicateSettings, baselines: Sequence[str]) -> list[Column]:
+    """Return the columns of modes, and of baselines with these names."""
+    on_device, times = settings.engine == "cuda", settings.times
+    bounded = settings.link_gbps is not None or settings.gate.max_over_bound is not None
+    titles = [f"time {times[0]}", *times[1:]]
+    time_columns = [
+        Column(title, "(us)", time_path(name), ".1f")
+        for title, name in zip(titles, times, strict=True)
+    ]
+    over_bound = [Column("time", "/bound", "over_bound", ".3f")] * bounded
+    columns = [
+        Column("mode", "", "name"),
+        *([Column("size", "(B)", "expert_bytes")] * (len(settings.sizes) > 1)),
+        *([Column("SMs", "", "num_sms")] * (on_device or len(settings.num_sms) > 1)),
+    ]
+    if on_device:
+        columns += [
+            Column("moved", "(B)", "moved_bytes"),
+            *time_columns,
+            Column("moved/s", "(GB/s)", "moved_gbps", ".1f"),
+            Column("egress", "(GB/s)", "egress_gbps", ".1f"),
+            Column("critbw", "(GB/s)", "critical_gbps", ".1f"),
+            *over_bound,
+            Column("copy", "/rate", "over_copy", ".3f"),
+            Column("big", "/rate", "over_big_copy", ".3f"),
+            Column("copies", "/time", "speedup_over_copies", ".2f"),
+            Column("nccl", "/time", "speedup_over_nccl", ".2f"),
+            Column("host", "(us)", "host_bound_us", ".1f"),
+            Column("unbound", "(us)", "host_unbound_us", ".1f"),
+        ]
+    else:
+        columns += [
+            Column("replicas", "", "replicas"),
+            Column("bytes", "(B)", "bytes"),
+            *time_columns,
+            Column("algbw", "(GB/s)", "algbw_gbps", ".2f"),
+            Column("critbw", "(GB/s)", "critical_gbps", ".2f"),
+            Column("model", "/T*", "over_model", ".3f"),
+            *over_bound,
+            *(
+                Column(name, "/time", _ratio_key(name), ".2f")
+                for name in sorted(baselines, key=lambda name: name not in _MACHINE)
+            ),
+        ]
+    columns.append(Column("#wrong", "(B)", "wrong_bytes"))
+    return columns + [Column("gate", "", "gate")] * bool(settings.gate)
+
+
+def _describe_others(one: Mapping[str, Record]) -> list[str]:
+    """Return the lines below the table of one size: fixed costs and SMs needed."""
+    fixed = one["fixed_cost"]
+    lines = [
+        f"empty plan {fixed['empty_plan_us']:.1f} us, one tile through a hub"
+        f" {_show(fixed['one_tile_through_a_hub_us'])} us; host {fixed['host_bound_us']:.1f} us a"
+        f" call, {fixed['host_unbound_us']:.1f} us unbound"
+    ]
+    for needed in one["sms_needed"]:
+        goals = ", ".join(f"{_show(sms)} for {goal} GB/s" for goal, sms in needed["sms"].items())
+        lines.append(f"SMs of a rank, {needed['mode']}: {goals} of egress")
+    return lines
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
