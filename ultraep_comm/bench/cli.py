@@ -18,7 +18,7 @@ from ultraep_comm.bench.commands import (
     replicate,
     show,
 )
-from ultraep_comm.bench.launch import launched_rank, run_alone, run_ranks
+from ultraep_comm.bench.launch import find_launcher, run_alone, run_ranks
 from ultraep_comm.bench.options import Settings, make_settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError
@@ -81,9 +81,10 @@ def run_command(settings: Settings, module: str) -> int:
 
 def _prints() -> bool:
     try:
-        return launched_rank() == 0
+        launched = find_launcher()
     except InvalidArgumentError:
         return True
+    return launched is None or launched.rank == 0
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -80,12 +80,6 @@ def launched_ranks() -> int | None:
     return None if launched is None else launched.num_ranks
 
 
-def launched_rank() -> int:
-    """Return this process's rank under a launcher; 0 without one."""
-    launched = find_launcher()
-    return 0 if launched is None else launched.rank
-
-
 def first_host(nodes: str) -> str:
     """Return the first node of a Slurm list: ``gb07`` of ``gb[07-09,12],gb20``."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
@@ -146,7 +140,7 @@ def run_ranks(
     launched = find_launcher()
     if launched is not None:
         _join_launched(launched)
-        return _run_rank(run, settings)
+        return run_alone(run, settings)
     # A server process imports everything once; the ranks are its forks.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", preload or run.__module__])
@@ -155,14 +149,8 @@ def run_ranks(
         tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder,
     ):
         meeting = f"file://{folder}/ranks"
-        ranks = [
-            context.Process(
-                target=_start_rank,
-                args=(run, settings, meeting, rank, num_ranks, prepare),
-                daemon=True,
-            )
-            for rank in range(num_ranks)
-        ]
+        given = [(run, settings, meeting, rank, num_ranks, prepare) for rank in range(num_ranks)]
+        ranks = [context.Process(target=_start_rank, args=own, daemon=True) for own in given]
         try:
             for process in ranks:
                 process.start()
@@ -206,11 +194,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def run_alone(run: Callable[[Settings], int], settings: Settings) -> int:
-    """Run ``run(settings)`` in this process, without a process group; return the exit code."""
-    return _run_rank(run, settings)
-
-
 def _join(ranks: Sequence[BaseProcess]) -> int:
     waiting = {process.sentinel: process for process in ranks}
     code = 0
@@ -252,23 +235,21 @@ def _start_rank(
     _end_with_parent()
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
-        sys.exit(_run_rank(run, settings))
+        sys.exit(run_alone(run, settings))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
 
-def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
+def run_alone(run: Callable[[Settings], int], settings: Settings) -> int:
+    """Run ``run(settings)`` in this process, as a rank or without others; return the exit code."""
     import torch.distributed as dist
 
     try:
         code = run(settings)
     except UltraEPError as error:
         # Settings are equal on all ranks, so all ranks reject the same argument.
-        if (
-            not dist.is_initialized()
-            or dist.get_rank() == 0
-            or not isinstance(error, InvalidArgumentError)
-        ):
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        if first or not isinstance(error, InvalidArgumentError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
     except Exception as error:

@@ -1,16 +1,14 @@
-"""Tables of aligned plain text; colours on a terminal if rich is installed."""
+"""Tables of aligned plain text."""
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Lines = Sequence[Sequence[str]]
-Line = Sequence[tuple[str, str]]  # text and style
 
 
 def format_table(headers: Lines, rows: Lines) -> str:
@@ -114,28 +112,3 @@ def format_markdown(columns: Sequence[Column], records: Sequence[Mapping[str, An
     lines = [[f"{c.title} {c.unit}".strip() for c in columns], ["---"] * len(columns)]
     lines += [[c.cell(record) for c in columns] for record in records]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-# ---- colours ------------------------------------------------------------------------------------
-
-
-def print_coloured(lines: Sequence[Line], console: Any = None) -> None:
-    """Print lines without wrapping; in colour on a terminal if rich is installed."""
-    if console is None:
-        console = _terminal()
-    for line in lines:
-        if console is None:
-            print("".join(text for text, _ in line).rstrip())
-        else:
-            from rich.text import Text
-
-            console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
-
-
-def _terminal() -> Any:
-    """Return rich's console; None without a terminal or without rich."""
-    try:
-        from rich.console import Console
-    except ImportError:  # an extra
-        return None
-    return Console() if sys.stdout.isatty() else None

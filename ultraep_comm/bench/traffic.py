@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.plan.plan import Plan
@@ -165,20 +165,3 @@ def count_reduction_traffic(
         stores[home] += at_home
         stores[ranks] += size  # cleared
     return Traffic(loads=loads, stores=stores, egress=enters)
-
-
-def interpolate_sms(points: ArrayLike, wanted: float) -> float | None:
-    """Return the number of SMs at which a measured rate reaches ``wanted``; None if none does.
-
-    Interpolates linearly between the points ``(num_sms, rate)``, without extrapolation: if the
-    point with the fewest SMs reaches the rate, its number is returned.
-    """
-    line = sorted((float(sms), float(rate)) for sms, rate in np.asarray(points).reshape(-1, 2))
-    before: tuple[float, float] | None = None
-    for sms, rate in line:
-        if rate >= wanted:
-            if before is None:
-                return sms
-            return before[0] + (sms - before[0]) * (wanted - before[1]) / (rate - before[1])
-        before = (sms, rate)
-    return None

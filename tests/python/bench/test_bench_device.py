@@ -63,8 +63,6 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert min(record["host_bound_us"], record["host_unbound_us"]) > 0
     assert all(baseline["wrong_bytes"] == 0 for baseline in baselines_of(document))
     assert all(value > 0 for value in document["sizes"][1]["fixed_cost"].values())
-    assert [needed["mode"] for needed in document["sizes"][1]["sms_needed"]] == modes
-    assert [sms for sms, _ in document["sizes"][1]["sms_needed"][0]["curve"]] == [1, 2]
     assert document["machine"]["gpu"] == "none"
     assert text.count("#wrong") == 1
     assert "driver_version 1.2" in text

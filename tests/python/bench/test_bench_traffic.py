@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ranks import bytes_stored, fan_out_plan, loopback, random_plan
 from reference.schedule import make_schedule
 
 import ultraep_comm as uec
-from ultraep_comm.bench.traffic import count_traffic, interpolate_sms
+from ultraep_comm.bench.traffic import count_traffic
 from ultraep_comm.plan.schedule import MODES
 
 SIZES = [100_003, 65_536, 37, 1]
@@ -96,21 +94,3 @@ def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
         group.close()
     found = count_traffic(plan, mode, segment_bytes=SIZES, tile_bytes=tile)
     assert stored == found.stores.tolist()
-
-
-@pytest.mark.parametrize(
-    ("points", "wanted", "sms"),
-    [
-        ([], 450, None),
-        ([(8, 450)], 450, 8),
-        ([(16, 500), (8, 400)], 450, 12),
-        ([(4, 500), (8, 900)], 450, 4),  # no extrapolation to fewer
-        ([(4, 100), (8, 200), (16, 200), (32, 600)], 450, 26),
-        ([(4, 460), (8, 440)], 450, 4),
-        ([(4, 400), (8, 440)], 450, None),  # no extrapolation to more
-    ],
-)
-def test_sms_are_interpolated_between_measured_points(
-    points: Any, wanted: float, sms: float | None
-) -> None:
-    assert interpolate_sms(points, wanted) == (None if sms is None else pytest.approx(sms))

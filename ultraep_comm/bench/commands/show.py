@@ -87,12 +87,8 @@ def print_document(document: Mapping[str, Any], *, markdown: bool = False) -> No
 
 
 def _describe(error: Exception) -> str:
-    return _one_line(f"{type(error).__name__}: {error}")
-
-
-def _one_line(text: str) -> str:
-    """Return the start of a text from a file, with control characters escaped."""
-    return repr(text[:200])[1:-1]
+    """Return the start of an error's text, which may be from a file, on one line."""
+    return repr(f"{type(error).__name__}: {error}"[:200])[1:-1]
 
 
 COMMAND = Command(

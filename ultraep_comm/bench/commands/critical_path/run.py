@@ -159,7 +159,7 @@ def measure_rows(
     rows = []
     for v, variant in enumerate(variants):
         took, host_plan = p50[variant.name], p50.get(HOST_PLAN)
-        bounded = variant.is_whole and bound_us
+        bound = bound_us if variant.is_whole else None
         row = {
             "op": "critical-path",
             "row": variant.name,
@@ -175,8 +175,8 @@ def measure_rows(
             "host_us": float(np.median(host[v])) if variant.is_async else None,
             "kernels": int(counts[0, v]),
             "copies": int(counts[1, v]),
-            "over_bound": took / bound_us if bounded else None,
-            "bound_over_time": bound_us / took if bounded and took else None,
+            "over_bound": took / bound if bound else None,
+            "bound_over_time": bound / took if bound and took else None,
             "speedup_over_host_plan": host_plan / took
             if variant.is_whole and host_plan is not None and took
             else None,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.table import print_coloured
-
 Link = tuple[int, int]  # from a rank to another
+_CODES = {"bold red": "1;31", "yellow": "33", "green": "32", "dim": "2"}  # of a terminal
 SLOW = 0.9  # of the median of all links; a link, or a rank's links, below it are slow
 
 
@@ -44,7 +44,8 @@ def print_links(document: Mapping[str, Any]) -> None:
     of = "median" if document["settings"]["statistic"] == "median" else "slowest"
     marked = "; ! misses the gate" if gate else ""
     print(f"# GB/s from a row's rank to a column's, in the {of} iteration{marked}")
-    print_coloured(matrix_cells(matrix, gate["min_bandwidth_gbps"] if gate else None))
+    for line in matrix_cells(matrix, gate["min_bandwidth_gbps"] if gate else None):
+        print("".join(_colour(*cell) for cell in line).rstrip())
     slow = describe_slow(matrix, len(document["slowest"]))
     print("\n".join(f"# {line}" for line in slow))
     wrong = sum(record["wrong_bytes"] for record in records)
@@ -64,6 +65,10 @@ def matrix_cells(matrix: NDArray[np.float64], least: float | None) -> list[list[
         cells = [(f" {text:>{width}}", style) for text, style in zip(row, styles, strict=True)]
         lines.append([(f"  {rank:>{margin}}", ""), *cells])
     return lines
+
+
+def _colour(text: str, style: str) -> str:
+    return f"\033[{_CODES[style]}m{text}\033[0m" if style and sys.stdout.isatty() else text
 
 
 def style_of(gbps: float, median: float, least: float | None) -> str:

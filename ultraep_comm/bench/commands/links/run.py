@@ -83,7 +83,7 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
     wrong = int(found.wrong_bytes.sum()) + (0 if crowd is None else crowd.close())
     ranks.close()
     report.columns(_COLUMNS)
-    report.add(make_records(settings, found, report.places), shown=False)  # the matrix is
+    report.add(make_records(settings, found), shown=False)  # the matrix is
     more = describe_matrix(settings, found)
     if report.prints:
         print_links(report.document(more))
@@ -280,9 +280,7 @@ def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) ->
     return wrong
 
 
-def make_records(
-    settings: LinksSettings, found: LinkTimes, places: Sequence[Record]
-) -> list[Record]:
+def make_records(settings: LinksSettings, found: LinkTimes) -> list[Record]:
     """Return a JSON record for each link."""
     matrix = found.gbps(settings.link_bytes, settings.statistic)
     median = float(np.nanmedian(matrix))
@@ -294,8 +292,6 @@ def make_records(
             "ranks": settings.num_ranks,
             "source": source,
             "destination": destination,
-            "source_host": places[source]["host"],
-            "destination_host": places[destination]["host"],
             "link_bytes": settings.link_bytes,
             "time_us": figures_of(
                 found.times_us[source, destination], "min", "p50", "p90", "p99", "max"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -34,12 +34,10 @@ from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, Mode
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.table import Column
-from ultraep_comm.bench.traffic import interpolate_sms
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
 
-EGRESS_GOALS = (450, 900)  # GB/s of a rank: one direction of NVLink 4 and of NVLink 5
 _MACHINE = ("memcpy", "copy+add")  # baselines on the CPU: the machine's own rate
 TimedRanks = ReplicateRanks | GradRanks
 
@@ -77,8 +75,8 @@ def run_on(meter: Meter, settings: ReplicateSettings, report: Report) -> int:
                 report.add(case.baseline_records(), gated=False)
         if on_device:
             report.add(case.baseline_records(), gated=False)
-            sizes.append({"expert_bytes": one.expert_bytes, **case.others()})
-            report.note(*_describe_others(sizes[-1]))
+            sizes.append({"expert_bytes": one.expert_bytes, "fixed_cost": case.fixed})
+            report.note(_describe_fixed(case.fixed))
         wrong += case.wrong
     return report.finish(wrong=wrong, more={"sizes": sizes} if on_device else {})
 
@@ -88,6 +86,7 @@ class Case:
 
     Attributes:
         baselines: of the last number of workers, on a device of the first, by name.
+        fixed: costs of a call on a device, for JSON.
         wrong: bytes, of modes and baselines.
     """
 
@@ -99,8 +98,7 @@ class Case:
         self.baselines: dict[str, Measured] = {}
         self.wrong = 0
         self._copied: dict[str, int] = {}  # bytes per process, of plain copies
-        self._fixed: Record = {}
-        self._curve: list[tuple[str, int, float]] = []  # mode, blocks of a rank, GB/s of egress
+        self.fixed: Record = {}
         self._num_sms: int | None = None
         self._plan: Plan
 
@@ -134,8 +132,8 @@ class Case:
         modes, compared = measured[: len(settings.modes)], measured[len(settings.modes) :]
         if compared:
             self.baselines = {m.mode: m for m in compared}
-        if isinstance(clock, DeviceClock) and not self._fixed:
-            self._fixed = self._fixed_costs(ranks, clock)
+        if isinstance(clock, DeviceClock) and not self.fixed:
+            self.fixed = self._fixed_costs(ranks, clock)
         records = [self._record(ranks, m) for m in modes]
         ranks.close()
         return records
@@ -253,15 +251,14 @@ class Case:
     def _device_fields(self, ranks: TimedRanks, m: Measured) -> Record:
         """Return the fields of a mode on a device: its traffic, the baselines, the host's time."""
         traffic = ranks.traffic(self._plan, m.chosen)
-        moved_gbps, egress_gbps = rate(traffic.moved, m.p50), rate(traffic.critical, m.p50)
-        self._curve.append((m.mode, self._num_sms or 0, egress_gbps))
-        found = {
+        moved_gbps = rate(traffic.moved, m.p50)
+        found: Record = {
             "loads_bytes": int(traffic.loads.sum()),
             "stores_bytes": int(traffic.stores.sum()),
             "moved_bytes": traffic.moved,
             "egress_bytes_max": traffic.critical,
             "moved_gbps": moved_gbps,
-            "egress_gbps": egress_gbps,
+            "egress_gbps": rate(traffic.critical, m.p50),
             **self._host_us(ranks, self._plan, m.mode),
         }
         for name in ("copy", "big copy"):
@@ -289,10 +286,6 @@ class Case:
             found.append({**self._shared(m, "baseline"), **more})
         return found
 
-    def others(self) -> Record:
-        """Return the JSON fields of this size on a device besides its records."""
-        return {"fixed_cost": self._fixed, "sms_needed": sms_needed(self._curve)}
-
 
 def _median_us(
     settings: ReplicateSettings, ranks: TimedRanks, clock: DeviceClock, plan: Plan, mode: str
@@ -303,19 +296,6 @@ def _median_us(
         for _ in range(settings.warmup + settings.iters)
     ]
     return slowest(float(np.median(times[settings.warmup :])), ranks.loopback)
-
-
-def sms_needed(curve: Sequence[tuple[str, int, float]]) -> list[Record]:
-    """Return, for each mode, the blocks at which the busiest rank reaches each of EGRESS_GOALS.
-
-    ``curve`` has entries ``(mode, blocks of a rank, GB/s of egress)``.
-    """
-    found = []
-    for name in dict.fromkeys(mode for mode, *_ in curve):
-        own = [(sms, gbps) for mode, sms, gbps in curve if mode == name]
-        goals = {str(goal): interpolate_sms(own, goal) for goal in EGRESS_GOALS}
-        found.append({"mode": name, "curve": [list(point) for point in own], "sms": goals})
-    return found
 
 
 def imbalance_before(settings: ReplicateSettings) -> float:
@@ -448,19 +428,11 @@ def _columns(settings: ReplicateSettings, baselines: Sequence[str]) -> list[Colu
     return columns + [Column("gate", "", "gate")] * bool(settings.gate)
 
 
-def _describe_others(one: Mapping[str, Record]) -> list[str]:
-    """Return the lines below the table of one size: fixed costs and SMs needed."""
-    fixed = one["fixed_cost"]
-    lines = [
+def _describe_fixed(fixed: Record) -> str:
+    """Return the line below the table of one size."""
+    tile_us = fixed["one_tile_through_a_hub_us"]
+    return (
         f"empty plan {fixed['empty_plan_us']:.1f} us, one tile through a hub"
-        f" {_show(fixed['one_tile_through_a_hub_us'])} us; host {fixed['host_bound_us']:.1f} us a"
+        f" {'-' if tile_us is None else f'{tile_us:.1f}'} us; host {fixed['host_bound_us']:.1f} us a"
         f" call, {fixed['host_unbound_us']:.1f} us unbound"
-    ]
-    for needed in one["sms_needed"]:
-        goals = ", ".join(f"{_show(sms)} for {goal} GB/s" for goal, sms in needed["sms"].items())
-        lines.append(f"SMs of a rank, {needed['mode']}: {goals} of egress")
-    return lines
-
-
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+    )
