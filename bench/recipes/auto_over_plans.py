@@ -24,11 +24,11 @@ import torch.distributed as dist
 from ultraep_comm.bench.clock import HostClock, Meter
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.loads import generate_load
-from ultraep_comm.bench.measure import measure
+from ultraep_comm.bench.measure import Mode, measure
 from ultraep_comm.bench.options import ALL_MODES
 from ultraep_comm.bench.options import Settings as Rounds
 from ultraep_comm.bench.payload import Payload
-from ultraep_comm.bench.ranks import Mode, WeightRanks
+from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.bench.report import print_records, show_progress
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.bench.table import Column

@@ -66,15 +66,16 @@ def run_on(meter: Meter, command: str, *arguments: str) -> int:
 def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
     """Run a command with these settings."""
     report = Report.of(settings)
+    if command == "plan":
+        return plan_device.run_device(meter, settings, report)
     runs: dict[str, Callable[..., int]] = {
-        "critical-path": critical_path.run_on,
-        "links": links.run_on,
-        "calibrate": calibrate.run_on,
-        "plan": plan_device.run_device,
-        "replicate": replicate.run_on,
-        "reduce": replicate.run_on,
+        "critical-path": critical_path.run,
+        "links": links.run,
+        "calibrate": calibrate.run,
+        "replicate": replicate.run,
+        "reduce": replicate.run,
     }
-    return runs[command](meter, settings, report)
+    return runs[command](settings, report, meter)
 
 
 @dataclass(frozen=True)

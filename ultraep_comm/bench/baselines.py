@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from ultraep_comm.bench.clock import Meter
 from ultraep_comm.bench.inside import allocate, main_segments
+from ultraep_comm.bench.machine import gather_json
 from ultraep_comm.bench.payload import SENTINEL, Payload
 from ultraep_comm.bench.ranks import WeightRanks, main_index, replicas_of
 from ultraep_comm.plan.plan import Plan
@@ -117,17 +119,13 @@ def exchange(operations: list[dist.P2POp]) -> None:
 
 def nccl_group() -> dist.ProcessGroup | None:
     """Return a process group of all ranks over NCCL; None if some rank cannot use NCCL."""
-    usable = dist.is_nccl_available() and torch.cuda.is_available()
-    mine = torch.zeros(16, dtype=torch.uint8)
-    if usable:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        text = str(getattr(properties, "uuid", torch.cuda.current_device())).replace("-", "")
-        mine = torch.frombuffer(bytearray(bytes.fromhex(text.rjust(32, "0"))), dtype=torch.uint8)
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    devices = {bytes(row.tolist()) for row in everybody}
+    mine = None
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        mine = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    devices = set(gather_json(mine))
     # NCCL allows one rank per GPU.
-    if bytes(16) in devices or len(devices) < dist.get_world_size() or len(devices) < 2:
+    if None in devices or len(devices) < dist.get_world_size() or len(devices) < 2:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="nccl")
     return group
@@ -161,23 +159,16 @@ class PlainCopy(Arrivals):
                     self._checks.append((expert, name, self._target.local[at : at + size]))
                 at += size
         here = np.flatnonzero(domain == domain[group.rank]).tolist()
-        self._pieces = take_share(pieces, here.index(group.rank), len(here))
+        sizes = [size for *_, size in pieces]
+        self._pieces = [
+            (pieces[piece][0] + low, pieces[piece][1] + low, high - low)
+            for piece, low, high in cut_line(sizes, here.index(group.rank), len(here))
+        ]
 
     def run(self) -> None:
         """Copy this rank's part."""
         for target, source, size in self._pieces:
             ctypes.memmove(target, source, size)
-
-
-def take_share(
-    pieces: list[tuple[int, int, int]], index: int, count: int
-) -> list[tuple[int, int, int]]:
-    """Return part ``index`` of ``count`` of the concatenated pieces ``(target, source, bytes)``."""
-    share = []
-    for piece, low, high in cut_line([size for *_, size in pieces], index, count):
-        target, source, _ = pieces[piece]
-        share.append((target + low, source + low, high - low))
-    return share
 
 
 def cut_line(sizes: list[int], index: int, count: int) -> list[tuple[int, int, int]]:
@@ -230,7 +221,7 @@ class StreamCopies(Arrivals):
         """Find the sources and allocate private targets."""
         super().__init__()
         self._meter = ranks.meter
-        self._jobs: list[Callable[[], None]] = []
+        self._jobs: list[Callable[[], Any]] = []
         for group in ranks.groups:
             for expert, home, rank, _ in replicas_of(plan):
                 if rank != group.rank:
@@ -239,15 +230,8 @@ class StreamCopies(Arrivals):
                     source = ranks.meter.view(address, size)
                     target = torch.full_like(source, SENTINEL)
                     self._checks.append((expert, name, target))
-                    self._jobs.append(_copier(target, source))
+                    self._jobs.append(functools.partial(target.copy_, source, non_blocking=True))
 
     def run(self) -> None:
         """Enqueue all copies."""
         self._meter.spread(self._jobs)
-
-
-def _copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-
-    return copy

@@ -19,7 +19,7 @@ from ultraep_comm.engines.cuda.kernels import choose_num_sms, find_cubin
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.group.group import Group
 
-Run = Callable[[], None]
+Run = Callable[[], Any]
 
 NUM_STREAMS = 8
 # Ranks of one machine start this long after the last of them was ready, so that all have left the
@@ -144,8 +144,10 @@ class Gpu(Meter):
         self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
         """Time calls between two events; all are enqueued before the device starts."""
+        from torch.cuda import _sleep as sleep  # keeps the device busy
+
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        _spin(_SPIN * (1 + ranks_here))
+        sleep(_SPIN * (1 + ranks_here))  # type: ignore[no-untyped-call]
         (line_up or run)()
         start.record()
         for _ in range(calls):
@@ -215,13 +217,6 @@ class Gpu(Meter):
         return link_gbps(capability, links), source
 
 
-def _spin(cycles: int) -> None:
-    """Keep the device busy."""
-    from torch.cuda import _sleep as sleep
-
-    sleep(cycles)  # type: ignore[no-untyped-call]
-
-
 def query_smi(uuid: str) -> dict[str, str]:
     """Return driver version and clocks from nvidia-smi; empty if it is not available."""
     name = uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"
@@ -253,18 +248,23 @@ def gpu_is_usable() -> bool:
     return True
 
 
-def own_gpu() -> Gpu:
-    """Return this process's GPU, by its local rank or, without a launcher, its rank.
+def own_meter(engine: str) -> Meter:
+    """Return what this process measures an engine on.
+
+    It is the process's GPU, by its local rank or, without a launcher, its rank; else the CPU, on
+    which torch has one thread from here on.
 
     Raises:
         UnsupportedError: there is no GPU.
         InvalidArgumentError: as :func:`find_launcher`.
     """
+    if engine != "cuda":
+        torch.set_num_threads(1)
+        return Meter(engine)
     launched = find_launcher()
-    if launched is not None or dist.is_initialized():
+    if torch.cuda.is_available() and (launched is not None or dist.is_initialized()):
         local_rank = launched.local_rank if launched is not None else dist.get_rank()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return Gpu()
 
 
@@ -324,12 +324,10 @@ class DeviceClock:
         if not self.loopback:
             dist.barrier()
 
-    def time_us(self, run: Run, calls: int = 0) -> float:
-        """Return the device time per call, of ``calls`` in a row (0: the clock's number)."""
+    def time_us(self, run: Run) -> float:
+        """Return the device time per call."""
         self.synchronize()
-        took = self._meter.time_us(
-            run, calls or self._calls, self._ranks_here, line_up=self._line_up
-        )
+        took = self._meter.time_us(run, self._calls, self._ranks_here, line_up=self._line_up)
         self.synchronize()
         return took
 

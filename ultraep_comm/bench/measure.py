@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -98,12 +98,24 @@ class Transfer(Protocol):
         """Return the wrong bytes on these ranks after :meth:`run`."""
 
 
-@runtime_checkable
-class Chooser(Protocol):
-    """A transfer whose mode the library may choose."""
+class Mode:
+    """The library's collective in one mode, with bound tensors."""
+
+    def __init__(self, ranks: Any, plan: Plan, mode: str) -> None:
+        """Create the transfer; ``ranks`` make the call and check it."""
+        self.name, self._ranks, self._plan = mode, ranks, plan
+
+    def run(self) -> None:
+        """Make the call."""
+        self._ranks.call(self._plan, self.name)
 
     def choose(self) -> str:
-        """Return the mode that the library chooses. Collective: makes a call."""
+        """Return the mode that the library chooses for this plan. Collective: makes a call."""
+        return str(self._ranks.choose(self._plan, self.name))
+
+    def count_wrong(self, payload: Any, epoch: int) -> int:
+        """Return the wrong bytes in what the call has written, and in what it must not change."""
+        return int(self._ranks.count_wrong(self._plan, payload, epoch))
 
 
 @dataclass(frozen=True)
@@ -164,7 +176,7 @@ def measure(
         report: shows the progress.
         label: for the progress line.
     """
-    chosen = [t.choose() if isinstance(t, Chooser) else "" for t in transfers]
+    chosen = [t.choose() if isinstance(t, Mode) else "" for t in transfers]
     spans = np.zeros((2, len(transfers), settings.iters))
     wrong = np.zeros(len(transfers), np.int64)
     progress = report.progress if report is not None else lambda *_: None

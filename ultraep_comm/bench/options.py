@@ -260,11 +260,6 @@ def _plain(value: Any) -> Any:
 # ---- options that commands share ----------------------------------------------------------------
 
 
-def parse_switch(text: str, _: str) -> bool:
-    """Return whether "1" was given, for options that take 0 or 1 as in nccl-tests."""
-    return text == "1"
-
-
 def parse_names(text: str, flag: str, possible: Sequence[str]) -> tuple[str, ...]:
     """Return the names in ``"zipf1.0,lognormal"``, each once.
 
@@ -278,11 +273,6 @@ def parse_names(text: str, flag: str, possible: Sequence[str]) -> tuple[str, ...
                 f"{flag} has {name!r}; expected any of {', '.join(possible)}"
             )
     return names
-
-
-def parse_times(text: str, flag: str) -> tuple[str, ...]:
-    """Return the names in ``"p50,max"``, of TIMES."""
-    return parse_names(text, flag, TIMES)
 
 
 RANKS = Option(flags=("--ranks",), parse=int, minimum=1, help="ranks", shown="4, or the launcher's")
@@ -367,7 +357,7 @@ ITERS = Option(flags=("-n", "--iters"), parse=int, minimum=1, help="measured ite
 WARMUP = Option(flags=("-w", "--warmup"), parse=int, minimum=0, help="unmeasured iterations first")
 CHECK = Option(
     flags=("-c", "--check"),
-    parse=parse_switch,
+    parse=lambda text, _: text == "1",
     choices=("0", "1"),
     add={"nargs": "?", "const": "1"},
     help="1 or no value: check every iteration; 0, the default: only the last one",
@@ -566,14 +556,12 @@ def check_writable(path: Path, name: str) -> None:
         target = path.resolve()
     except RuntimeError:  # before Python 3.13
         raise InvalidArgumentError(f"{name} {path} is a symbolic link to itself") from None
-    if not target.parent.is_dir():
-        raise InvalidArgumentError(f"{name} {path}: there is no such folder")
     try:
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         raise InvalidArgumentError(
-            f"{name} {path}: the folder cannot be written to ({error.strerror}); choose another"
+            f"{name} {path} cannot be written to: {error.strerror}"
         ) from None
 
 

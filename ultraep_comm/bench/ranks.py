@@ -218,26 +218,6 @@ class WeightRanks(Ranks):
         return wrong
 
 
-class Mode:
-    """The library's collective in one mode, with bound tensors."""
-
-    def __init__(self, ranks: Any, plan: Plan, mode: str) -> None:
-        """Create the transfer; ``ranks`` make the call and check it."""
-        self.name, self._ranks, self._plan = mode, ranks, plan
-
-    def run(self) -> None:
-        """Make the call."""
-        self._ranks.call(self._plan, self.name)
-
-    def choose(self) -> str:
-        """Return the mode that the library chooses for this plan. Collective: makes a call."""
-        return str(self._ranks.choose(self._plan, self.name))
-
-    def count_wrong(self, payload: Any, epoch: int) -> int:
-        """Return the wrong bytes in what the call has written, and in what it must not change."""
-        return int(self._ranks.count_wrong(self._plan, payload, epoch))
-
-
 def replicas_of(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
     """Yield ``(expert, home, rank, slot)`` of a plan, by ascending rank and slot."""
     home = plan.home.tolist()

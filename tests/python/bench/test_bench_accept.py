@@ -75,7 +75,7 @@ def fail_in_two_stages() -> None:
 
     finding = Finding(ERROR, "driver", "no driver", "apt install driver")
     accept.diagnose = lambda *_: [finding]  # type: ignore[assignment]
-    replicate.run_on = fail  # type: ignore[assignment]
+    replicate.run = fail  # type: ignore[assignment]
 
 
 def test_stages_after_a_failure_run(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["--engine", "c10d", "--fabric", "shm"], "does not run over --fabric shm"),
         (["--json", "."], "is a folder"),
         (["--json", "/proc/none.json"], "cannot be written to"),
-        (["--csv", "none/o.csv"], "--csv none/o.csv: there is no such folder"),
+        (["--csv", "none/o.csv"], "--csv none/o.csv cannot be written to: No such file"),
         (["--csv", "o", "--json", "./o"], "expected two files"),
         (
             ["--max-over-bound", "2", "--engine", "cuda", "--fabric", "torch"],
@@ -116,7 +116,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["--ranks", "2"], "--ranks is 2; expected at least 3"),
         (["-b", "x"], "'x' is not a size"),
         (["-b", "4095"], "--expert-bytes is 4095; expected at least 4096"),
-        (["--output", "none/c.json"], "no such folder"),
+        (["--output", "none/c.json"], "No such file"),
         (["--output", "bad.json"], "calibration bad.json is damaged"),
     ],
 }

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from benched import ONE_PLAN_KEYS, SMALL, baselines_of, modes_of, run_on, settings_of
@@ -15,10 +14,8 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
-from ultraep_comm.bench.commands.replicate.replication import hub_plan
 from ultraep_comm.bench.measure import describe_link, with_link
 from ultraep_comm.bench.ranks import WeightRanks
-from ultraep_comm.bench.traffic import list_hubs, make_schedule
 from ultraep_comm.calibration import MeasuredCosts, make_calibration
 from ultraep_comm.driver import Links
 
@@ -38,7 +35,6 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     records, modes = modes_of(document), ["push", "pull", "direct", "auto"]
     wanted = [(size << 10, n, mode) for size in (48, 96) for n in (1, 2) for mode in modes]
     assert [(r["expert_bytes"], r["num_sms"], r["mode"]) for r in records] == wanted
-    assert [one["expert_bytes"] for one in document["sizes"]] == [48 << 10, 96 << 10]
     for record in records:
         assert set(record) == RECORD_KEYS
         assert record["wrong_bytes"] == 0
@@ -62,7 +58,6 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert record["speedup_over_nccl"] is None
         assert min(record["host_bound_us"], record["host_unbound_us"]) > 0
     assert all(baseline["wrong_bytes"] == 0 for baseline in baselines_of(document))
-    assert all(value > 0 for value in document["sizes"][1]["fixed_cost"].values())
     assert document["machine"]["gpu"] == "none"
     assert text.count("#wrong") == 1
     assert "driver_version 1.2" in text
@@ -143,18 +138,6 @@ def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StreamCopies, "run", lambda self: self._meter.spread(self._jobs[1:]))
     assert run_on(StandIn(), *few) == 1
-
-
-def test_the_plan_through_a_hub_has_one() -> None:
-    load = np.ones((4, 8), np.int32)
-    plan = hub_plan(load, 1)
-    assert plan is not None
-    schedule = make_schedule(plan, "push", segment_bytes=[32768], tile_bytes=32768)
-    home, *replicas = [end - begin for _, begin, end in list_hubs(schedule)[0]]
-    assert home == 0
-    assert sorted(replicas) == [0, 1]
-    assert hub_plan(load[:2], 1) is None
-    assert hub_plan(load, 0) is None
 
 
 def test_without_nvidia_smi_there_are_no_clocks(

@@ -16,6 +16,7 @@ from stand_in import Emulated, StandIn
 
 from ultraep_comm import Plan
 from ultraep_comm.bench.clock import DeviceClock
+from ultraep_comm.bench.commands.links import LinksSettings
 from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.links.report import (
     Link,
@@ -25,7 +26,7 @@ from ultraep_comm.bench.commands.links.report import (
     slowest_links,
     style_of,
 )
-from ultraep_comm.bench.commands.links.run import LinkTimes, make_rounds
+from ultraep_comm.bench.commands.links.run import make_rounds, rates_of, times_of_links
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import WeightRanks
 
@@ -81,15 +82,13 @@ def test_times_of_links_out_of_times_of_ranks() -> None:
     spans = np.zeros((3, 2, 1, 2))  # rank, start and end, round, iteration
     spans[0, :, 0] = [[5, 5], [20, 30]]
     spans[1, :, 0] = [[7, 1], [26, 28]]
-    wrong = np.zeros((1, 3, 3), np.int64)
-    wrong[0, :, 1] = [4, 0, 9]
     for one_clock, times in ((True, [21, 29]), (False, [19, 27])):
-        found = LinkTimes.make([[(0, 1)]], spans, wrong, one_clock=one_clock)
-        assert found.times_us[0, 1].tolist() == times
-        assert found.links == [(0, 1)]
-        assert found.wrong_bytes.tolist() == [[0, 4, 0], [0, 0, 0], [0, 0, 0]]
-    assert found.gbps(19_000, "median")[0, 1] == pytest.approx(19 / 23)
-    assert found.gbps(27_000, "min")[0, 1] == pytest.approx(1)
+        found = times_of_links([[(0, 1)]], spans, one_clock=one_clock)
+        assert found[0, 1].tolist() == times
+        assert np.isnan(found).sum() == 2 * (9 - 1)
+    for statistic, size, gbps in (("median", 19_000, 19 / 23), ("min", 27_000, 1)):
+        settings = LinksSettings(link_bytes=size, statistic=statistic)
+        assert rates_of(found, settings)[0, 1] == pytest.approx(gbps)
 
 
 def test_the_matrix_as_text() -> None:

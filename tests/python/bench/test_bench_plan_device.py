@@ -47,7 +47,6 @@ def test_end_to_end(
         assert list(record["warps"]) == ["1", "3"]
         times = [record[f"{name}_us"] for name in parts]
         for run in record["warps"].values():
-            assert run["first_us"] > 0
             times.append(run["time_us"])
         assert all(one["p99"] >= one["p50"] > 0 for one in times)
         assert record["schedule_us"]["p99"] >= record["schedule_us"]["p50"]  # a difference

@@ -35,8 +35,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors, interop, model, nn
-from ultraep_comm.bench.commands.links import LinksSettings
-from ultraep_comm.bench.commands.links.run import LinkTimes, describe_matrix
+from ultraep_comm.bench.commands.links.run import describe_matrix
 from ultraep_comm.doctor import facts
 from ultraep_comm.doctor.diagnose import Finding
 from ultraep_comm.plan.topology import Topology
@@ -333,9 +332,7 @@ def written(command: str, arguments: str, run: Callable[..., object]) -> Section
         for stage in document.get("stages", ()):
             stage["document"] = None  # a command's own
         if command == "links":  # with a slow rank, which a run may find or not
-            times = np.array([[[np.nan], [1.0]], [[9.0], [np.nan]]])
-            matrix = LinkTimes(times_us=times, wrong_bytes=np.zeros((2, 2), np.int64))
-            document |= describe_matrix(LinksSettings(link_bytes=8192), matrix)
+            document |= describe_matrix(np.array([[np.nan, 8.0], [1.0, np.nan]]), 5)
         found = {f"{command}: {k}": keys(v) for k, v in document.items()}
         found[f"{command}: format"] += str(document.get("format"))
         if table.exists():

@@ -50,7 +50,7 @@ BAD = {
     "layer --experts 8 --workload W5 --topk 5": "W5 draws --topk 5 different experts of 4",
     "against": "pip install 'ultraep_comm[bench]'",
     "draw r.json --out o.svg": "expected a name that ends in .png",
-    "draw r.json --out none/o.png": "there is no such folder",
+    "draw r.json --out none/o.png": "cannot be written to: No such file",
     "draw none.json --out o.png": "No such file",
 }
 

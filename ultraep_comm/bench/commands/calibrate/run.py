@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from ultraep_comm.bench.clock import Meter, own_gpu
+from ultraep_comm.bench.clock import Meter, own_meter
 from ultraep_comm.bench.commands.calibrate import TINY, CalibrateSettings
 from ultraep_comm.bench.launch import WRONG
 from ultraep_comm.bench.measure import slowest
@@ -59,21 +59,16 @@ class Shape:
         return max(self.segments.values()) <= TINY
 
 
-def run(settings: CalibrateSettings, report: Report) -> int:
+def run(settings: CalibrateSettings, report: Report, meter: Meter | None = None) -> int:
     """Measure, print and write; return the exit status, 1 for wrong bytes.
 
     Raises:
         UltraEPError: a group could not be created, a transfer failed, times are inconsistent, or
             the file could not be written.
     """
-    torch.set_num_threads(1)
+    meter = meter or own_meter(settings.engine)
     if settings.engine == "c10d":
         return _finish(measure_messages(settings), 0, settings, report)
-    return run_on(Meter() if settings.engine == "host" else own_gpu(), settings, report)
-
-
-def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:
-    """Measure with a meter; see :func:`run`."""
     probe = Probe(meter, settings, report)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -142,7 +137,8 @@ class Probe:
         one, two = [(0, 1)], [(0, 1), (0, 2)]
         ring = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
         tiny, big = {"w": TINY}, {"w": self._settings.copy_bytes}
-        many = {f"s{i}": TINY for i in range(MANY_GROUPS * self._tiles_in_group())}
+        tiles = MANY_GROUPS * max(1, GROUP_BYTES // self._tile_bytes)
+        many = {f"s{i}": TINY for i in range(tiles)}
         shapes = [
             Shape(tiny, [], "direct"),
             Shape({"w": self._settings.short_bytes}, one, "direct"),
@@ -166,9 +162,6 @@ class Probe:
             together_us=together,
             flag_us=(many_us - few_us) / groups,
         )
-
-    def _tiles_in_group(self) -> int:
-        return max(1, GROUP_BYTES // self._tile_bytes)
 
     def _forwarded(self, segments: Mapping[str, int], links: Sequence[tuple[int, int]]) -> int:
         """Return the number of flag groups that hubs other than the home rank forward."""
@@ -215,7 +208,9 @@ class Probe:
             slots=1,
             segments=shape.segments,
             tile_bytes=self._tile_bytes,
-            num_sms=self._num_sms(),
+            num_sms=settings.num_sms  # None: the default of a group
+            if settings.engine == "host"
+            else self._meter.num_sms(settings.num_sms, settings.ranks_here),
         )
         if not self._report.places:
             described = None if settings.engine == "host" else self._meter.describe()
@@ -241,12 +236,6 @@ class Probe:
             return _TINY_CALLS
         is_short = sum(shape.segments.values()) < self._settings.copy_bytes
         return _SHORT_CALLS if is_short else _BIG_CALLS
-
-    def _num_sms(self) -> int | None:
-        settings = self._settings
-        if settings.engine == "host":
-            return settings.num_sms  # None: the default of a group
-        return self._meter.num_sms(settings.num_sms, settings.ranks_here)
 
     def _time_us(self, ranks: WeightRanks, plans: Iterator[Plan], shape: Shape) -> float:
         took = ranks.clock(self._calls(shape)).time_us(lambda: ranks.call(next(plans), shape.mode))

@@ -70,8 +70,16 @@ class PathSettings(Settings):
                 self.trace_file, made.num_ranks, tokens=self.tokens, step=0, layer=self.layer
             )
             return replace(made, trace=trace, num_experts=trace.num_experts, imbalance=1.0)
+        from ultraep_comm.bench.loads import generate_load
+
+        shape = {"num_ranks": made.num_ranks, "seed": made.seed}
         experts = self.experts or max(DEFAULT_EXPERTS, made.num_ranks)
-        return replace(made, num_experts=experts, imbalance=_find_imbalance(made, experts))
+        imbalance = self.imbalance
+        if imbalance is None:
+            imbalance = options.default_imbalance(made.num_ranks)
+        # Raises where there can be no such load.
+        generate_load(**shape, num_experts=experts, imbalance=imbalance, num_tokens=1)
+        return replace(made, num_experts=experts, imbalance=imbalance)
 
     @property
     def source(self) -> str:
@@ -83,26 +91,6 @@ class PathSettings(Settings):
     def describe(self) -> dict[str, Any]:
         """Return the options, and the source of the ids, for JSON."""
         return {**super().describe(), "ids": self.source}
-
-
-def _find_imbalance(settings: PathSettings, num_experts: int) -> float:
-    """Return the imbalance of the drawn ids.
-
-    Raises:
-        InvalidArgumentError: it is impossible.
-    """
-    from ultraep_comm.bench.loads import generate_load
-
-    given, ranks = settings.imbalance, settings.num_ranks
-    imbalance = options.default_imbalance(ranks) if given is None else given
-    generate_load(
-        num_ranks=ranks,
-        num_experts=num_experts,
-        imbalance=imbalance,
-        num_tokens=1,
-        seed=settings.seed,
-    )
-    return imbalance
 
 
 COMMAND = Command(

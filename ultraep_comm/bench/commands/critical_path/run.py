@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_comm.bench.clock import Meter, own_gpu
+from ultraep_comm.bench.clock import Meter, own_meter
 from ultraep_comm.bench.commands.critical_path import PathSettings
 from ultraep_comm.bench.commands.critical_path.calls import (
     BIG_COPY,
@@ -35,17 +35,13 @@ from ultraep_comm.bench.sizes import describe_segments
 from ultraep_comm.bench.table import Column
 
 
-def run(settings: PathSettings, report: Report) -> int:
+def run(settings: PathSettings, report: Report, meter: Meter | None = None) -> int:
     """Measure; return the exit status.
 
     Raises:
         UltraEPError: there is no device, a group could not be created, or a call failed.
     """
-    return run_on(own_gpu(), settings, report)
-
-
-def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
-    """Measure on a device; see :func:`run`."""
+    meter = meter or own_meter(settings.engine)
     settings = report.settings = with_link(settings, meter)
     ranks = WeightRanks(
         meter,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.clock import Clock, HostClock, Meter, own_gpu
+from ultraep_comm.bench.clock import Clock, HostClock, Meter, own_meter
 from ultraep_comm.bench.commands.links import BESIDE, INCAST, PAIRS, RING, LinksSettings
 from ultraep_comm.bench.commands.links.report import Link, print_links, slow_ranks, slowest_links
 from ultraep_comm.bench.measure import add_up, figures_of, gather, interleave
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks, link_plan
-from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.bench.report import Report
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.table import Column
 from ultraep_comm.errors import InvalidArgumentError
@@ -36,20 +34,13 @@ _COLUMNS = (
 )
 
 
-def run(settings: LinksSettings, report: Report) -> int:
+def run(settings: LinksSettings, report: Report, meter: Meter | None = None) -> int:
     """Measure every link; return the exit status. Collective, but in loopback.
 
     Raises:
         UltraEPError: the group could not be created, or a transfer failed.
     """
-    if settings.engine == "host":
-        torch.set_num_threads(1)
-        return run_on(Meter(), settings, report)
-    return run_on(own_gpu(), settings, report)
-
-
-def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
-    """Measure with a meter's clock, or with the host's if the settings name the host engine."""
+    meter = meter or own_meter(settings.engine)
     on_host = settings.engine == "host"
     many = settings.num_ranks - 1
 
@@ -79,12 +70,29 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
     report.place(group, None if on_host else meter.describe())
     report.header("links", _describe(settings, len(rounds)))
     clock = HostClock(group) if on_host else ranks.clock()
-    found = measure_links(settings, ranks, clock, rounds, report, crowd)
-    wrong = int(found.wrong_bytes.sum()) + (0 if crowd is None else crowd.close())
+    times_us, wrong_bytes = measure_links(settings, ranks, clock, rounds, report, crowd)
+    wrong = int(wrong_bytes.sum()) + (0 if crowd is None else crowd.close())
     ranks.close()
+    matrix = rates_of(times_us, settings)
+    more = describe_matrix(matrix, settings.slowest)
     report.columns(_COLUMNS)
-    report.add(make_records(settings, found), shown=False)  # the matrix is
-    more = describe_matrix(settings, found)
+    links = [
+        {
+            "op": "links",
+            "engine": settings.engine,
+            "fabric": settings.fabric,
+            "ranks": settings.num_ranks,
+            "source": source,
+            "destination": destination,
+            "link_bytes": settings.link_bytes,
+            "time_us": figures_of(times_us[source, destination], "min", "p50", "p90", "p99", "max"),
+            "gbps": float(matrix[source, destination]),
+            "over_median": float(matrix[source, destination]) / more["median_gbps"],
+            "wrong_bytes": int(wrong_bytes[source, destination]),
+        }
+        for source, destination in np.argwhere(~np.isnan(matrix)).tolist()
+    ]
+    report.add(links, shown=False)  # the matrix is
     if report.prints:
         print_links(report.document(more))
     return report.finish(wrong=wrong, more=more)
@@ -176,58 +184,25 @@ def make_rounds(
     return [links for links in rounds if links]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LinkTimes:
-    """The times of every link.
+def times_of_links(
+    rounds: Sequence[Sequence[Link]], spans_us: NDArray[np.float64], *, one_clock: bool
+) -> NDArray[np.float64]:
+    """Return the times of links ``[source, destination, iters]``, from those of ranks.
 
-    Attributes:
-        times_us: ``[source, destination, iters]``; NaN without a link.
-        wrong_bytes: ``[source, destination]``.
+    Args:
+        rounds: of links; others have NaN.
+        spans_us: ``[G, 2, rounds, iters]``, start and end of every rank in every round.
+        one_clock: the ranks' times are comparable. Otherwise the time of a link is that of the
+            slower of its two ranks.
     """
-
-    times_us: NDArray[np.float64]
-    wrong_bytes: NDArray[np.int64]
-
-    @classmethod
-    def make(
-        cls,
-        rounds: Sequence[Sequence[Link]],
-        spans_us: NDArray[np.float64],
-        wrong_bytes: NDArray[np.int64],
-        *,
-        one_clock: bool,
-    ) -> LinkTimes:
-        """Return the times of links, from those of ranks.
-
-        Args:
-            rounds: of links.
-            spans_us: ``[G, 2, rounds, iters]``, start and end of every rank in every round.
-            wrong_bytes: ``[rounds, source, destination]``.
-            one_clock: the ranks' times are comparable. Otherwise the time of a link is that of the
-                slower of its two ranks.
-        """
-        num_ranks, _, _, iters = spans_us.shape
-        times = np.full((num_ranks, num_ranks, iters), np.nan)
-        wrong = np.zeros((num_ranks, num_ranks), np.int64)
-        for r, links in enumerate(rounds):
-            for source, destination in links:
-                starts, ends = spans_us[[source, destination], :, r].swapaxes(0, 1)
-                whole = ends.max(axis=0) - starts.min(axis=0)
-                times[source, destination] = whole if one_clock else (ends - starts).max(axis=0)
-                wrong[source, destination] = wrong_bytes[r, source, destination]
-        return cls(times_us=times, wrong_bytes=wrong)
-
-    @property
-    def links(self) -> list[Link]:
-        """Return all timed links, sorted."""
-        found = np.argwhere(~np.isnan(self.times_us[:, :, 0]))
-        return [(int(source), int(destination)) for source, destination in found]
-
-    def gbps(self, link_bytes: int, statistic: str) -> NDArray[np.float64]:
-        """Return the bandwidths ``[G, G]`` in GB/s, of the median or the slowest iteration."""
-        times = self.times_us.max(axis=2) if statistic == "min" else np.median(self.times_us, 2)
-        matrix: NDArray[np.float64] = link_bytes / times / 1e3
-        return matrix
+    num_ranks, _, _, iters = spans_us.shape
+    times = np.full((num_ranks, num_ranks, iters), np.nan)
+    for r, links in enumerate(rounds):
+        for link in links:
+            starts, ends = spans_us[list(link), :, r].swapaxes(0, 1)
+            whole = ends.max(axis=0) - starts.min(axis=0)
+            times[link] = whole if one_clock else (ends - starts).max(axis=0)
+    return times
 
 
 def measure_links(
@@ -237,13 +212,17 @@ def measure_links(
     rounds: Sequence[Sequence[Link]],
     report: Report,
     crowd: Crowd | None = None,
-) -> LinkTimes:
-    """Time every round in every iteration, shuffled. Collective, but in loopback."""
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Time every round in every iteration, shuffled. Collective, but in loopback.
+
+    Returns:
+        Times of links as `times_of_links`, and wrong bytes ``[source, destination]``.
+    """
     payload = Payload(settings.seed, {_SEGMENT: settings.link_bytes})
     slots = ranks.groups[0].topology.slots_per_rank
     plans = [link_plan(settings.num_ranks, links, slots) for links in rounds]
     spans = np.zeros((2, len(rounds), settings.iters))
-    wrong = np.zeros((len(rounds), settings.num_ranks, settings.num_ranks), np.int64)
+    wrong = np.zeros((settings.num_ranks, settings.num_ranks), np.int64)
 
     def call(plan: Plan) -> None:
         if crowd is not None:
@@ -258,13 +237,13 @@ def measure_links(
         if crowd is not None:
             crowd.finish()
         if turn.checked:
-            wrong[turn.item] += count_wrong(ranks, plan, payload, turn.epoch)
+            wrong += count_wrong(ranks, plan, payload, turn.epoch)
         if turn.i >= 0:
             spans[:, turn.item, turn.i] = span
     everybody = gather(spans, clock.loopback)
     everybody = np.broadcast_to(everybody, (settings.num_ranks, *spans.shape))
-    wrong = add_up(wrong, clock.loopback)
-    return LinkTimes.make(rounds, everybody, wrong, one_clock=clock.one_clock)
+    times = times_of_links(rounds, everybody, one_clock=clock.one_clock)
+    return times, add_up(wrong, clock.loopback)
 
 
 def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) -> NDArray[np.int64]:
@@ -280,39 +259,22 @@ def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) ->
     return wrong
 
 
-def make_records(settings: LinksSettings, found: LinkTimes) -> list[Record]:
-    """Return a JSON record for each link."""
-    matrix = found.gbps(settings.link_bytes, settings.statistic)
-    median = float(np.nanmedian(matrix))
-    return [
-        {
-            "op": "links",
-            "engine": settings.engine,
-            "fabric": settings.fabric,
-            "ranks": settings.num_ranks,
-            "source": source,
-            "destination": destination,
-            "link_bytes": settings.link_bytes,
-            "time_us": figures_of(
-                found.times_us[source, destination], "min", "p50", "p90", "p99", "max"
-            ),
-            "gbps": float(matrix[source, destination]),
-            "over_median": float(matrix[source, destination]) / median,
-            "wrong_bytes": int(found.wrong_bytes[source, destination]),
-        }
-        for source, destination in found.links
-    ]
+def rates_of(times_us: NDArray[np.float64], settings: LinksSettings) -> NDArray[np.float64]:
+    """Return the bandwidths ``[G, G]`` in GB/s, of the median or the slowest iteration."""
+    slowest = settings.statistic == "min"
+    times = times_us.max(axis=2) if slowest else np.median(times_us, axis=2)
+    matrix: NDArray[np.float64] = settings.link_bytes / times / 1e3
+    return matrix
 
 
-def describe_matrix(settings: LinksSettings, found: LinkTimes) -> dict[str, Any]:
+def describe_matrix(matrix: NDArray[np.float64], num_slowest: int) -> dict[str, Any]:
     """Return the JSON fields of the matrix, the slowest links and the slow ranks."""
-    matrix = found.gbps(settings.link_bytes, settings.statistic)
     return {
         "matrix_gbps": [[None if np.isnan(x) else float(x) for x in row] for row in matrix],
         "median_gbps": float(np.nanmedian(matrix)),
         "slowest": [
             {"source": link[0], "destination": link[1], "over_median": over}
-            for link, over in slowest_links(matrix, settings.slowest)
+            for link, over in slowest_links(matrix, num_slowest)
         ],
         "slow_ranks": [
             {"rank": rank, "out_over_median": out, "in_over_median": into}

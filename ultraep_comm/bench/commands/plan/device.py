@@ -185,8 +185,8 @@ def _measure_plans(
     meter: Meter, settings: PlanSettings, stages: CudaStages, cases: Sequence[Sourced]
 ) -> Record:
     target_ppm = target_to_ppm(settings.target)
-    times, first, wrong = [], 0.0, 0
-    for i, case in enumerate(cases):
+    times, wrong = [], 0
+    for case in cases:
         load = stages.to_device(case.load)
         plans: list[Plan] = []
         meter.synchronize()
@@ -194,8 +194,6 @@ def _measure_plans(
         def plan(load: torch.Tensor = load, plans: list[Plan] = plans) -> None:
             plans[:] = [stages.plan(load, target_ppm, None)]
 
-        if i == 0:
-            first = meter.time_us(plan, 1, 1, line_up=lambda: None)
         times.append(meter.time_us(plan, PLAN_CALLS, 1))
         meter.synchronize()
         wrong += count_wrong_plan(plans[0], case.plan)
@@ -203,7 +201,6 @@ def _measure_plans(
     return {
         "warps": stages.plan_warps,
         "time_us": figures_of(times, "p50", "p99"),
-        "first_us": first,
         "wrong_values": wrong,
     }
 

@@ -32,13 +32,8 @@ def run(settings: PlanSettings, report: Report) -> int:
     Raises:
         UltraEPError: there is no device, or a load of the trace is invalid.
     """
-    if settings.engine == "host":
-        return run_host(settings, report)
-    return run_device(Gpu(), settings, report)
-
-
-def run_host(settings: PlanSettings, report: Report) -> int:
-    """Plan loads; return the exit status."""
+    if settings.engine == "cuda":
+        return run_device(Gpu(), settings, report)
     seeds = f", {settings.seeds} of a family"
     if settings.trace_file is not None:
         seeds += f"; {settings.trace_file.name}, every step and layer"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultraep_comm.bench import options
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import Settings, option
+from ultraep_comm.bench.options import Settings, option, parse_names
 from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -92,7 +93,7 @@ class ReplicateSettings(Settings):
     csv: Path | None = options.CSV()
     times: tuple[str, ...] = option(
         "--times",
-        parse=options.parse_times,
+        parse=partial(parse_names, possible=options.TIMES),
         default=("p50", "max"),
         metavar="NAME,...",
         help=f"time columns of the table, of {', '.join(options.TIMES)}; rank-...: statistics of"

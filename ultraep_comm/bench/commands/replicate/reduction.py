@@ -53,7 +53,7 @@ class GradRanks(Ranks):
     """
 
     # One call at a time: a second one would add the same slot gradients again.
-    calls, lined_up, empty_mode = 1, True, "pull"
+    calls, lined_up = 1, True
 
     def __init__(self, meter: Meter, settings: ReplicateSettings, num_sms: int | None) -> None:
         """Create the groups; allocate and bind gradients at home. Collective, but in loopback."""

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from ultraep_comm.bench.baselines import (
     Broadcast,
     PlainCopy,
@@ -32,10 +28,9 @@ class ReplicateRanks(WeightRanks):
     Attributes:
         calls: timed calls in a row, on a device.
         lined_up: line up the ranks with another call than the timed one.
-        empty_mode: mode of the calls that time an empty plan.
     """
 
-    calls, lined_up, empty_mode = TIMED_CALLS, False, "push"
+    calls, lined_up = TIMED_CALLS, False
 
     def __init__(self, meter: Meter, settings: ReplicateSettings, num_sms: int | None) -> None:
         """Create groups, with weights that peers can address. Collective, but in loopback."""
@@ -87,13 +82,3 @@ class ReplicateRanks(WeightRanks):
             "segment_bytes": list(self._settings.segments.values()),
             "tile_bytes": self._settings.tile_bytes or HOST_TILE_BYTES,
         }
-
-
-def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:
-    """Return a plan of one expert with two replicas, one a hub; None without room for it."""
-    num_ranks, num_experts = load.shape
-    if num_ranks < 3 or slots < 1:
-        return None
-    table = torch.full((num_ranks, slots), -1, dtype=torch.int32)
-    table[1, 0] = table[2, 0] = 0  # expert 0 is at home on rank 0
-    return Plan.from_slots(table, num_experts=num_experts)

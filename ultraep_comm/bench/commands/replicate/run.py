@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ultraep_comm.bench.baselines import DeviceCopy
-from ultraep_comm.bench.clock import DeviceClock, HostClock, Meter, own_gpu
+from ultraep_comm.bench.clock import Clock, HostClock, Meter, own_meter
 from ultraep_comm.bench.commands.replicate import ReplicateSettings, each_size
 from ultraep_comm.bench.commands.replicate.reduction import GradRanks
-from ultraep_comm.bench.commands.replicate.replication import ReplicateRanks, hub_plan
+from ultraep_comm.bench.commands.replicate.replication import ReplicateRanks
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import (
     Measured,
+    Mode,
     Transfer,
     check_gated,
     critical_bytes,
@@ -30,7 +31,7 @@ from ultraep_comm.bench.measure import (
     transfer_bound,
     with_link,
 )
-from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, Mode
+from ultraep_comm.bench.ranks import TILE_BYTES
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.table import Column
@@ -42,28 +43,19 @@ _MACHINE = ("memcpy", "copy+add")  # baselines on the CPU: the machine's own rat
 TimedRanks = ReplicateRanks | GradRanks
 
 
-def run(settings: ReplicateSettings, report: Report) -> int:
-    """Measure; return the exit status. Collective, but in loopback.
+def run(settings: ReplicateSettings, report: Report, meter: Meter | None = None) -> int:
+    """Measure every size, with each number of workers; return the exit status.
+
+    On a device the baselines are timed once for each size. Collective, but in loopback.
 
     Raises:
         UltraEPError: there is no device, a group could not be created, or a call failed.
     """
-    if settings.engine == "cuda":
-        return run_on(own_gpu(), settings, report)
-    torch.set_num_threads(1)
-    return run_on(Meter(settings.engine), settings, report)
-
-
-def run_on(meter: Meter, settings: ReplicateSettings, report: Report) -> int:
-    """Measure every size, with each number of workers; see `run`.
-
-    On a device the baselines are timed once for each size.
-    """
+    meter = meter or own_meter(settings.engine)
     on_device = settings.engine == "cuda"
     if on_device:
         settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
         settings = report.settings = with_link(settings, meter)
-    sizes: list[Record] = []
     wrong = 0
     for one in each_size(settings):
         case = Case(meter, one)
@@ -75,10 +67,8 @@ def run_on(meter: Meter, settings: ReplicateSettings, report: Report) -> int:
                 report.add(case.baseline_records(), gated=False)
         if on_device:
             report.add(case.baseline_records(), gated=False)
-            sizes.append({"expert_bytes": one.expert_bytes, "fixed_cost": case.fixed})
-            report.note(_describe_fixed(case.fixed))
         wrong += case.wrong
-    return report.finish(wrong=wrong, more={"sizes": sizes} if on_device else {})
+    return report.finish(wrong=wrong)
 
 
 class Case:
@@ -86,7 +76,6 @@ class Case:
 
     Attributes:
         baselines: of the last number of workers, on a device of the first, by name.
-        fixed: costs of a call on a device, for JSON.
         wrong: bytes, of modes and baselines.
     """
 
@@ -98,7 +87,6 @@ class Case:
         self.baselines: dict[str, Measured] = {}
         self.wrong = 0
         self._copied: dict[str, int] = {}  # bytes per process, of plain copies
-        self.fixed: Record = {}
         self._num_sms: int | None = None
         self._plan: Plan
 
@@ -113,11 +101,14 @@ class Case:
         if self._on_device:
             num_sms = self._meter.num_sms(num_sms, settings.ranks_here)
         self._num_sms = num_sms
-        ranks = self._make_ranks(settings)
+        kind = GradRanks if settings.op == "reduce" else ReplicateRanks
+        ranks: TimedRanks = kind(self._meter, settings, num_sms)
         self._plan = plan = begin(whole, ranks, report)
-        clock: HostClock | DeviceClock = HostClock(ranks.groups[0])
-        if self._on_device:
-            clock = ranks.clock(ranks.calls, lined_up=ranks.lined_up)
+        clock: Clock = (
+            ranks.clock(ranks.calls, lined_up=ranks.lined_up)
+            if self._on_device
+            else HostClock(ranks.groups[0])
+        )
         baselines = [] if self._on_device and self.baselines else self._make_baselines(ranks)
         measured = measure(
             settings,
@@ -132,15 +123,9 @@ class Case:
         modes, compared = measured[: len(settings.modes)], measured[len(settings.modes) :]
         if compared:
             self.baselines = {m.mode: m for m in compared}
-        if isinstance(clock, DeviceClock) and not self.fixed:
-            self.fixed = self._fixed_costs(ranks, clock)
         records = [self._record(ranks, m) for m in modes]
         ranks.close()
         return records
-
-    def _make_ranks(self, settings: ReplicateSettings) -> TimedRanks:
-        kind = GradRanks if settings.op == "reduce" else ReplicateRanks
-        return kind(self._meter, settings, self._num_sms)
 
     def _make_baselines(self, ranks: TimedRanks) -> list[Transfer]:
         """Return the ranks' own; on a device also copies: of the plan's bytes, and a big one."""
@@ -150,27 +135,6 @@ class Case:
         self._copied = {"copy": max(share, 1), "big copy": self._meter.big_bytes}
         copies = [DeviceCopy(self._meter, name, size) for name, size in self._copied.items()]
         return [*copies, *ranks.baselines(self._plan)]
-
-    def _host_us(self, ranks: TimedRanks, plan: Plan, mode: str) -> Record:
-        """Return the host time of a call, with bound tensors and with unbound ones."""
-        bound, unbound = (
-            slowest(ranks.host_us(plan, mode, bound=bound), ranks.loopback)
-            for bound in (True, False)
-        )
-        return {"host_bound_us": bound, "host_unbound_us": unbound}
-
-    def _fixed_costs(self, ranks: TimedRanks, clock: DeviceClock) -> Record:
-        """Return the times of an empty plan and of a single tile, in microseconds."""
-        mode, settings, tile_us = ranks.empty_mode, self._settings, None
-        empty_us = _median_us(settings, ranks, clock, ranks.nothing, mode)
-        host_us = self._host_us(ranks, ranks.nothing, mode)
-        through_hub = hub_plan(settings.load, settings.slots) if settings.op != "reduce" else None
-        if through_hub is not None:
-            segments = {"w": settings.tile_bytes or TILE_BYTES}
-            others = self._make_ranks(dataclasses.replace(settings, sizes=(segments,)))
-            tile_us = _median_us(settings, others, others.clock(), through_hub, "push")
-            others.close()
-        return {"empty_plan_us": empty_us, "one_tile_through_a_hub_us": tile_us, **host_us}
 
     # ---- figures --------------------------------------------------------------------------------
 
@@ -259,8 +223,10 @@ class Case:
             "egress_bytes_max": traffic.critical,
             "moved_gbps": moved_gbps,
             "egress_gbps": rate(traffic.critical, m.p50),
-            **self._host_us(ranks, self._plan, m.mode),
         }
+        for name, bound in (("host_bound_us", True), ("host_unbound_us", False)):
+            host_us = ranks.host_us(self._plan, m.mode, bound=bound)
+            found[name] = slowest(host_us, ranks.loopback)
         for name in ("copy", "big copy"):
             copy = self._copy_gbps(name, self._processes)
             found[f"over_{name.replace(' ', '_')}"] = moved_gbps / copy if copy else 0.0
@@ -285,17 +251,6 @@ class Case:
                 more |= {"moved_bytes": 2 * copied, "moved_gbps": moved_gbps}
             found.append({**self._shared(m, "baseline"), **more})
         return found
-
-
-def _median_us(
-    settings: ReplicateSettings, ranks: TimedRanks, clock: DeviceClock, plan: Plan, mode: str
-) -> float:
-    """Return the slowest rank's median time of a call. Collective."""
-    times = [
-        clock.time_us(lambda: ranks.call(plan, mode), TIMED_CALLS)
-        for _ in range(settings.warmup + settings.iters)
-    ]
-    return slowest(float(np.median(times[settings.warmup :])), ranks.loopback)
 
 
 def imbalance_before(settings: ReplicateSettings) -> float:
@@ -426,13 +381,3 @@ def _columns(settings: ReplicateSettings, baselines: Sequence[str]) -> list[Colu
         ]
     columns.append(Column("#wrong", "(B)", "wrong_bytes"))
     return columns + [Column("gate", "", "gate")] * bool(settings.gate)
-
-
-def _describe_fixed(fixed: Record) -> str:
-    """Return the line below the table of one size."""
-    tile_us = fixed["one_tile_through_a_hub_us"]
-    return (
-        f"empty plan {fixed['empty_plan_us']:.1f} us, one tile through a hub"
-        f" {'-' if tile_us is None else f'{tile_us:.1f}'} us; host {fixed['host_bound_us']:.1f} us a"
-        f" call, {fixed['host_unbound_us']:.1f} us unbound"
-    )
