@@ -20,8 +20,8 @@ import torch
 from fuzz import inputs
 from fuzz.inputs import Bytes
 from studies import cli as studies
-from studies.draw.bound import load_results
-from studies.draw.paths import load_paths
+from studies.draw.records import load_records
+from studies.draw.run import read_figures
 from ultraep_comm.bench import cli as bench_cli
 from ultraep_comm.bench.traces import TraceError, open_trace
 from ultraep_comm.calibration import ENGINES, choose_constants, read_calibration
@@ -30,6 +30,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import load_recordings
 from ultraep_comm.viz import cli as viz_cli
+from ultraep_comm.viz import run as viz_run
 
 MAX_RANKS = 64  # of loads that are made of traces: any number works, and takes its time
 
@@ -233,16 +234,15 @@ def calibration(data: bytes) -> None:
 
 
 def results(data: bytes) -> None:
-    """Records of times over bounds or of critical paths, and a picture of them now and then."""
+    """Records of a study, and a picture of them now and then."""
     b = Bytes(data)
     draws = b.draw(0, 63) == 63
     content = b.rest() if b.draw(0, 7) == 7 else inputs.json_file(_document(b), b)
     with _file(content, "results.json") as path:
-        for read in (load_results, load_paths):
-            try:
-                read(path)
-            except InvalidArgumentError as error:
-                _check_text(error)
+        try:
+            read_figures(load_records(path), str(path))
+        except InvalidArgumentError as error:
+            _check_text(error)
         if draws:
             run(studies.main, ["draw", str(path), "--out", str(folder() / "drawn.png")])
 
@@ -372,10 +372,10 @@ def bench(data: bytes) -> None:
 def viz(data: bytes) -> None:
     """``python -m ultraep_comm.viz``, up to where a picture would be drawn or a file written."""
     b = Bytes(data)
-    arguments = inputs.command_line(b, _options(viz_cli._parser), paths())
+    arguments = inputs.command_line(b, _options(viz_cli.make_parser), paths())
     if b.flag():
         arguments += ["--out", str(folder() / "paths" / "new" / b.pick(["o.png", "o.json"]))]
-    with mock.patch.object(viz_cli, "_write"):
+    with mock.patch.object(viz_run, "_write"):
         run(viz_cli.main, arguments)
     _forget_files()
 

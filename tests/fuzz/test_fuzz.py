@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from fuzz.inputs import Bytes, calibration_document, result_documents
 from fuzz.targets import TARGETS
 from studies.cli import main as studies
-from studies.draw.bound import load_results
+from studies.draw.records import load_records
+from studies.draw.run import read_figures
 from ultraep_comm import errors
 from ultraep_comm.bench.cli import main as bench
 from ultraep_comm.bench.launch import find_launcher, meeting_point
@@ -197,7 +198,7 @@ def test_json_files(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="not JSON"):
         read_calibration(path)
     with pytest.raises(errors.InvalidArgumentError, match="not a JSON"):
-        load_results(path)
+        load_records(path)
     assert bench(["show", str(path)]) == 2
 
 
@@ -221,19 +222,17 @@ def test_figures_of_calibrations(tmp_path: Path, value: object) -> None:
     ("name", "value"),
     [("size", 10**400), ("size", 0), ("fan_out", 10**400), ("over_bound", 10**400)],
 )
-def test_results_beyond_floats(tmp_path: Path, name: str, value: int) -> None:
+def test_results_beyond_floats(name: str, value: int) -> None:
     record = {"size": 1, "mode": "push", "fan_out": 2, "over_bound": 1.1, name: value}
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps([record]))
     with pytest.raises(errors.InvalidArgumentError, match=name):
-        load_results(path)
+        read_figures([record], "a file")
 
 
 def test_names_in_results_that_no_font_has(tmp_path: Path) -> None:
     record = {"size": "a\ud800", "mode": "\x00" + "x" * 500, "fan_out": 2, "over_bound": 1.1}
     path = tmp_path / "r.json"
     path.write_text(json.dumps([record]))
-    (result,) = load_results(path)
+    _, (result,) = read_figures(load_records(path), str(path))
     assert result.size == "a?"
     assert result.mode.startswith("?")
     assert len(result.mode) <= 60

@@ -57,6 +57,7 @@ class Option:
             InvalidArgumentError; None: text, or a switch if the default is a bool.
         choices: the possible texts.
         minimum: the smallest value.
+        maximum: the largest value.
         positive: a finite number above 0.
         metavar: of the help.
         shown: the default in the help, if it is not the value's own text; "": none.
@@ -69,6 +70,7 @@ class Option:
     parse: Callable[..., Any] | None = None
     choices: Sequence[str] = ()
     minimum: float | None = None
+    maximum: float | None = None
     positive: bool = False
     metavar: str | None = None
     shown: str | None = None
@@ -153,6 +155,10 @@ def make_settings(settings: type[Chosen], given: argparse.Namespace) -> Chosen:
         if stated.minimum is not None and not value >= stated.minimum:
             raise InvalidArgumentError(
                 f"{stated.flag} is {value}; expected at least {stated.minimum:g}"
+            )
+        if stated.maximum is not None and value > stated.maximum:
+            raise InvalidArgumentError(
+                f"{stated.flag} is {value}; expected at most {stated.maximum:g}"
             )
         values[one.name] = value
     return settings(**values).checked()

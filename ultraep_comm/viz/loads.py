@@ -5,8 +5,9 @@ They come from a trace or a recording. The page is one self-contained HTML file.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from ultraep_comm.bench.report import show_progress
 from ultraep_comm.bench.traces import Trace
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.plan.topology import Topology, contiguous_home
+from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording
 from ultraep_comm.viz.style import (
     BLUE,
@@ -41,9 +42,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Ints = NDArray[np.int64]
+Quotas = tuple[NDArray[np.int32], ...]  # slot_expert, slot_quota and home_quota of a plan
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LoadSeries:
     """The plans of T steps and L layers, with their quotas.
 
@@ -114,7 +116,20 @@ def imbalance(loads: Ints, known: NDArray[np.bool_]) -> NDArray[np.float64]:
     return largest
 
 
-# ---- traces -------------------------------------------------------------------------------------
+def _stack(
+    plans: Mapping[tuple[int, int], Quotas], home: NDArray[np.int32], source: str
+) -> LoadSeries:
+    """Return the series of plans by step and layer, of which there is at least one."""
+    steps, at_step = np.unique([step for step, _ in plans], return_inverse=True)
+    layers, at_layer = np.unique([layer for _, layer in plans], return_inverse=True)
+    shape = (len(steps), len(layers))
+    known = np.zeros(shape, bool)
+    known[at_step, at_layer] = True
+    stacked = []
+    for arrays, empty in zip(zip(*plans.values(), strict=True), (-1, 0, 0), strict=True):
+        stacked.append(np.full((*shape, *arrays[0].shape), empty, np.int64))
+        stacked[-1][at_step, at_layer] = arrays
+    return LoadSeries(source, steps, layers, known, home.astype(np.int64), *stacked)
 
 
 def plan_trace(
@@ -125,8 +140,6 @@ def plan_trace(
     slots_per_rank: int,
     tokens_per_rank: int,
     target: float,
-    steps: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
 ) -> LoadSeries:
     """Plan every step and layer of recorded routing.
 
@@ -137,58 +150,35 @@ def plan_trace(
         slots_per_rank: S.
         tokens_per_rank: length of a rank's window, for files of tokens.
         target: as for :func:`plan_replicas`.
-        steps: their numbers; None: all.
-        layers: likewise.
 
     Raises:
-        TraceError: the file has no such step or layer, or no whole step.
+        TraceError: the file has no whole step, or impossible loads.
         InvalidArgumentError: a number is out of range.
     """
-    total = trace.num_steps(num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
-    steps = range(total) if steps is None else steps
-    layers = range(trace.num_layers) if layers is None else layers
-    shape = (len(steps), len(layers))
-    if 0 in shape:
+    steps = trace.num_steps(num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
+    if not steps:
         raise InvalidArgumentError(
-            f"{source} has {total} whole steps of {num_ranks} ranks and {tokens_per_rank} tokens"
-            " per rank; expected at least one. Choose fewer ranks or tokens"
+            f"{source} has no whole step of {num_ranks} ranks and {tokens_per_rank} tokens per"
+            " rank; choose fewer ranks or tokens"
         )
-    experts = trace.num_experts
-    slots = np.full((*shape, num_ranks, slots_per_rank), -1, np.int64)
-    slot_quota, home_quota = np.zeros_like(slots), np.zeros((*shape, experts), np.int64)
     topology = Topology.make(
-        num_ranks=num_ranks, num_experts=experts, slots_per_rank=slots_per_rank
+        num_ranks=num_ranks, num_experts=trace.num_experts, slots_per_rank=slots_per_rank
     )
-    for i, step in enumerate(steps):
-        for j, layer in enumerate(layers):
-            load = trace.load(
-                num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens_per_rank
-            )
-            plan = plan_replicas(torch.from_numpy(load), topology=topology, target=target)
-            assert plan.slot_quota is not None
-            assert plan.home_quota is not None
-            slots[i, j] = plan.slot_expert.numpy()
-            slot_quota[i, j] = plan.slot_quota.numpy()
-            home_quota[i, j] = plan.home_quota.numpy()
-            show_progress(i * shape[1] + j + 1, shape[0] * shape[1], "plans")
-    return LoadSeries(
-        source=source,
-        steps=np.array(steps, np.int64),
-        layers=np.array(layers, np.int64),
-        known=np.ones(shape, bool),
-        home=contiguous_home(experts, num_ranks).astype(np.int64),
-        slot_expert=slots,
-        slot_quota=slot_quota,
-        home_quota=home_quota,
-    )
+    plans: dict[tuple[int, int], Quotas] = {}
+    for step, layer in itertools.product(range(steps), range(trace.num_layers)):
+        load = trace.load(
+            num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens_per_rank
+        )
+        plan = plan_replicas(torch.from_numpy(load), topology=topology, target=target)
+        assert plan.slot_quota is not None
+        assert plan.home_quota is not None
+        quotas = (plan.slot_expert, plan.slot_quota, plan.home_quota)
+        plans[step, layer] = tuple(part.numpy() for part in quotas)
+        show_progress(len(plans), steps * trace.num_layers, "plans")
+    return _stack(plans, topology.home, source)
 
 
-# ---- recordings ---------------------------------------------------------------------------------
-
-
-def series_of(
-    recordings: Sequence[Recording], *, source: str, num_layers: int | None = None
-) -> LoadSeries:
+def series_of(recordings: Sequence[Recording], *, source: str, num_layers: int = 1) -> LoadSeries:
     """Return the plans of a recorded run's transfers.
 
     Steps and layers are the microbatches and layers of saved plans. Of several transfers of one
@@ -198,68 +188,31 @@ def series_of(
     Args:
         recordings: of one run.
         source: for the subtitle.
-        num_layers: layers per step of plans that were not saved; None: 1.
+        num_layers: layers per step of plans that were not saved.
 
     Raises:
-        InvalidArgumentError: no transfer has a plan with quotas, or ``num_layers`` is below 1.
+        InvalidArgumentError: no transfer has a plan with quotas.
     """
-    if num_layers is not None and num_layers < 1:
-        raise InvalidArgumentError(f"layers is {num_layers}; expected at least 1")
-    place: dict[tuple[int, int], tuple[Recording, int]] = {}
-    for recording, i in _transfers(recordings):
+    transfers: dict[int, tuple[Recording, int]] = {}  # by epoch, those with known quotas
+    for recording in recordings:
+        calls = recording.calls
+        wanted = calls["operation"] == OPERATIONS.index("replicate_experts")
+        for i in np.flatnonzero(wanted & (calls["known"] & Known.QUOTAS > 0)).tolist():
+            transfers.setdefault(int(calls["epoch"][i]), (recording, i))
+    plans: dict[tuple[int, int], Quotas] = {}
+    for _, (recording, i) in sorted(transfers.items()):
         call = recording.calls[i]
-        key = (int(call["microbatch"]), int(call["layer"]))
-        if key[1] < 0:
-            key = divmod(len(place), num_layers or 1)
-        if key not in place:
-            place[key] = (recording, i)
-    if not place:
+        place = int(call["microbatch"]), int(call["layer"])
+        if place[1] < 0:
+            place = divmod(len(plans), num_layers)
+        quotas = (recording.slot_expert, recording.slot_quota, recording.home_quota)
+        plans.setdefault(place, tuple(part[i] for part in quotas))
+    if not plans:
         raise InvalidArgumentError(
             f"{source} has no replicate_experts call with quotas; expected plans on the CPU, with"
             " quotas"
         )
-    steps, step_of = _numbered(step for step, _ in place)
-    layers, layer_of = _numbered(layer for _, layer in place)
-    first = recordings[0]
-    shape = (len(steps), len(layers))
-    slots = np.full((*shape, first.num_ranks, first.slots_per_rank), -1, np.int64)
-    slot_quota, home_quota = np.zeros_like(slots), np.zeros((*shape, first.num_experts), np.int64)
-    known = np.zeros(shape, bool)
-    for (step, layer), (recording, i) in place.items():
-        at = step_of(step), layer_of(layer)
-        known[at] = True
-        slots[at] = recording.slot_expert[i]
-        slot_quota[at] = recording.slot_quota[i]
-        home_quota[at] = recording.home_quota[i]
-    return LoadSeries(
-        source=source,
-        steps=steps,
-        layers=layers,
-        known=known,
-        home=first.home.astype(np.int64),
-        slot_expert=slots,
-        slot_quota=slot_quota,
-        home_quota=home_quota,
-    )
-
-
-def _transfers(recordings: Sequence[Recording]) -> list[tuple[Recording, int]]:
-    """Return every transfer with known quotas once, by epoch, as (recording, index)."""
-    found: dict[int, tuple[Recording, int]] = {}
-    for recording in recordings:
-        calls = recording.calls
-        wanted = (calls["operation"] == OPERATIONS.index("replicate_experts")) & (
-            calls["known"] & Known.QUOTAS > 0
-        )
-        for i in np.flatnonzero(wanted).tolist():
-            found.setdefault(int(calls["epoch"][i]), (recording, i))
-    return [found[epoch] for epoch in sorted(found)]
-
-
-def _numbered(values: Iterable[int]) -> tuple[Ints, Callable[[int], int]]:
-    """Return the sorted distinct values, and a function from value to index."""
-    array = np.unique(np.fromiter(values, np.int64))
-    return array, {int(value): i for i, value in enumerate(array)}.__getitem__
+    return _stack(plans, recordings[0].home, source)
 
 
 # ---- the picture --------------------------------------------------------------------------------
@@ -388,37 +341,24 @@ def _label_columns(series: LoadSeries, axes: list[Axes]) -> None:
 
 
 def make_page(series: LoadSeries) -> str:
-    """Return the HTML page; equal series give equal text."""
-    template = resources.files("ultraep_comm.viz").joinpath("load.html").read_text("utf-8")
-    text = json.dumps(page_data(series), separators=(",", ":"))
-    # In a script element, "</script" and "<!--" are parsed as HTML even inside strings.
-    return template.replace("@DATA@", text.replace("<", "\\u003c"))
+    """Return the HTML page, with every plan as data; equal series give equal text."""
+    names = ("before", "after", "slot_expert", "slot_quota", "home_quota")
+    parts = {name: getattr(series, name) for name in names}
 
+    def cell(at: tuple[int, int]) -> dict[str, Any] | None:
+        return {k: part[at].tolist() for k, part in parts.items()} if series.known[at] else None
 
-def page_data(series: LoadSeries) -> dict[str, Any]:
-    """Return the page's data: plans by step and layer, null without a plan."""
-    before, after = series.before, series.after
-    cells = [
-        [
-            {
-                "before": before[t, layer].tolist(),
-                "after": after[t, layer].tolist(),
-                "slot_expert": series.slot_expert[t, layer].tolist(),
-                "slot_quota": series.slot_quota[t, layer].tolist(),
-                "home_quota": series.home_quota[t, layer].tolist(),
-            }
-            if series.known[t, layer]
-            else None
-            for layer in range(len(series.layers))
-        ]
-        for t in range(len(series.steps))
-    ]
-    return {
+    steps, layers = series.known.shape
+    data = {
         "title": TITLE,
         "source": describe_series(series),
         "num_ranks": series.num_ranks,
         "steps": series.steps.tolist(),
         "layers": series.layers.tolist(),
         "home": series.home.tolist(),
-        "cells": cells,
+        "cells": [[cell((t, layer)) for layer in range(layers)] for t in range(steps)],
     }
+    template = resources.files("ultraep_comm.viz").joinpath("load.html").read_text("utf-8")
+    text = json.dumps(data, separators=(",", ":"))
+    # In a script element, "</script" and "<!--" are parsed as HTML even inside strings.
+    return template.replace("@DATA@", text.replace("<", "\\u003c"))

@@ -1,4 +1,4 @@
-"""Shared by all pictures: colours, matplotlib settings, reading records, writing files."""
+"""Shared by all pictures: colours, matplotlib settings, writing files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
-from ultraep_comm.system import read_json, write_whole
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.system import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,44 +60,19 @@ def new_figure(width: float, height: float, **options: Any) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", facecolor="white", **options)
 
 
-def load_records(path: Path) -> list[Any]:
-    """Read a JSON file: a list of records, or a document that has them under ``records``.
-
-    Raises:
-        InvalidArgumentError: the file has no records; the text names the file.
-        OSError: the file cannot be read.
-    """
-    try:
-        document = read_json(path)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{path} is not a JSON file: {error}") from None
-    records = document.get("records") if isinstance(document, dict) else document
-    if not isinstance(records, list) or not records:
-        raise InvalidArgumentError(
-            f"{path} has no records; expected a list of them, or an object with 'records'"
-        )
-    return records
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure; equal figures give equal bytes.
+def save(content: Figure | str, path: Path) -> None:
+    """Write a picture as PNG, or a text; equal ones give equal bytes.
 
     Raises:
         OSError: the file cannot be written. An existing file is left as it was.
     """
 
     def write(file: BinaryIO) -> None:
+        if isinstance(content, str):
+            file.write(content.encode())
+            return
         with plain_settings():
-            figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
-
-    write_whole(path, write)
-
-
-def save_text(text: str, path: Path) -> None:
-    """Write a text file; errors as for :func:`save_png`."""
-
-    def write(file: BinaryIO) -> None:
-        file.write(text.encode())
+            content.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 
     write_whole(path, write)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from studies.draw.records import load_records
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import Settings, check_writable, option
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.bench.options import Settings, option
+from ultraep_comm.viz.cli import check_output
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,17 +27,12 @@ class DrawSettings(Settings):
         "--out", parse=Path, metavar="FILE.png", required=True, help="picture to write"
     )
 
-    def checked(self) -> Self:
-        """Return the settings. See `Settings.checked`."""
-        from ultraep_comm.viz.style import load_records
+    records: Sequence[Any] = ()  # of the file
 
-        if self.out.suffix.lower() != ".png":
-            raise InvalidArgumentError(
-                f"--out {self.out} has an unknown kind; expected a name that ends in .png"
-            )
-        check_writable(self.out, "--out")
-        load_records(self.file)
-        return self
+    def checked(self) -> Self:
+        """Return the settings with the records of the file. See `Settings.checked`."""
+        check_output(self.out, (".png",))
+        return replace(self, records=load_records(self.file))
 
     @property
     def alone(self) -> bool:

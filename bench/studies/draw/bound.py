@@ -1,51 +1,31 @@
-"""The bound picture: time over bound by mode, against fan-outs or loads, from a result file."""
+"""The bound picture: time over bound by mode, against fan-outs or loads."""
 
 from __future__ import annotations
 
-import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from studies.draw.panels import Look, find_looks, make_panels
+from studies.draw.records import figure
 from ultraep_comm.bench.sizes import format_size
-from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.viz.style import (
-    BLUE,
-    FAINT,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    add_legend,
-    clean,
-    count,
-    load_records,
-    new_figure,
-    plain_settings,
-    set_titles,
-    short,
-)
+from ultraep_comm.viz import style
+from ultraep_comm.viz.style import FAINT, INK, clean, count, plain_settings, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colour and marker of each mode; other modes take those of _MORE in order of appearance.
 LOOKS = {
-    "push": (BLUE, "o"),
-    "pull": (GREEN, "s"),
-    "direct": (VERMILION, "^"),
+    "push": (style.BLUE, "o"),
+    "pull": (style.GREEN, "s"),
+    "direct": (style.VERMILION, "^"),
     "auto": (INK, "D"),
-    "relay": (PURPLE, "v"),
+    "relay": (style.PURPLE, "v"),
 }
-_MORE = [("#8c6d00", "P"), (MUTED, "X"), (SKY, "*"), (ORANGE, "p"), (INK, "h"), ("#F0E442", "<")]
-_COLUMNS = 3
-_MOST = 1e9  # largest fan-out, and largest time over bound
+_LEAST = 1e-6  # time over bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,89 +47,40 @@ class Result:
     worst: float
 
 
-def load_results(path: Path) -> list[Result]:
-    """Read a JSON file: records, or a document that has them under ``records``.
-
-    Each record has ``size`` (bytes, or a string), ``mode``, ``fan_out`` and ``over_bound``; or it
-    is one of ``python bench/studies model --json``. Other fields are ignored.
+def read_result(record: Mapping[str, Any]) -> list[Result]:
+    """Return the result of a record that has size, mode, fan_out and over_bound.
 
     Raises:
-        InvalidArgumentError: the file has no such records; the text names the file and the record.
-        OSError: the file cannot be read.
+        ValueError: as `figure` does.
     """
-    results = [
-        r for i, d in enumerate(load_records(path)) for r in _check(d, f"{path}: record {i}")
-    ]
-    if len({type(result.case) for result in results}) > 1:
-        raise InvalidArgumentError(
-            f"{path} has records with a fan_out and others with a load; expected one kind"
-        )
-    return results
-
-
-def _check(record: Any, place: str) -> list[Result]:
-    if not isinstance(record, dict):
-        raise InvalidArgumentError(f"{place} is {reprlib.repr(record)}; expected an object")
-    if record.get("op") == "model":
-        return _check_model(record, place)
-    if "op" in record and "fan_out" not in record:
-        raise InvalidArgumentError(
-            f"{place} is of `{record['op']}`; expected one of `bench/studies model --json`, or one"
-            " with size, mode, fan_out and over_bound"
-        )
-    for name, kinds in (("size", (int, str)), ("mode", (str,)), ("fan_out", (int,))):
-        value = record.get(name)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise InvalidArgumentError(
-                f"{place} has {name} {reprlib.repr(value)}; expected"
-                f" {' or '.join(k.__name__ for k in kinds)}"
-            )
-    if isinstance(record["size"], int) and not 0 < record["size"] < 2**63:
-        raise InvalidArgumentError(
-            f"{place} has size {reprlib.repr(record['size'])}; expected bytes, above 0"
-        )
-    over, fan_out = record.get("over_bound"), record["fan_out"]
-    if not isinstance(over, int | float) or not 0 < over <= _MOST or not 1 <= fan_out <= _MOST:
-        raise InvalidArgumentError(
-            f"{place} has fan_out {reprlib.repr(fan_out)} and over_bound {reprlib.repr(over)};"
-            f" expected at least 1, and a number above 0, both at most {_MOST:g}"
-        )
-    ratio, size = float(over), record["size"]
+    size, fan_out = record["size"], figure(record, "fan_out", 1)
+    if fan_out % 1:
+        raise ValueError(f"fan_out is {fan_out}; expected a whole number")
+    over = figure(record, "over_bound", _LEAST)
     return [
         Result(
-            size=short(size) if isinstance(size, str) else size,
-            mode=short(record["mode"]),
-            case=fan_out,
-            over_bound=ratio,
-            worst=ratio,
+            size=short(size) if isinstance(size, str) else int(figure(record, "size", 1, 2**62)),
+            mode=short(str(record["mode"])),
+            case=int(fan_out),
+            over_bound=over,
+            worst=over,
         )
     ]
 
 
-def _check_model(record: dict[str, Any], place: str) -> list[Result]:
-    """Return the results of a record of the ``model`` benchmark, one for each mode."""
-    try:
-        size = ", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot"))
-        results = [
-            Result(
-                size=size,
-                mode=short(way),
-                case=short(str(record["load"])),
-                over_bound=float(ratio["mean"]),
-                worst=float(ratio["worst"]),
-            )
-            for way, ratio in record["over_bound"].items()
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"{place} is not a record of the model benchmark: {reprlib.repr(error)} is wrong or"
-            " missing"
-        ) from None
-    if not all(0 < r.over_bound <= r.worst <= _MOST for r in results):
-        raise InvalidArgumentError(
-            f"{place} has impossible times over the bound; expected 0 < mean <= worst <= {_MOST:g}"
+def read_model(record: Mapping[str, Any]) -> list[Result]:
+    """Return the results of a record of ``model``, one for each mode; raises as `figure` does."""
+    size = ", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot"))
+    return [
+        Result(
+            size=size,
+            mode=short(mode),
+            case=short(str(record["load"])),
+            over_bound=figure(ratio, "mean", _LEAST),
+            worst=figure(ratio, "worst", ratio["mean"]),
         )
-    return results
+        for mode, ratio in record["over_bound"].items()
+    ]
 
 
 @plain_settings()
@@ -165,57 +96,33 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
     sizes.sort(key=lambda size: size if isinstance(size, int) else 0)  # strings keep their order
     cases: list[int | str] = list(dict.fromkeys(r.case for r in results))
     named = isinstance(cases[0], str)
-    columns = min(_COLUMNS, len(sizes))
-    rows = -(-len(sizes) // columns)
-    figure = new_figure(max(7.5, 4.0 * columns), 1.5 + (4.2 if named else 3.2) * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    panels = list(grid.ravel())
-    looks = _looks(results)
-    for axis, size in zip(panels, sizes, strict=False):
+    x = "load" if named else "replicas of an expert (fan-out)"
+    picture, panels = make_panels(
+        len(sizes), 3, (4.0, 4.2 if named else 3.2, 1.5), x, "time / bound", sharex=True
+    )
+    looks = find_looks([r.mode for r in results], LOOKS)
+    handles: dict[str, Any] = {}
+    for axis, size in zip(panels, sizes, strict=True):
         for mode, look in looks.items():
-            own = [r for r in results if (r.size, r.mode) == (size, mode)]
-            _draw_mode(axis, own, cases, mode, look)
+            if own := [r for r in results if (r.size, r.mode) == (size, mode)]:
+                handles[mode] = _draw_mode(axis, own, cases, mode, look)
         axis.axhline(1, color=INK, lw=1.1, ls=(0, (5, 3)))
         text = f"experts of {format_size(size)}" if isinstance(size, int) else size
-        axis.annotate(
-            text,
-            (0.02, 0.97),
-            xycoords="axes fraction",
-            va="top",
-            fontsize=10,
-            color=INK,
-            backgroundcolor="white",
-        )
+        place = {"xy": (0.02, 0.97), "xycoords": "axes fraction", "va": "top"}
+        axis.annotate(text, **place, fontsize=10, color=INK, backgroundcolor="white")
         axis.grid(axis="y", color=FAINT, lw=0.6)
         axis.set_axisbelow(True)
         clean(axis)
-    for axis in panels[len(sizes) :]:
-        axis.remove()
-    _scale(panels[0], results, cases)
-    for i, axis in enumerate(panels[: len(sizes)]):
-        if i % columns == 0:
-            axis.set_ylabel("time / bound")
-        if i + columns >= len(sizes):
-            axis.set_xlabel("load" if named else "replicas of an expert (fan-out)")
-            axis.tick_params(labelbottom=True)
         if named:
             axis.tick_params(axis="x", rotation=90, labelbottom=True)
-    handles: dict[str, Any] = {}
-    for axis in panels[: len(sizes)]:
-        handles |= {line.get_gid(): line for line in axis.lines if line.get_gid() is not None}
-    add_legend(panels[0], [handles[mode] for mode in looks], list(looks), ncols=len(looks))
+    _scale(panels[0], results, cases)
+    ordered = [handles[mode] for mode in looks]
+    style.add_legend(panels[0], ordered, list(looks), ncols=len(looks))
     subtitle = f"{source}; the dashed line is the least time that any schedule needs"
     subtitle += "; lines: mean of plans, bands: up to the worst" if named else ""
     title = f"Time over the bound, by mode and {'load' if named else 'fan-out'}"
-    set_titles(figure, title, subtitle)
-    return figure
-
-
-def _looks(results: list[Result]) -> dict[str, tuple[str, str]]:
-    modes = dict.fromkeys(r.mode for r in results)
-    others = [mode for mode in modes if mode not in LOOKS]
-    known = {mode: LOOKS[mode] for mode in LOOKS if mode in modes}
-    return known | {mode: _MORE[i % len(_MORE)] for i, mode in enumerate(others)}
+    style.set_titles(picture, title, subtitle)
+    return picture
 
 
 def _places(cases: list[int | str]) -> dict[int | str, int]:
@@ -224,10 +131,9 @@ def _places(cases: list[int | str]) -> dict[int | str, int]:
 
 
 def _draw_mode(
-    axis: Axes, results: list[Result], cases: list[int | str], mode: str, look: tuple[str, str]
-) -> None:
-    if not results:
-        return
+    axis: Axes, results: list[Result], cases: list[int | str], mode: str, look: Look
+) -> Any:
+    """Draw a line and its band; return the line."""
     colour, marker = look
     places = _places(cases)
     at = sorted({places[r.case] for r in results})
@@ -237,9 +143,11 @@ def _draw_mode(
     high = [max(r.worst for r in group) for group in groups]
     # Lines of equally fast modes coincide: a large hollow marker keeps both visible.
     size, fill = (8.5, "none") if mode == "pull" else (5.5, colour)
-    axis.plot(at, middle, color=colour, marker=marker, ms=size, mfc=fill, lw=1.8, gid=mode)
+    shape = {"marker": marker, "ms": size, "mfc": fill}
+    (line,) = axis.plot(at, middle, color=colour, lw=1.8, gid=mode, **shape)
     if low != high:
         axis.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
+    return line
 
 
 def _scale(axis: Axes, results: list[Result], cases: list[int | str]) -> None:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ultraep_comm.bench.table import find
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.viz.style import load_records
-
-T = TypeVar("T")
+from ultraep_comm.system import read_json
 
 
-def read_records(
-    path: Path, op: str, study: str, parse: Callable[[Mapping[str, Any]], T]
-) -> list[tuple[T, str]]:
-    """Return what ``parse`` makes of each record of a study, and the record's place.
+def load_records(path: Path) -> list[Any]:
+    """Read a JSON file: a list of records, or a document that has them under ``records``.
 
     Raises:
-        InvalidArgumentError: the file has others; the text names the file and the record.
+        InvalidArgumentError: the file has no records; the text names the file.
         OSError: the file cannot be read.
     """
-    found = []
-    for i, record in enumerate(load_records(path)):
-        place = f"{path}: record {i}"
-        given = record.get("op") if isinstance(record, dict) else record
-        if given != op:
-            raise InvalidArgumentError(
-                f"{place} has op {reprlib.repr(given)}; expected {op!r}, of {study} --json"
-            )
-        try:
-            found.append((parse(record), place))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(
-                f"{place} is not of {study}: {reprlib.repr(error)} is wrong or missing"
-            ) from None
-    return found
+    try:
+        document = read_json(path)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{path} is not a JSON file: {error}") from None
+    records = document.get("records") if isinstance(document, dict) else document
+    if not isinstance(records, list) or not records:
+        raise InvalidArgumentError(
+            f"{path} has no records; expected a list of them, or an object with 'records'"
+        )
+    return records
+
+
+def figure(record: Mapping[str, Any], of: str, least: float = 0.0, most: float = 1e9) -> float:
+    """Return the number at a dotted path in a record.
+
+    Raises:
+        ValueError: it is missing, no number, or not within ``[least, most]``.
+    """
+    value = find(record, of)
+    if not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{of} is {value}; expected a number from {least:g} to {most:g}")
+    return float(value)

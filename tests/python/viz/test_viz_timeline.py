@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benched import refusal
 from numpy.typing import NDArray
 from recorded_groups import make_recorder
 
@@ -21,7 +20,7 @@ from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Recording, save_recording
 from ultraep_comm.viz.charts import Chart, chart_calls, chart_timeline
 from ultraep_comm.viz.cli import main
-from ultraep_comm.viz.style import save_png, short
+from ultraep_comm.viz.style import save, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace, trace_events
 
 G, E, S = 3, 6, 1
@@ -158,8 +157,9 @@ def test_calls_without_an_end_are_instants_and_ticks() -> None:
     assert [event["ts"] for event in instants] == [10.0]
     pytest.importorskip("matplotlib")
     (axis,) = draw_timeline(chart).axes
-    lines = [c for c in axis.collections if type(c).__name__ == "LineCollection"]
-    assert [float(s[0][0]) for c in lines for s in c.get_segments()] == [10.0]
+    boxes = [path.vertices[:, 0] for c in axis.collections for path in c.get_paths()]
+    assert sorted((min(x), max(x)) for x in boxes) == [(0.0, 5.0), (10.0, 10.0)]
+    assert [*axis.collections[-1].get_linewidths()] == [1.6]  # or nothing would be seen
 
 
 def test_names_are_no_formulas_and_settings_of_users_do_not_matter(
@@ -170,7 +170,7 @@ def test_names_are_no_formulas_and_settings_of_users_do_not_matter(
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
     for path, settings in zip(paths, ({}, {"axes.facecolor": "red", "font.size": 30}), strict=True):
         with matplotlib.rc_context(settings):
-            save_png(draw_timeline(named), path)
+            save(draw_timeline(named), path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
@@ -340,7 +340,8 @@ def test_bad_input(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(run.parent)
-    error = refusal(main, ["timeline", *given.split(), "--out", "o.json"], monkeypatch, capsys)
+    assert main(["timeline", *given.split(), "--out", "o.json"]) == 2
+    error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
     assert not Path("o.json").exists()
