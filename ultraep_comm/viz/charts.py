@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -157,16 +156,12 @@ def _sorted(bars: list[Bar]) -> list[Bar]:
 
 def _pack(extents: Sequence[tuple[float, float]]) -> list[int]:
     """Return a lane for each (begin, end): the lowest that is free at its begin."""
-    busy: list[tuple[float, int]] = []  # end, lane
-    free: list[int] = []
-    result, lanes = [0] * len(extents), 0
+    ends: list[float] = []  # of what is in each lane
+    result = [0] * len(extents)
     for i in sorted(range(len(extents)), key=extents.__getitem__):
         begin, end = extents[i]
-        while busy and busy[0][0] <= begin:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        result[i] = heapq.heappop(free) if free else lanes
-        lanes = max(lanes, result[i] + 1)
-        heapq.heappush(busy, (end, result[i]))
+        result[i] = next((lane for lane, last in enumerate(ends) if last <= begin), len(ends))
+        ends[result[i] : result[i] + 1] = [end]
     return result
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from studies.draw.panels import Look, find_looks, make_panels
-from studies.draw.records import figure
+from studies.draw.records import figure, size_of
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.viz import style
-from ultraep_comm.viz.style import FAINT, INK, clean, count, plain_settings, short
+from ultraep_comm.viz.style import FAINT, INK, clean, plain_settings, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,61 +25,37 @@ LOOKS = {
     "relay": (style.PURPLE, "v"),
 }
 _LEAST = 1e-6  # time over bound
+Cases = dict[Any, int | str]  # by x coordinate
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A time over the lower bound of any schedule.
+class Result(NamedTuple):
+    """A time over the lower bound of any schedule."""
 
-    Attributes:
-        size: of experts in bytes, or a string that names the panel.
-        mode: of the transfer.
-        case: replicas of an expert, or the name of a kind of load.
-        over_bound: the ratio; the mean if of several plans.
-        worst: the largest ratio of these plans.
-    """
-
-    size: int | str
+    size: int | str  # of experts in bytes, or the name of the panel
     mode: str
-    case: int | str
-    over_bound: float
-    worst: float
+    case: int | str  # replicas of an expert, or the name of a kind of load
+    over_bound: float  # the mean if of several plans
+    worst: float  # of these plans
 
 
 def read_result(record: Mapping[str, Any]) -> list[Result]:
-    """Return the result of a record that has size, mode, fan_out and over_bound.
-
-    Raises:
-        ValueError: as `figure` does.
-    """
+    """Return the result of a record that has size, mode, fan_out and over_bound."""
     size, fan_out = record["size"], figure(record, "fan_out", 1)
     if fan_out % 1:
         raise ValueError(f"fan_out is {fan_out}; expected a whole number")
+    size = short(size) if isinstance(size, str) else int(figure(record, "size", 1, 2**62))
     over = figure(record, "over_bound", _LEAST)
-    return [
-        Result(
-            size=short(size) if isinstance(size, str) else int(figure(record, "size", 1, 2**62)),
-            mode=short(str(record["mode"])),
-            case=int(fan_out),
-            over_bound=over,
-            worst=over,
-        )
-    ]
+    return [Result(size, short(str(record["mode"])), int(fan_out), over, over)]
 
 
 def read_model(record: Mapping[str, Any]) -> list[Result]:
-    """Return the results of a record of ``model``, one for each mode; raises as `figure` does."""
-    size = ", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot"))
-    return [
-        Result(
-            size=size,
-            mode=short(mode),
-            case=short(str(record["load"])),
-            over_bound=figure(ratio, "mean", _LEAST),
-            worst=figure(ratio, "worst", ratio["mean"]),
-        )
-        for mode, ratio in record["over_bound"].items()
-    ]
+    """Return the results of a record of ``model``, one for each mode."""
+    load, results = short(str(record["load"])), []
+    for mode, ratio in record["over_bound"].items():
+        mean = figure(ratio, "mean", _LEAST)
+        worst = figure(ratio, "worst", mean)
+        results.append(Result(size_of(record), short(mode), load, mean, worst))
+    return results
 
 
 @plain_settings()
@@ -88,14 +63,12 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
     """Return the picture: a panel for each size, a line for each mode, against fan-outs or loads.
 
     If a point has several results, the line shows their median, and a band their range.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
     """
     sizes: list[int | str] = list(dict.fromkeys(r.size for r in results))
     sizes.sort(key=lambda size: size if isinstance(size, int) else 0)  # strings keep their order
-    cases: list[int | str] = list(dict.fromkeys(r.case for r in results))
-    named = isinstance(cases[0], str)
+    named = isinstance(results[0].case, str)
+    # Of each x coordinate: a number's own value, a name's index.
+    cases = {i if named else c: c for i, c in enumerate(dict.fromkeys(r.case for r in results))}
     x = "load" if named else "replicas of an expert (fan-out)"
     picture, panels = make_panels(
         len(sizes), 3, (4.0, 4.2 if named else 3.2, 1.5), x, "time / bound", sharex=True
@@ -108,7 +81,7 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
                 handles[mode] = _draw_mode(axis, own, cases, mode, look)
         axis.axhline(1, color=INK, lw=1.1, ls=(0, (5, 3)))
         text = f"experts of {format_size(size)}" if isinstance(size, int) else size
-        place = {"xy": (0.02, 0.97), "xycoords": "axes fraction", "va": "top"}
+        place: dict[str, Any] = {"xy": (0.02, 0.97), "xycoords": "axes fraction", "va": "top"}
         axis.annotate(text, **place, fontsize=10, color=INK, backgroundcolor="white")
         axis.grid(axis="y", color=FAINT, lw=0.6)
         axis.set_axisbelow(True)
@@ -125,51 +98,37 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
     return picture
 
 
-def _places(cases: list[int | str]) -> dict[int | str, int]:
-    """Return the x coordinate of each case: a number's value, a name's index."""
-    return {case: case if isinstance(case, int) else i for i, case in enumerate(cases)}
-
-
-def _draw_mode(
-    axis: Axes, results: list[Result], cases: list[int | str], mode: str, look: Look
-) -> Any:
+def _draw_mode(axis: Axes, results: list[Result], cases: Cases, mode: str, look: Look) -> Any:
     """Draw a line and its band; return the line."""
     colour, marker = look
-    places = _places(cases)
-    at = sorted({places[r.case] for r in results})
-    groups = [[r for r in results if places[r.case] == place] for place in at]
+    at = [place for place in sorted(cases) if any(r.case == cases[place] for r in results)]
+    groups = [[r for r in results if r.case == cases[place]] for place in at]
     middle = [float(np.median([r.over_bound for r in group])) for group in groups]
     low = [min(r.over_bound for r in group) for group in groups]
     high = [max(r.worst for r in group) for group in groups]
     # Lines of equally fast modes coincide: a large hollow marker keeps both visible.
     size, fill = (8.5, "none") if mode == "pull" else (5.5, colour)
-    shape = {"marker": marker, "ms": size, "mfc": fill}
+    shape: dict[str, Any] = {"marker": marker, "ms": size, "mfc": fill}
     (line,) = axis.plot(at, middle, color=colour, lw=1.8, gid=mode, **shape)
     if low != high:
         axis.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
     return line
 
 
-def _scale(axis: Axes, results: list[Result], cases: list[int | str]) -> None:
+def _scale(axis: Axes, results: list[Result], cases: Cases) -> None:
     """Set the scales of all panels: fan-outs by powers of two, large ratios logarithmic."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    names = {place: str(case) for case, place in _places(cases).items()}
-    shown = sorted(names)
-    if isinstance(cases[0], int):
+    shown = sorted(cases)
+    if shown == [cases[place] for place in shown]:
         axis.set_xscale("log", base=2)
         while len(shown) > 9:
             shown = shown[::2]
-    axis.xaxis.set_major_locator(FixedLocator([float(place) for place in shown]))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(lambda value, _: names.get(round(value), ""))
+    axis.set_xticks(shown, [str(cases[place]) for place in shown])
     low, high = min(r.over_bound for r in results), max(r.worst for r in results)
     if high > 6:
         axis.set_yscale("log")
         ticks = [t for t in (0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if t <= high * 1.3]
-        axis.yaxis.set_major_locator(FixedLocator(ticks))
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ylim(min(0.95, low * 0.95), high * 1.6)
     else:
         axis.set_ylim(min(0.95, low - 0.05), max(high + (high - 1) * 0.25, 1.1))
+    axis.minorticks_off()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from studies.draw.panels import Look, find_looks, make_panels
-from studies.draw.records import figure
+from studies.draw.records import figure, size_of
 from ultraep_comm.viz import style
 from ultraep_comm.viz.style import FAINT, INK, MUTED, clean, count, plain_settings, short
 
@@ -30,36 +29,21 @@ _LINEAR = 0.003  # of the imbalance above 1, below which the scale is linear
 _TICKS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A planner's figures on loads of one kind.
+class Point(NamedTuple):
+    """A planner's figures on loads of one kind, the means of these loads."""
 
-    Attributes:
-        panel: names the size.
-        load: kind of load.
-        planner: its name.
-        imbalance: the busiest rank over the mean; mean of the loads.
-        time_us: of the transfer; mean of the loads.
-    """
-
-    panel: str
-    load: str
+    panel: str  # names the size
+    load: str  # kind of load
     planner: str
-    imbalance: float
-    time_us: float
+    imbalance: float  # the busiest rank over the mean
+    time_us: float  # of the transfer
 
 
 def read_point(record: Mapping[str, Any]) -> list[Point]:
-    """Return the point of a record of ``against`` or of its recipe; raises as `figure` does."""
-    return [
-        Point(
-            panel=", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot")),
-            load=short(str(record["family"])),
-            planner=short(str(record["planner"])),
-            imbalance=figure(record, "imbalance.mean", 1),
-            time_us=figure(record, "time_us.mean"),
-        )
-    ]
+    """Return the point of a record of ``against`` or of its recipe."""
+    load, planner = short(str(record["family"])), short(str(record["planner"]))
+    imbalance, time_us = figure(record, "imbalance.mean", 1), figure(record, "time_us.mean")
+    return [Point(size_of(record), load, planner, imbalance, time_us)]
 
 
 def frontier(points: list[Point]) -> list[Point]:
@@ -76,9 +60,6 @@ def draw_frontier(points: list[Point], *, source: str) -> Figure:
     """Return the picture: a panel for each size, a marker for each planner and kind of load.
 
     A line joins the frontier of each kind of load: who is not on it is beaten in both figures.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
     """
     names = list(dict.fromkeys(p.panel for p in points))
     picture, panels = make_panels(
@@ -90,7 +71,7 @@ def draw_frontier(points: list[Point], *, source: str) -> Figure:
         axis.set_title(name, loc="left", fontsize=10, color=INK)
     _scale(panels[0], max(p.imbalance for p in points) - 1)
     handles = [_plot(panels[0], [], look) for look in looks.values()]
-    place = {"loc": "outside lower left", "ncols": len(looks)}
+    place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(looks)}
     picture.legend(handles, list(looks), **place, frameon=False, fontsize=9.5)
     loads = len({(p.panel, p.load) for p in points})
     style.set_titles(
@@ -124,11 +105,8 @@ def _draw_panel(axis: Axes, points: list[Point], looks: dict[str, Look]) -> None
 
 def _scale(axis: Axes, most: float) -> None:
     """Set the scale of all panels: logarithmic above 1, with the exact plans at the bottom."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     axis.set_yscale("symlog", linthresh=_LINEAR, linscale=0.5)
     ticks = [tick for tick in _TICKS if tick <= max(most, 0.01) * 1.2]
-    axis.yaxis.set_major_locator(FixedLocator(ticks))
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(lambda value, _: f"{1 + value:g}" if value else "1 (exact)")
+    axis.set_yticks(ticks, [f"{1 + tick:g}" if tick else "1 (exact)" for tick in ticks])
+    axis.minorticks_off()
     axis.set_ylim(0, max(most, 0.01) * 1.4)

@@ -27,17 +27,14 @@ def read_path(record: Mapping[str, Any]) -> list[Row]:
 
 
 def draw_paths(rows: list[Row], *, source: str) -> Figure:
-    """Return the picture.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Return the picture."""
     bars = []
     for i, (_, parts) in enumerate(rows):
         begins = itertools.accumulate(parts, initial=0.0)
         for kind, begin, us in zip(PARTS, begins, parts, strict=False):
-            times = {"begin_us": begin, "end_us": begin + us}
-            bars.append(Bar(rank=i, lane=0, kind=kind, **times, label=f"{us:.1f}"))
+            bars.append(
+                Bar(rank=i, lane=0, kind=kind, begin_us=begin, end_us=begin + us, label=f"{us:.1f}")
+            )
     chart = Chart(
         title="From counts to filled slots",
         subtitle=f"{source}; max(k, in): experts sent or slots filled by the busiest rank",

@@ -9,6 +9,7 @@ from typing import Any
 from ultraep_comm.bench.table import find
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.system import read_json
+from ultraep_comm.viz.style import count
 
 
 def load_records(path: Path) -> list[Any]:
@@ -40,3 +41,8 @@ def figure(record: Mapping[str, Any], of: str, least: float = 0.0, most: float =
     if not isinstance(value, int | float) or not least <= value <= most:
         raise ValueError(f"{of} is {value}; expected a number from {least:g} to {most:g}")
     return float(value)
+
+
+def size_of(record: Mapping[str, Any]) -> str:
+    """Return how large a record's group is, as the name of a panel."""
+    return ", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot"))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,36 +15,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Panel:
-    """One way with one number of slots.
-
-    Attributes:
-        way: its name.
-        slots: S.
-        moves: int ``[steps, layers]``, experts moved.
-        imbalance: the exact plans' mean.
-    """
+class Panel(NamedTuple):
+    """One way with one number of slots."""
 
     way: str
     slots: int
-    moves: NDArray[np.int64]
-    imbalance: float
+    moves: NDArray[np.int64]  # [steps, layers], experts moved
+    imbalance: float  # the exact plans' mean
 
 
 def read_panel(record: Mapping[str, Any]) -> list[Panel]:
-    """Return the panel of a record of ``steady``; raises as `figure` does."""
+    """Return the panel of a record of ``steady``."""
     moves = np.array(record["moves_by_step"], dtype=np.int64)
     if moves.ndim != 2 or not moves.size or moves.min() < 0:
         raise ValueError(f"moves_by_step has shape {moves.shape}; expected [steps, layers], from 0")
-    return [
-        Panel(
-            way=short(str(record["way"])),
-            slots=int(figure(record, "slots")),
-            moves=moves,
-            imbalance=figure(record, "imbalance.mean", 1),
-        )
-    ]
+    slots, imbalance = int(figure(record, "slots")), figure(record, "imbalance.mean", 1)
+    return [Panel(short(str(record["way"])), slots, moves, imbalance)]
 
 
 @plain_settings()
@@ -53,9 +38,6 @@ def draw_steady(panels: list[Panel], *, source: str) -> Figure:
     """Return the picture: a row for each number of slots, a column for each way.
 
     A square is a layer in a step, darker the more it moves; white: nothing.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
     """
     ways = list(dict.fromkeys(p.way for p in panels))
     slots = list(dict.fromkeys(p.slots for p in panels))

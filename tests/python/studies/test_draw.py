@@ -193,7 +193,7 @@ BAD: list[tuple[Any, str]] = [
     ([transfer(1, "push", 1.5, 1)], "fan_out is 1.5"),
     ([transfer(1, "push", 1, float("nan"))], "over_bound is nan"),
     ([transfer(1, "push", 1, "1")], "over_bound is 1"),
-    ([{"op": "model", "ranks": 64}], "KeyError('experts')"),
+    ([{"op": "model", "ranks": 64}], "KeyError('load')"),
     ([model(8, "x", push=(1.2, 1.1))], "worst is 1.1; expected a number from 1.2"),
     ([PLANNED, transfer(1, "push", 1, 1)], "record 1 cannot be drawn: ValueError('of another"),
     ([PLANNED | {"imbalance": {"mean": 0.9}}], "imbalance.mean is 0.9; expected a number from 1"),
