@@ -23,46 +23,27 @@ FAILED = "failed"  # kind of a call that failed, or came after a failed one
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A time span of a rank.
+    """A time span of a rank."""
 
-    Attributes:
-        rank: its row.
-        lane: in the row, 0 or more, so that no two bars overlap; :data:`CALL_LANE`: behind them.
-        kind: key of the legend.
-        begin_us: microseconds.
-        end_us: microseconds; equal to ``begin_us`` if the end is not known.
-        label: a few characters to write into the bar.
-        details: values by name.
-    """
-
-    rank: int
-    lane: int
-    kind: str
+    rank: int  # its row
+    lane: int  # in the row, so that no two bars overlap; CALL_LANE: behind them
+    kind: str  # key of the legend
     begin_us: float
-    end_us: float
-    label: str
-    details: dict[str, int | str] = field(default_factory=dict)
+    end_us: float  # equal to begin_us if the end is not known
+    label: str  # a few characters to write into the bar
+    details: dict[str, int | str] = field(default_factory=dict)  # values by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Rows of bars.
+    """Rows of bars."""
 
-    Attributes:
-        title: what the picture shows.
-        subtitle: where the data is from.
-        num_ranks: rows.
-        bars: sorted by rank, lane and begin.
-        marks: times in microseconds to mark by a line, by label.
-        rows: names of the rows; none: they are ranks.
-    """
-
-    title: str
-    subtitle: str
-    num_ranks: int
-    bars: Sequence[Bar]
-    marks: Mapping[str, float] = field(default_factory=dict)
-    rows: Sequence[str] = ()
+    title: str  # what the picture shows
+    subtitle: str  # where the data is from
+    num_ranks: int  # rows
+    bars: Sequence[Bar]  # sorted by rank, lane and begin
+    marks: Mapping[str, float] = field(default_factory=dict)  # lines: microseconds by label
+    rows: Sequence[str] = ()  # their names; none: they are ranks
 
     def lanes_of(self, rank: int) -> int:
         """Return the number of lanes of a row, at least 1."""
@@ -112,16 +93,23 @@ def chart_calls(
         extents = list(zip(begin.tolist(), np.where(unknown, begin, end).tolist(), strict=True))
         for i, lane in enumerate(_pack(extents)):
             call = calls[i]
-            details = _call_details(call, int(moved[i]))
-            saved = f"L{call['layer']} m{call['microbatch']}"
+            operation, label = OPERATIONS[call["operation"]], f"#{call['epoch']}"
+            details: dict[str, int | str] = {"operation": operation, "epoch": int(call["epoch"])}
+            if call["layer"] >= 0:
+                label = f"L{call['layer']} m{call['microbatch']}"
+                details |= {name: int(call[name]) for name in ("layer", "microbatch")}
+            if call["mode"] >= 0:
+                details["mode"] = _core.Mode(call["mode"]).name.lower()
+            if moved[i] >= 0:
+                details["bytes"] = int(moved[i])
             bars.append(
                 Bar(
                     rank=r.rank,
                     lane=lane,
-                    kind=FAILED if lost[i] else OPERATIONS[call["operation"]],
+                    kind=FAILED if lost[i] else operation,
                     begin_us=extents[i][0],
                     end_us=extents[i][1],
-                    label=saved if call["layer"] >= 0 else f"#{call['epoch']}",
+                    label=label,
                     details=details,
                 )
             )
@@ -136,18 +124,6 @@ def chart_calls(
         num_ranks=recordings[0].num_ranks,
         bars=_sorted(bars),
     )
-
-
-def _call_details(call: np.void, num_bytes: int) -> dict[str, int | str]:
-    operation = OPERATIONS[call["operation"]]
-    details: dict[str, int | str] = {"operation": operation, "epoch": int(call["epoch"])}
-    if call["layer"] >= 0:
-        details |= {"layer": int(call["layer"]), "microbatch": int(call["microbatch"])}
-    if call["mode"] >= 0:
-        details["mode"] = _core.Mode(call["mode"]).name.lower()
-    if num_bytes >= 0:
-        details["bytes"] = num_bytes
-    return details
 
 
 def _sorted(bars: list[Bar]) -> list[Bar]:

@@ -22,20 +22,8 @@ from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import OPERATIONS, Known, Recording
-from ultraep_comm.viz.style import (
-    BLUE,
-    DIVERGING,
-    FAINT,
-    INK,
-    MUTED,
-    ORANGE,
-    add_legend,
-    clean,
-    count,
-    new_figure,
-    plain_settings,
-    set_titles,
-)
+from ultraep_comm.viz import style
+from ultraep_comm.viz.style import FAINT, INK, MUTED, clean, count, plain_settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,27 +35,16 @@ Quotas = tuple[NDArray[np.int32], ...]  # slot_expert, slot_quota and home_quota
 
 @dataclass(frozen=True, eq=False)
 class LoadSeries:
-    """The plans of T steps and L layers, with their quotas.
+    """The plans of T steps and L layers, with their quotas."""
 
-    Attributes:
-        source: where the loads come from, for a subtitle.
-        steps: ``[T]``, the steps' numbers.
-        layers: ``[L]``, the layers' numbers.
-        known: bool ``[T, L]``: whether there is a plan; if not, quotas are 0 and slots empty.
-        home: ``[E]``.
-        slot_expert: ``[T, L, G, S]``.
-        slot_quota: ``[T, L, G, S]`` tokens.
-        home_quota: ``[T, L, E]`` tokens.
-    """
-
-    source: str
-    steps: Ints
-    layers: Ints
-    known: NDArray[np.bool_]
-    home: Ints
-    slot_expert: Ints
-    slot_quota: Ints
-    home_quota: Ints
+    source: str  # where the loads come from, for a subtitle
+    steps: Ints  # [T], their numbers
+    layers: Ints  # [L], likewise
+    known: NDArray[np.bool_]  # [T, L], whether there is a plan; if not, it is empty
+    home: Ints  # [E]
+    slot_expert: Ints  # [T, L, G, S]
+    slot_quota: Ints  # [T, L, G, S] tokens
+    home_quota: Ints  # [T, L, E] tokens
 
     @property
     def num_ranks(self) -> int:
@@ -108,12 +85,6 @@ def relative(loads: Ints, known: NDArray[np.bool_]) -> NDArray[np.float64]:
     np.divide(loads, mean, out=shares, where=mean > 0)
     shares[~known] = np.nan
     return shares
-
-
-def imbalance(loads: Ints, known: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the largest load of a rank over the mean, ``[T, L]``; nan without a plan."""
-    largest: NDArray[np.float64] = relative(loads, known).max(axis=-1)
-    return largest
 
 
 def _stack(
@@ -227,23 +198,16 @@ def draw_load(series: LoadSeries) -> Figure:
 
     Columns are steps, each with its layers in order; or, if there are more steps than layers,
     layers, each with its steps.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
     """
-    figure = new_figure(11, 7.6)
+    figure = style.new_figure(11, 7.6)
     axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [1.15, 1, 1]})
-    known = series.known
-    before, after = series.before, series.after
-    lines = (_outer_first(imbalance(loads, known)) for loads in (before, after))
-    _draw_imbalance(axes[0], *lines)
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-    colours = LinearSegmentedColormap.from_list("load", DIVERGING)
-    shares = [
-        _outer_first(relative(loads, known)).reshape(-1, series.num_ranks)
-        for loads in (before, after)
-    ]
+    known = series.known
+    columns = [_outer_first(relative(loads, known)) for loads in (series.before, series.after)]
+    _draw_imbalance(axes[0], *(shares.max(axis=-1) for shares in columns))
+    colours = LinearSegmentedColormap.from_list("load", style.DIVERGING)
+    shares = [part.reshape(-1, series.num_ranks) for part in columns]
     top = max(1.5, float(np.nanmax(shares)))
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=top)
     for axis, share, text in zip(
@@ -261,7 +225,7 @@ def draw_load(series: LoadSeries) -> Figure:
     bar.ax.spines[:].set_visible(False)
     _label_columns(series, list(axes))
     figure.align_ylabels()
-    set_titles(figure, TITLE, describe_series(series))
+    style.set_titles(figure, TITLE, describe_series(series))
     return figure
 
 
@@ -283,7 +247,7 @@ def _outer_first(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
-    for values, text, colour in ((before, "before", ORANGE), (after, "after", BLUE)):
+    for values, text, colour in ((before, "before", style.ORANGE), (after, "after", style.BLUE)):
         outer, inner = values.shape
         label = f"{text}: mean {np.nanmean(values):.3f}, worst {np.nanmax(values):.3f}"
         at = np.arange(values.size, dtype=np.float64).reshape(values.shape)
@@ -300,7 +264,7 @@ def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.f
     axis.set_ylim(1 - 0.05 * (top - 1), top + 0.08 * (top - 1))
     axis.set_ylabel("busiest rank / mean")
     axis.grid(axis="y", color=FAINT, lw=0.6)
-    add_legend(axis, ncols=2, handlelength=1.6)
+    style.add_legend(axis, ncols=2, handlelength=1.6)
     clean(axis)
 
 

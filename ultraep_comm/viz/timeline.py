@@ -5,23 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ultraep_comm.viz import style
 from ultraep_comm.viz.charts import CALL_LANE, Bar, Chart
 from ultraep_comm.viz.cli import WIDTH
-from ultraep_comm.viz.style import (
-    BLUE,
-    FAINT,
-    GREEN,
-    INK,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    add_legend,
-    clean,
-    new_figure,
-    plain_settings,
-    set_titles,
-)
+from ultraep_comm.viz.style import FAINT, INK, clean, plain_settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,18 +17,18 @@ if TYPE_CHECKING:
 # Colour and legend text by kind; waits are hatched, to stand out without colour too.
 LOOKS = {
     "call": ("#e9eef2", "in the call"),
-    "store": (BLUE, "stores to a peer"),
-    "load": (GREEN, "loads from a peer"),
+    "store": (style.BLUE, "stores to a peer"),
+    "load": (style.GREEN, "loads from a peer"),
     "wait": ("#fbe3c0", "waits for a peer"),
-    "gather_load": (PURPLE, "gather_load"),
-    "gather_and_plan": (ORANGE, "gather_and_plan"),
-    "replicate_experts": (SKY, "replicate_experts"),
-    "reduce_expert_grads": (VERMILION, "reduce_expert_grads"),
+    "gather_load": (style.PURPLE, "gather_load"),
+    "gather_and_plan": (style.ORANGE, "gather_and_plan"),
+    "replicate_experts": (style.SKY, "replicate_experts"),
+    "reduce_expert_grads": (style.VERMILION, "reduce_expert_grads"),
     "failed": (INK, "failed call"),
-    "gather": (PURPLE, "count and gather"),
-    "plan": (ORANGE, "plan"),
-    "schedule": (GREEN, "schedule"),
-    "transfer": (BLUE, "transfer"),
+    "gather": (style.PURPLE, "count and gather"),
+    "plan": (style.ORANGE, "plan"),
+    "schedule": (style.GREEN, "schedule"),
+    "transfer": (style.BLUE, "transfer"),
 }
 # Kinds too light for white labels.
 DARK = ("gather_load", "gather_and_plan", "replicate_experts", "gather", "plan")
@@ -53,16 +40,12 @@ _MAX_HEIGHT = 17.0
 
 @plain_settings()
 def draw_timeline(chart: Chart, *, width: float = WIDTH) -> Figure:
-    """Return the picture: a row of bars for each rank, or for each name of the chart's rows.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Return the picture: a row of bars for each rank, or for each name of the chart's rows."""
     lanes = [chart.lanes_of(rank) for rank in range(chart.num_ranks)]
     row_inches = min(max(0.2 * max(lanes, default=1), 0.24), 0.9)
     height = min(1.9 + chart.num_ranks * row_inches, _MAX_HEIGHT)
     row_inches = (height - 1.9) / chart.num_ranks
-    figure = new_figure(width, height)
+    figure = style.new_figure(width, height)
     axis = figure.subplots()
     end = max(chart.end_us, *chart.marks.values(), 1e-9) * 1.01
     axis.set_xlim(0, end)
@@ -93,8 +76,8 @@ def draw_timeline(chart: Chart, *, width: float = WIDTH) -> Figure:
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     if chart.bars:
-        add_legend(axis, ncols=5, handlelength=1.4)
-    set_titles(figure, chart.title, chart.subtitle)
+        style.add_legend(axis, ncols=5, handlelength=1.4)
+    style.set_titles(figure, chart.title, chart.subtitle)
     return figure
 
 
