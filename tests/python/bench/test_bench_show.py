@@ -20,7 +20,7 @@ RUNS = {
     "nothing to move": ["reduce", *FEW, "-b", "16K", "--imbalance", "1", "--experts", "3"],
     "links": ["links", *FEW, "-b", "16K", "--slowest", "1", "--min-bandwidth", "1e6"],
     "plan": ["plan", "--sizes", "4/8/1", "--workload", "zipf1.0", "--seeds", "2", "--certify"],
-    "a study": ["imbalance", "--ranks", "4", "--experts", "8", "--tokens", "64"],
+    "a study": ["against", "--sizes", "4/8/1", "--workload", "W1", "--peers", "none"],
 }
 
 
