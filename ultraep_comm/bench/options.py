@@ -119,19 +119,16 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
 
 
 def _default_text(one: Field[Any], stated: Option) -> str:
+    """Return what the help says of a default: as it would be typed."""
     shown, value = stated.shown, one.default
-    if shown is None and value is not None and value is not False and value is not MISSING:
-        shown = format_default(value, stated)
+    if shown is None and not any(value is nothing for nothing in (None, False, MISSING)):
+        if stated.parse is parse_size:
+            shown = format_size(value).replace(" ", "").removesuffix("iB")
+        elif isinstance(value, tuple):
+            shown = ",".join(map(str, value))
+        else:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
     return f" (default: {shown})" if shown else ""
-
-
-def format_default(value: Any, stated: Option) -> str:
-    """Return a default as it would be typed."""
-    if stated.parse is parse_size:
-        return format_size(value).replace(" ", "").removesuffix("iB")
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def make_settings(settings: type[Chosen], given: argparse.Namespace) -> Chosen:

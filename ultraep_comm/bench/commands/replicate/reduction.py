@@ -21,9 +21,10 @@ from ultraep_comm.bench.payload import (
     count_different,
     count_disturbed,
 )
-from ultraep_comm.bench.ranks import TILE_BYTES, Ranks, main_index, replicas_of
+from ultraep_comm.bench.ranks import Ranks, main_index, replicas_of
 from ultraep_comm.bench.traffic import Traffic, count_reduction_traffic
 from ultraep_comm.calls.reduce import reduce_expert_grads
+from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
@@ -106,29 +107,14 @@ class GradRanks(Ranks):
         shared = self._settings.engine == "host"
         return [GlooReduction(self, plan), (CopyAdd if shared else GroupReduction)(self, plan)]
 
-    def busiest_rank(self, plan: Plan, mode: str) -> float:
-        """Return the most that any rank loads from peers, in experts.
-
-        In pull each of n > 1 replicas loads its share of the n - 1 others, and the home rank loads
-        the sums. In direct, and for n = 1, the home rank loads everything.
-        """
-        slots = plan.slot_expert.numpy()
-        loads = np.zeros(len(slots))
-        for expert in np.unique(slots[slots >= 0]):
-            ranks = (slots == expert).any(axis=1).nonzero()[0]
-            shared = mode == "pull" and len(ranks) > 1
-            loads[int(plan.home[expert])] += 1 if shared else len(ranks)
-            loads[ranks] += (len(ranks) - 1) / len(ranks) if shared else 0
-        return float(loads.max())
-
     def traffic(self, plan: Plan, mode: str) -> Traffic:
-        """Return the bytes that a call on a device moves."""
+        """Return the bytes that a call moves."""
         settings = self._settings
         return count_reduction_traffic(
             plan,
             mode,
             segment_bytes=list(settings.segments.values()),
-            tile_bytes=settings.tile_bytes or TILE_BYTES,
+            tile_bytes=settings.tile_bytes or HOST_TILE_BYTES,
             grad_bytes=settings.grad_bytes,
             main_bytes=settings.main_bytes,
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ultraep_comm.bench.baselines import (
     Broadcast,
     PlainCopy,
@@ -17,7 +15,7 @@ from ultraep_comm.bench.inside import all_in_reach
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import TIMED_CALLS, WeightRanks
-from ultraep_comm.bench.traffic import Traffic, count_traffic, make_schedule
+from ultraep_comm.bench.traffic import Traffic, count_traffic
 from ultraep_comm.engines.options import HOST_TILE_BYTES
 from ultraep_comm.plan.plan import Plan
 
@@ -68,17 +66,11 @@ class ReplicateRanks(WeightRanks):
             made.append(PointToPoint(self, plan, "nccl", nccl))
         return made
 
-    def busiest_rank(self, plan: Plan, mode: str) -> float:
-        """Return the most that a rank's link carries under the schedule, in experts."""
-        schedule = make_schedule(plan, mode, **self._sizes())
-        return float(max(schedule["egress"])) / 65536
-
     def traffic(self, plan: Plan, mode: str) -> Traffic:
-        """Return the bytes that a call on a device moves."""
-        return count_traffic(plan, mode, **self._sizes())
-
-    def _sizes(self) -> dict[str, Any]:
-        return {
-            "segment_bytes": list(self._settings.segments.values()),
-            "tile_bytes": self._settings.tile_bytes or HOST_TILE_BYTES,
-        }
+        """Return the bytes that a call moves."""
+        return count_traffic(
+            plan,
+            mode,
+            segment_bytes=list(self._settings.segments.values()),
+            tile_bytes=self._settings.tile_bytes or HOST_TILE_BYTES,
+        )

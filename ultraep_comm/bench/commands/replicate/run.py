@@ -201,7 +201,8 @@ class Case:
     def _host_fields(self, ranks: TimedRanks, m: Measured) -> Record:
         """Return the fields of a mode on the CPU: schedule over model, and the baselines."""
         bound, found = transfer_bound(self._plan), self._delivered(m)
-        busiest = max(ranks.busiest_rank(self._plan, m.chosen), self._plan.max_imports)
+        sent = ranks.traffic(self._plan, m.chosen).critical / self._settings.expert_bytes
+        busiest = max(sent, self._plan.max_imports)
         found["over_model"] = busiest / bound if bound else None
         for name, other in self.baselines.items():
             found[_ratio_key(name)] = paired_ratio(m, other)
