@@ -65,11 +65,6 @@ def chart_calls(
 
     Times are relative to the first call shown. Ranks on one machine share a clock; several machines
     are aligned by their wall clocks, as accurately as those are synchronised.
-
-    Args:
-        recordings: of one run.
-        source: for the subtitle.
-        epochs: of the calls to show; None: all.
     """
     clocks: dict[str, int] = {}  # offset of each machine's clock to wall time, by its first rank
     for r in recordings:
@@ -143,7 +138,6 @@ def _pack(extents: Sequence[tuple[float, float]]) -> list[int]:
 
 # ---- predictions --------------------------------------------------------------------------------
 
-KINDS = {Span.CALL: "call", Span.STORE: "store", Span.LOAD: "load", Span.WAIT: "wait"}
 _PIECE = ["kind", "expert", "piece"]  # identifies the spans of one piece
 _WIDTHS = 400  # pauses shorter than the transfer over this are too short for a picture
 _LANES = 6  # of a rank, in a picture
@@ -160,13 +154,7 @@ def predict_charts(
 ) -> tuple[Chart, Chart]:
     """Return two charts of one predicted transfer: simplified for a picture, and in full.
 
-    Args:
-        plan: of the transfer.
-        expert_bytes: W.
-        machine: name of one of the model's machines.
-        mode: of the transfer, or "auto".
-        source: where the plan is from, for the subtitle.
-        residents: ``[G, S]``, the expert that a slot holds already; -1, or None: none.
+    ``residents`` are the experts that slots ``[G, S]`` hold already, -1: none.
 
     Raises:
         UltraEPError: the model rejects the machine, the mode or the plan.
@@ -226,8 +214,8 @@ def _bars_of_rank(spans: NDArray[np.void], gap_us: float) -> list[Bar]:
         row = [_bar_of(part) for part in _split(piece, apart)]
         # The bars of a piece share a lane; waits are apart.
         rows += [[bar] for bar in row] if piece["kind"][0] == Span.WAIT else [row]
-    calls = [bar for row in rows for bar in row if bar.kind == KINDS[Span.CALL]]
-    others = [row for row in rows if row[0].kind != KINDS[Span.CALL]]
+    calls = [bar for row in rows for bar in row if bar.kind == "call"]
+    others = [row for row in rows if row[0].kind != "call"]
     lanes = _pack([(row[0].begin_us, row[-1].end_us) for row in others])
     placed = [replace(b, lane=n) for row, n in zip(others, lanes, strict=True) for b in row]
     return [*calls, *placed]
@@ -255,7 +243,7 @@ def _bar_of(spans: NDArray[np.void]) -> Bar:
     return Bar(
         rank=int(first["rank"]),
         lane=CALL_LANE,
-        kind=KINDS[kind],
+        kind=kind.name.lower(),
         begin_us=float(first["begin_us"]),
         end_us=float(spans["end_us"].max()),
         label=label,

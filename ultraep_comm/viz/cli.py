@@ -8,23 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from ultraep_comm.bench import options
 from ultraep_comm.bench.cli import run_commands
 from ultraep_comm.bench.command import Command, add_commands
-from ultraep_comm.bench.options import (
-    DEFAULT_EXPERTS,
-    EXPERT_BYTES,
-    EXPERTS,
-    MAX_RANKS,
-    RANKS,
-    SEED,
-    SLOTS,
-    TARGET,
-    TOKENS,
-    TRACE_FILE,
-    Settings,
-    check_writable,
-    option,
-)
+from ultraep_comm.bench.options import MAX_RANKS, Settings, check_writable, option
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -81,11 +68,13 @@ class LoadSettings(PictureSettings):
     """Checked options of ``load``."""
 
     kinds = (".png", ".html")
-    trace_file: Path | None = TRACE_FILE()
-    num_ranks: int = RANKS(0, maximum=MAX_RANKS, shown="the file's", help="with --trace: ranks")
-    slots: int = SLOTS(2, minimum=0, help="with --trace: slots of a rank")
-    tokens: int = TOKENS(4096, help="with a trace of tokens: tokens of each rank and step")
-    target: float = TARGET(1.01, help="with --trace: imbalance at which the planner stops")
+    trace_file: Path | None = options.TRACE_FILE()
+    num_ranks: int = options.RANKS(
+        0, maximum=MAX_RANKS, shown="the file's", help="with --trace: ranks"
+    )
+    slots: int = options.SLOTS(2, minimum=0, help="with --trace: slots of a rank")
+    tokens: int = options.TOKENS(4096, help="with a trace of tokens: tokens of each rank and step")
+    target: float = options.TARGET(1.01, help="with --trace: imbalance at which the planner stops")
     layers: int | None = option(
         "--layers",
         parse=int,
@@ -133,14 +122,14 @@ class TimelineSettings(PictureSettings):
     )
     machine: str = option("--machine", default="nvl72", help="of the prediction")
     mode: str = option("--mode", default="auto", help="of the prediction")
-    expert_bytes: int | None = EXPERT_BYTES(shown="as recorded; 36M of a generated load")
+    expert_bytes: int | None = options.EXPERT_BYTES(shown="as recorded; 36M of a generated load")
     imbalance: float | None = option(
         "--imbalance", parse=float, help="draw the transfer for a generated load instead"
     )
-    num_ranks: int = RANKS(8, maximum=MAX_RANKS, shown=None, help="of a generated load")
-    experts: int = EXPERTS(DEFAULT_EXPERTS, help="of a generated load")
-    slots: int = SLOTS(2, minimum=0, help="of a generated load, per rank")
-    seed: int = SEED(1, help="of a generated load")
+    num_ranks: int = options.RANKS(8, maximum=MAX_RANKS, shown=None, help="of a generated load")
+    experts: int = options.EXPERTS(options.DEFAULT_EXPERTS, help="of a generated load")
+    slots: int = options.SLOTS(2, minimum=0, help="of a generated load, per rank")
+    seed: int = options.SEED(1, help="of a generated load")
     width: float = option(
         "--width", parse=float, default=WIDTH, minimum=4, maximum=100, help="inches of the picture"
     )

@@ -112,19 +112,11 @@ def plan_trace(
     tokens_per_rank: int,
     target: float,
 ) -> LoadSeries:
-    """Plan every step and layer of recorded routing.
-
-    Args:
-        trace: an open file.
-        source: for the subtitle.
-        num_ranks: G.
-        slots_per_rank: S.
-        tokens_per_rank: length of a rank's window, for files of tokens.
-        target: as for :func:`plan_replicas`.
+    """Plan every step and layer of recorded routing, whose ranks have windows of tokens.
 
     Raises:
-        TraceError: the file has no whole step, or impossible loads.
-        InvalidArgumentError: a number is out of range.
+        TraceError: the file has impossible loads.
+        InvalidArgumentError: the file has no whole step, or a number is out of range.
     """
     steps = trace.num_steps(num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
     if not steps:
@@ -155,11 +147,6 @@ def series_of(recordings: Sequence[Recording], *, source: str, num_layers: int =
     Steps and layers are the microbatches and layers of saved plans. Of several transfers of one
     plan (forward and backward) the first is used, from any rank's file. Plans that were not saved
     are numbered in order, ``num_layers`` layers to a step.
-
-    Args:
-        recordings: of one run.
-        source: for the subtitle.
-        num_layers: layers per step of plans that were not saved.
 
     Raises:
         InvalidArgumentError: no transfer has a plan with quotas.
@@ -221,7 +208,8 @@ def draw_load(series: LoadSeries) -> Figure:
         clean(axis)
     bar = figure.colorbar(image, ax=axes[1:], pad=0.01, aspect=30)
     bar.set_label("tokens of a rank / mean of all ranks")
-    bar.set_ticks(_ticks(top))
+    step = 0.5 if top <= 3 else 1.0 if top <= 8 else 2.0 if top <= 16 else np.ceil(top / 8)
+    bar.set_ticks([0.0, 0.5, *np.arange(1.0, top + 1e-9, step)])
     bar.ax.spines[:].set_visible(False)
     _label_columns(series, list(axes))
     figure.align_ylabels()
@@ -266,12 +254,6 @@ def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.f
     axis.grid(axis="y", color=FAINT, lw=0.6)
     style.add_legend(axis, ncols=2, handlelength=1.6)
     clean(axis)
-
-
-def _ticks(top: float) -> list[float]:
-    step = 0.5 if top <= 3 else 1.0 if top <= 8 else 2.0 if top <= 16 else float(np.ceil(top / 8))
-    above = np.arange(1 + step, top + 1e-9, step)
-    return [0.0, 0.5, 1.0, *above.tolist()]
 
 
 def _label_columns(series: LoadSeries, axes: list[Axes]) -> None:

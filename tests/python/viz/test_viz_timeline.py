@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -51,19 +50,6 @@ def chart() -> Chart:
     return chart_timeline(
         make_timeline(G), G, title="A title", subtitle="of tests", marks={"bound, 10.0 us": 10.0}
     )
-
-
-def busy(timeline: NDArray[np.void], rank: int, kind: Span) -> float:
-    """How long a rank was at each of its pieces of a kind, added up."""
-    spans = timeline[(timeline["rank"] == rank) & (timeline["kind"] == kind)]
-    total = 0.0
-    for expert, piece in {(int(s["expert"]), int(s["piece"])) for s in spans}:
-        own = spans[(spans["expert"] == expert) & (spans["piece"] == piece)]
-        times = np.unique([own["begin_us"], own["end_us"]])
-        for begin, end in itertools.pairwise(times):
-            if ((own["begin_us"] <= begin) & (own["end_us"] >= end)).any():
-                total += float(end - begin)
-    return total
 
 
 def test_tiles_of_a_piece_are_one_bar_where_they_overlap() -> None:
@@ -175,12 +161,9 @@ def test_names_are_no_formulas_and_settings_of_users_do_not_matter(
 
 
 def test_names_have_room() -> None:
-    assert short("run") == "run"
     assert short("a\nb\udcff\x1b") == "a?b??"
-    long = short("abc" * 100)
-    assert len(long) == 60
-    assert long.startswith("abcabc")
-    assert long.endswith("abcabc")
+    assert short("abc" * 100).startswith("abcabc")
+    assert len(short("abc" * 100)) == 60
 
 
 def test_the_picture_has_every_bar(chart: Chart) -> None:
@@ -199,14 +182,6 @@ def test_the_picture_has_every_bar(chart: Chart) -> None:
     boxes = [text.get_window_extent() for text in axis.texts if text.get_text()]
     assert boxes
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
-
-
-def assert_as_busy(events: list[dict[str, Any]], timeline: NDArray[np.void]) -> None:
-    """Spans of every rank and kind last as long as the timeline's."""
-    for rank in range(G):
-        for kind, name in KINDS.items():
-            own = [e for e in events if (e["pid"] - 1, e["cat"]) == (rank, name)]
-            assert sum(e["dur"] for e in own) == pytest.approx(busy(timeline, rank, kind), abs=0.1)
 
 
 def check_trace(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,8 +214,10 @@ def check_trace(document: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_trace_file_has_every_span(chart: Chart) -> None:
     document = json.loads(format_trace(chart))
     spans = check_trace(document)
-    assert len(spans) == len(chart.bars)
-    assert_as_busy(spans, make_timeline(G))
+    for span, bar in zip(spans, chart.bars, strict=True):
+        assert (span["pid"] - 1, span["cat"], span["args"]) == (bar.rank, bar.kind, bar.details)
+        assert span["ts"] == pytest.approx(bar.begin_us, abs=1e-3)
+        assert span["ts"] + span["dur"] == pytest.approx(bar.end_us, abs=1e-3)
     names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
     assert names == [f"rank {rank}" for rank in range(G)]
     marks = [e for e in document["traceEvents"] if e.get("s") == "g"]
@@ -275,7 +252,6 @@ def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
     events = check_trace(document)
     plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
     found = predict(plan, size, "nvl72", mode, timeline=True)
-    assert_as_busy(events, found.timeline)
     moved = sum(e["args"]["bytes"] for e in events if e["cat"] == "store")
     assert moved == plan.num_replicas * size
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.time_us, abs=1e-3)
