@@ -319,7 +319,7 @@ BAD = {
     "--trace trace.npz --ranks 1025": "at most 1024",
     "--trace trace.npz --slots 9": "no more slots than experts",
     "--trace trace.npz --out picture.pdf": "ends in .png or .html",
-    "--trace trace.npz --out missing/page.html": "there is no such folder",
+    "--trace trace.npz --out missing/page.html": "cannot be written to: No such file or directory",
     "--trace trace.npz --out folder.html": "is a folder",
 }
 
