@@ -120,7 +120,8 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
 
 def _default_text(one: Field[Any], stated: Option) -> str:
     """Return what the help says of a default: as it would be typed."""
-    shown, value = stated.shown, one.default
+    shown = stated.shown
+    value: Any = one.default
     if shown is None and not any(value is nothing for nothing in (None, False, MISSING)):
         if stated.parse is parse_size:
             shown = format_size(value).replace(" ", "").removesuffix("iB")
