@@ -565,7 +565,7 @@ def check_writable(path: Path, name: str) -> None:
             pass
     except OSError as error:
         raise InvalidArgumentError(
-            f"{name} {path} cannot be written to: {error.strerror}"
+            f"{name} {path} cannot be written to: {error.strerror}; choose another folder"
         ) from None
 
 
