@@ -11,7 +11,7 @@ Generated blocks stand below these markers:
     <!-- printed by the code above -->              the output of the Python block above
 
 A figure in a sentence is followed by its place in a file, and keeps its number of digits:
-``5.7%<!--= model_host_2ranks:median_error -->``.
+``114<!--= critical_path:records.1.total_us --> us``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from studies import against, draw, layer, model, netlab, steady, validate
+from studies import against, draw, layer, model, netlab, steady
 from ultraep_comm.bench.cli import run_commands
 from ultraep_comm.bench.command import add_commands
 
@@ -13,7 +13,6 @@ COMMANDS = (
     against.COMMAND,
     steady.COMMAND,
     model.COMMAND,
-    validate.COMMAND,
     layer.COMMAND,
     netlab.COMMAND,
     draw.COMMAND,

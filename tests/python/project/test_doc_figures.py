@@ -210,7 +210,6 @@ def test_a_new_result_refreshes_blocks_and_sentences(
         ("docs/model.md", "| 72/288/2 | ", "| 72/288/2 | 1"),
         ("docs/model.md", "| tiles of 64 KiB | ", "| tiles of 64 KiB | 1"),
         ("docs/model.md", "| push | 1.", "| push | 11."),
-        ("docs/model.md", "engine is off by ", "engine is off by 9"),
         ("docs/first-run.md", " p2p  ", " p2p. "),
         ("docs/problem.md", "rank 0  2.9", "rank 0  3.9"),
         ("docs/architecture.md", "calls --> group", "group --> calls"),
