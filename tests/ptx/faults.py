@@ -171,14 +171,14 @@ PROGRAMS_OF = {
 QUICKEST = [
     "save",
     "reroute",
-    "load",
+    "ready",
     "load_plan",
+    "load",
+    "scenarios",
     "plan",
+    "reduce",
     "banks",
     "replicate",
-    "reduce",
-    "scenarios",
-    "ready",
 ]
 
 

@@ -146,6 +146,22 @@ uint64_t Machine::value(Warp& w, int lane, const Operand& o, uint32_t pc) {
   }
 }
 
+Values Machine::values(Warp& w, Frame& f, uint32_t lanes, const Operand& o, uint32_t pc) {
+  Values v;
+  if (o.kind == Kind::kRegister) {
+    const uint64_t* const row = &f.registers[o.index * 32];
+    for (int l = 0; l < 32; ++l) v[l] = row[l] + o.value;
+  } else if (o.kind == Kind::kImmediate) {
+    v.fill(o.value);
+  } else if (o.kind == Kind::kPredicate) {
+    const uint32_t bits = o.negated ? ~f.predicates[o.index] : f.predicates[o.index];
+    for (int l = 0; l < 32; ++l) v[l] = bits >> l & 1;
+  } else {
+    each_lane(lanes, [&](int l) { v[l] = value(w, l, o, pc); });
+  }
+  return v;
+}
+
 void Machine::put(Frame& f, int lane, const Operand& o, uint64_t v) {
   if (o.kind == Kind::kRegister)
     f.registers[o.index * 32 + lane] = v & mask_of(o.width);
@@ -159,19 +175,34 @@ void Machine::compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, u
   const uint64_t mask = bytes == 0 ? 1 : mask_of(bytes);  // of a predicate
   const bool is_signed = ptx_machine::is_signed(i.type);
   const auto unknown = [&] [[noreturn]] { trap("not modelled: " + where(pc)); };
+  const auto from = [&](int k) { return values(w, f, lanes, i.from_operand[k], pc); };
+  // `fn` returns a lane's result.
+  const auto put_at = [&](const Operand& to, auto&& fn) {
+    if (to.kind == Kind::kRegister) {
+      uint64_t* const row = &f.registers[to.index * 32];
+      const uint64_t kept = mask_of(to.width);
+      each_lane(lanes, [&](int l) { row[l] = fn(l) & kept; });
+    } else if (to.kind == Kind::kPredicate) {
+      uint32_t bits = f.predicates[to.index] & ~lanes;
+      each_lane(lanes, [&](int l) { bits |= static_cast<uint32_t>(fn(l) & 1) << l; });
+      f.predicates[to.index] = bits;
+    }
+  };
+  const auto put_each = [&](auto&& fn) { put_at(i.to[0], fn); };
   // `fn` takes as many values as it has parameters, cut to the instruction's type.
   const auto each = [&](auto&& fn) {
-    each_lane(lanes, [&](int l) {
-      const auto from = [&](int k) { return value(w, l, i.from_operand[k], pc) & mask; };
-      uint64_t v;
-      if constexpr (std::is_invocable_v<decltype(fn), uint64_t>)
-        v = fn(from(0));
-      else if constexpr (std::is_invocable_v<decltype(fn), uint64_t, uint64_t>)
-        v = fn(from(0), from(1));
-      else
-        v = fn(from(0), from(1), value(w, l, i.from_operand[2], pc));
-      put(f, l, i.to[0], v);
-    });
+    const Values a = from(0);
+    if constexpr (std::is_invocable_v<decltype(fn), uint64_t>) {
+      put_each([&](int l) { return fn(a[l] & mask); });
+    } else {
+      const Values b = from(1);
+      if constexpr (std::is_invocable_v<decltype(fn), uint64_t, uint64_t>) {
+        put_each([&](int l) { return fn(a[l] & mask, b[l] & mask); });
+      } else {
+        const Values c = from(2);
+        put_each([&](int l) { return fn(a[l] & mask, b[l] & mask, c[l]); });
+      }
+    }
   };
   const auto integers = [&](auto&& fn) {
     if (is_float(i.type)) unknown();
@@ -189,21 +220,23 @@ void Machine::compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, u
       each([&](uint64_t a, uint64_t b) { return fn(a, b) & mask; });
   };
   switch (i.op) {
-    case Op::kMov:
-      return each_lane(lanes,
-                       [&](int l) { put(f, l, i.to[0], value(w, l, i.from_operand[0], pc)); });
-    case Op::kMovVector:
-      return each_lane(lanes, [&](int l) {
-        const int n = std::max(i.num_to, i.num_from), part = bytes / n;
-        if (i.num_to == 1) {
-          uint64_t v = 0;
-          for (int k = 0; k < n; ++k)
-            v |= (value(w, l, i.from_operand[k], pc) & mask_of(part)) << (8 * part * k);
-          return put(f, l, i.to[0], v);
-        }
-        const uint64_t v = value(w, l, i.from_operand[0], pc);
-        for (int k = 0; k < n; ++k) put(f, l, i.to[k], v >> (8 * part * k) & mask_of(part));
-      });
+    case Op::kMov: {
+      const Values a = from(0);
+      return put_each([&](int l) { return a[l]; });
+    }
+    case Op::kMovVector: {
+      const int n = std::max(i.num_to, i.num_from), part = bytes / n;
+      Values v = {};
+      for (int k = 0; k < i.num_from; ++k) {
+        const Values a = from(k);
+        const uint64_t kept = i.num_to == 1 ? mask_of(part) : ~uint64_t{0};
+        for (int l = 0; l < 32; ++l) v[l] |= (a[l] & kept) << (8 * part * k);
+      }
+      if (i.num_to == 1) return put_each([&](int l) { return v[l]; });
+      for (int k = 0; k < n; ++k)
+        put_at(i.to[k], [&](int l) { return v[l] >> (8 * part * k) & mask_of(part); });
+      return;
+    }
     case Op::kAdd:
       return numbers([](auto a, auto b) { return a + b; });
     case Op::kSub:
@@ -214,16 +247,15 @@ void Machine::compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, u
       return integers(
           [&](uint64_t a, uint64_t b) { return multiply_high(a, b, is_signed, bytes); });
     case Op::kMulWide:
-    case Op::kMadWide:
-      return each_lane(lanes, [&](int l) {
-        const uint64_t a = value(w, l, i.from_operand[0], pc) & mask,
-                       b = value(w, l, i.from_operand[1], pc) & mask;
-        uint64_t v = is_signed
-                         ? static_cast<uint64_t>(sign_extend(a, bytes) * sign_extend(b, bytes))
-                         : a * b;
-        if (i.op == Op::kMadWide) v += value(w, l, i.from_operand[2], pc);
-        put(f, l, i.to[0], v);
+    case Op::kMadWide: {
+      const Values a = from(0), b = from(1), c = i.op == Op::kMadWide ? from(2) : Values{};
+      return put_each([&](int l) {
+        const uint64_t x = a[l] & mask, y = b[l] & mask;
+        return c[l] + (is_signed
+                           ? static_cast<uint64_t>(sign_extend(x, bytes) * sign_extend(y, bytes))
+                           : x * y);
       });
+    }
     case Op::kMadLow:
       return each([&](uint64_t a, uint64_t b, uint64_t c) { return (a * b + c) & mask; });
     case Op::kDiv:
@@ -256,11 +288,11 @@ void Machine::compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, u
     case Op::kShr:
       return integers(
           [&](uint64_t a, uint64_t b) { return shift(a, b, i.op == Op::kShl, is_signed, bytes); });
-    case Op::kBitInsert:
-      return each_lane(lanes, [&](int l) {
-        const auto from = [&](int k) { return value(w, l, i.from_operand[k], pc); };
-        put(f, l, i.to[0], insert_bits(from(0), from(1) & mask, from(2), from(3), bytes) & mask);
-      });
+    case Op::kBitInsert: {
+      const Values a = from(0), b = from(1), c = from(2), d = from(3);
+      return put_each(
+          [&](int l) { return insert_bits(a[l], b[l] & mask, c[l], d[l], bytes) & mask; });
+    }
     case Op::kBitReverse:
       return each([&](uint64_t a) { return reverse(a, bytes); });
     case Op::kDotBytes:
@@ -299,16 +331,17 @@ void Machine::compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, u
     case Op::kSelect:
       return each([&](uint64_t a, uint64_t b, uint64_t choice) { return choice != 0 ? a : b; });
     case Op::kConvert: {  // to .type from .from
-      const int from = bytes_of(i.from);
-      return each_lane(lanes, [&](int l) {
-        const uint64_t a = value(w, l, i.from_operand[0], pc) & mask_of(from);
-        const uint64_t wide =
-            ptx_machine::is_signed(i.from) ? static_cast<uint64_t>(sign_extend(a, from)) : a;
-        if (i.type == Type::kF64 && i.from == Type::kU64)
-          return put(f, l, i.to[0], std::bit_cast<uint64_t>(static_cast<double>(a)));
-        if (is_float(i.type) || is_float(i.from)) unknown();
-        put(f, l, i.to[0],
-            is_signed ? static_cast<uint64_t>(sign_extend(wide & mask, bytes)) : wide & mask);
+      const int width = bytes_of(i.from);
+      const bool from_signed = ptx_machine::is_signed(i.from);
+      const Values given = from(0);
+      if (i.type == Type::kF64 && i.from == Type::kU64)
+        return put_each(
+            [&](int l) { return std::bit_cast<uint64_t>(static_cast<double>(given[l])); });
+      if (is_float(i.type) || is_float(i.from)) unknown();
+      return put_each([&](int l) {
+        const uint64_t a = given[l] & mask_of(width);
+        const uint64_t wide = from_signed ? static_cast<uint64_t>(sign_extend(a, width)) : a;
+        return is_signed ? static_cast<uint64_t>(sign_extend(wide & mask, bytes)) : wide & mask;
       });
     }
     case Op::kConvertAddress:

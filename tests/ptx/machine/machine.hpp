@@ -307,6 +307,8 @@ class Shadow {
 
 // ---- the machine --------------------------------------------------------------------------------
 
+using Values = std::array<uint64_t, 32>;  // of a warp's lanes
+
 template <class F>
 void each_lane(uint32_t mask, F&& f) {
   for (; mask != 0; mask &= mask - 1) f(std::countr_zero(mask));
@@ -370,6 +372,8 @@ class Machine {
   // ---- arithmetic.cc
   void compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, uint32_t pc);
   uint64_t value(Warp& w, int lane, const Operand& o, uint32_t pc);
+  // Of all lanes in `f`, at once: most of a program's time goes here.
+  Values values(Warp& w, Frame& f, uint32_t lanes, const Operand& o, uint32_t pc);
   uint64_t special(Warp& w, int lane, uint64_t which, uint32_t pc);
   static void put(Frame& f, int lane, const Operand& o, uint64_t v);
   uint64_t address_of(Warp& w, int lane, const Instruction& i, uint32_t pc) {
