@@ -123,8 +123,7 @@ void bind_cuda(nb::module_& m) {
   nb::exception<cuda::DriverError>(m, "DriverError", PyExc_RuntimeError);
   nb::exception<cuda::CaptureError>(m, "CaptureError", PyExc_RuntimeError);
 
-  m.def("cuda_layout",
-        [] { return std::vector<int32_t>(std::begin(cuda::kLayout), std::end(cuda::kLayout)); });
+  m.attr("CUDA_LAYOUT_HASH") = cuda::kLayoutHash;
   m.attr("CUDA_KERNELS_VERSION") = cuda::kVersion;
   m.attr("CUDA_MAX_DEVICE_SEGMENTS") = cuda::kMaxDeviceSegments;
   m.attr("CUDA_MAX_LAUNCH_RANKS") = cuda::kMaxLaunchRanks;

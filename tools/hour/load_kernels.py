@@ -7,7 +7,6 @@ python tools/hour/load_kernels.py FOLDER [--stand-in]     # --stand-in: in the d
 from __future__ import annotations
 
 import json
-import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -49,10 +48,9 @@ def stand_in() -> Any:
 
 def info_alone() -> Path:
     """Return a cubin without kernels."""
-    layout = _core.cuda_layout()
-    header = INFO_HEADER.pack(INFO_MAGIC, _core.CUDA_KERNELS_VERSION, 13, 0, 3, 4, 90, len(layout))
+    info = (_core.CUDA_KERNELS_VERSION, 13, 0, 3, 4, 90, _core.CUDA_LAYOUT_HASH)
     made = Path(tempfile.mkdtemp()) / "ultraep_comm-sm_90.cubin"
-    made.write_bytes(header + struct.pack(f"<{len(layout)}i", *layout))
+    made.write_bytes(INFO_HEADER.pack(INFO_MAGIC, *info))
     return made
 
 

@@ -1,11 +1,12 @@
 // The structs that host and device share. They are plain, so that both compilers lay them out
-// alike; kLayout[] lets a test, and the loader of a cubin, compare.
+// alike; kLayoutHash lets the loader of a cubin compare.
 //
 // Addresses are integers where the host cannot follow them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/plan/search.hpp"
 #include "core/schedule/cost.hpp"
@@ -260,61 +261,68 @@ enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
 inline constexpr int64_t kPrepareBytes = 1536;  // of PrepareShared
 
-inline constexpr int32_t kLayout[] = {
-    sizeof(CallHeader),
-    offsetof(CallHeader, body),
-    offsetof(CallBody, arrived),
-    sizeof(Status),
-    offsetof(Status, report),
-    sizeof(RankState),
-    sizeof(Report),
-    offsetof(Report, root),
-    offsetof(Report, seconds),
-    sizeof(LaunchArgs),
-    offsetof(LaunchArgs, on_device),
-    sizeof(DeviceCall),
-    offsetof(DeviceCall, segments),
-    offsetof(RankState, layout),
-    offsetof(RankState, bases),
-    sizeof(Task),
-    offsetof(RankState, epoch),
-    offsetof(RankState, entered),
-    sizeof(Piece),
-    offsetof(RankState, report),
-    sizeof(Destination),
-    sizeof(Expected),
-    sizeof(SymmetricLayout),
-    sizeof(Capacity),
-    sizeof(SharesArgs),
-    offsetof(SharesArgs, home),
-    sizeof(RerouteArgs),
-    sizeof(RerouteState),
-    sizeof(PlanArgs),
-    sizeof(BankPlanArgs),
-    offsetof(BankPlanArgs, bank),
-    sizeof(LoadArgs),
-    sizeof(LoadCall),
-    sizeof(LoadPlanArgs),
-    offsetof(LoadPlanArgs, plans),
-    offsetof(Status, bad_position),
-    offsetof(RankState, counts),
-    offsetof(RankState, bad_id),
-    offsetof(PlanArgs, objective),
-    offsetof(PlanArgs, num_ranks),
-    offsetof(RerouteArgs, count),
-    sizeof(StageFaults),
-    offsetof(StageFaults, reroute),
-    offsetof(RankState, tiles_at),
-    offsetof(DeviceCall, zero),
-    sizeof(Reduction),
-    offsetof(RankState, grad_bytes),
-    offsetof(RankState, banks),
-    offsetof(RankState, slot_words),
-    offsetof(LaunchArgs, bank),
-    sizeof(BankTable),
-    sizeof(SaveArgs),
-    offsetof(SaveArgs, in_use),
-    offsetof(StageFaults, save),
-};
+// Of sizes and places in the structs that the host fills: FNV-1a. The loader of a cubin compares
+// it.
+inline constexpr uint32_t kLayoutHash = [] {
+  uint32_t hash = 2166136261;
+  for (const size_t at : {
+           sizeof(CallHeader),
+           offsetof(CallHeader, body),
+           offsetof(CallBody, arrived),
+           sizeof(Status),
+           offsetof(Status, report),
+           sizeof(RankState),
+           sizeof(Report),
+           offsetof(Report, root),
+           offsetof(Report, seconds),
+           sizeof(LaunchArgs),
+           offsetof(LaunchArgs, on_device),
+           sizeof(DeviceCall),
+           offsetof(DeviceCall, segments),
+           offsetof(RankState, layout),
+           offsetof(RankState, bases),
+           sizeof(Task),
+           offsetof(RankState, epoch),
+           offsetof(RankState, entered),
+           sizeof(Piece),
+           offsetof(RankState, report),
+           sizeof(Destination),
+           sizeof(Expected),
+           sizeof(SymmetricLayout),
+           sizeof(Capacity),
+           sizeof(SharesArgs),
+           offsetof(SharesArgs, home),
+           sizeof(RerouteArgs),
+           sizeof(RerouteState),
+           sizeof(PlanArgs),
+           sizeof(BankPlanArgs),
+           offsetof(BankPlanArgs, bank),
+           sizeof(LoadArgs),
+           sizeof(LoadCall),
+           sizeof(LoadPlanArgs),
+           offsetof(LoadPlanArgs, plans),
+           offsetof(Status, bad_position),
+           offsetof(RankState, counts),
+           offsetof(RankState, bad_id),
+           offsetof(PlanArgs, objective),
+           offsetof(PlanArgs, num_ranks),
+           offsetof(RerouteArgs, count),
+           sizeof(StageFaults),
+           offsetof(StageFaults, reroute),
+           offsetof(RankState, tiles_at),
+           offsetof(DeviceCall, zero),
+           sizeof(Reduction),
+           offsetof(RankState, grad_bytes),
+           offsetof(RankState, banks),
+           offsetof(RankState, slot_words),
+           offsetof(LaunchArgs, bank),
+           sizeof(BankTable),
+           sizeof(SaveArgs),
+           offsetof(SaveArgs, in_use),
+           offsetof(StageFaults, save),
+       })
+    hash = (hash ^ static_cast<uint32_t>(at)) * 16777619;
+  return hash;
+}();
 
 }  // namespace uec::cuda

@@ -106,8 +106,6 @@ UEC_KERNEL(64) void ultraep_save_plan(const __grid_constant__ uec::cuda::SaveArg
 // built with, its architecture, and the layout of the structs that the host fills.
 namespace {
 
-inline constexpr int32_t kNumLayout = sizeof(uec::cuda::kLayout) / sizeof(int32_t);
-
 struct CubinInfo {
   int32_t mark = 0x55455032;
   int32_t version = uec::cuda::kVersion;
@@ -120,12 +118,7 @@ struct CubinInfo {
 #else
   int32_t arch = 0;
 #endif
-  int32_t num_layout = kNumLayout;
-  int32_t layout[kNumLayout] = {};
-
-  __host__ __device__ constexpr CubinInfo() {
-    for (int32_t i = 0; i < kNumLayout; ++i) layout[i] = uec::cuda::kLayout[i];
-  }
+  uint32_t layout_hash = uec::cuda::kLayoutHash;
 };
 
 }  // namespace

@@ -477,7 +477,7 @@ def test_cubins_and_nvshmem(
         cuda_minor=0,
         nvshmem=built,
         arch=90,
-        layout=tuple(_core.cuda_layout()),
+        layout_hash=_core.CUDA_LAYOUT_HASH,
     )
     monkeypatch.setenv("ULTRAEP_CUBINS", str(tmp_path))
     monkeypatch.setattr(kernels, "read_info", lambda path: info)

@@ -557,7 +557,6 @@ def kernels() -> Section:
         limits = " ".join(f"{k}={v}" for k, v in allowed.pop(name, {}).items())
         found[name] = f"({' '.join(types.split())}) compiled for {registers}; {limits}"
     assert not allowed, f"{budget} has {list(allowed)}, of which there is no kernel"
-    found["layout"] = " ".join(map(str, _core.cuda_layout()))
     found["tile sizes"] = " ".join(map(str, _core.cuda_tile_sizes()))
     found["limits"] = " ".join(f"{n}={getattr(_core, n)}" for n in dir(_core) if n.isupper())
     return found

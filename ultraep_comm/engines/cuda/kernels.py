@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ultraep_comm.plan.topology import Topology
 
 INFO_MAGIC = 0x55455032  # once in a cubin
-# Magic, this library's version, CUDA major and minor, NVSHMEM major and minor, architecture, number
-# of layout entries.
-INFO_HEADER = struct.Struct("<8i")
+# Magic, this library's version, CUDA major and minor, NVSHMEM major and minor, architecture, hash of
+# the layout.
+INFO_HEADER = struct.Struct("<7iI")
 BUILD_HINT = (
     "build them with ULTRAEP_CUDA=ON pip install, for other devices with"
     ' -C cmake.define.ULTRAEP_CUDA_ARCHS="90;100"; see "CUDA" in docs/building.md'
@@ -41,7 +41,7 @@ class CubinInfo:
         cuda_minor: its minor version.
         nvshmem: (major, minor) of NVSHMEM's device library.
         arch: compute capability without the dot, as in sm_90.
-        layout: sizes and offsets, in bytes, of the structs that kernels take as arguments.
+        layout_hash: of the structs that kernels take as arguments, as ``_core.CUDA_LAYOUT_HASH``.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class CubinInfo:
     cuda_minor: int
     nvshmem: tuple[int, int]
     arch: int
-    layout: tuple[int, ...]
+    layout_hash: int
 
 
 def cubin_folder() -> Path:
@@ -105,10 +105,9 @@ def read_info(path: Path) -> CubinInfo:
         raise UnsupportedError(f"{path} is not a cubin of ultraep_comm; {BUILD_HINT}")
     try:
         header = INFO_HEADER.unpack_from(data, at)
-        layout = struct.unpack_from(f"<{header[-1]}i", data, at + INFO_HEADER.size)
     except struct.error as error:
         raise UnsupportedError(f"{path} is cut off: {error}; {BUILD_HINT}") from error
-    _, version, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, _ = header
+    _, version, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, layout_hash = header
     return CubinInfo(
         path=path,
         version=version,
@@ -116,7 +115,7 @@ def read_info(path: Path) -> CubinInfo:
         cuda_minor=cuda_minor,
         nvshmem=(nvshmem_major, nvshmem_minor),
         arch=arch,
-        layout=layout,
+        layout_hash=layout_hash,
     )
 
 
@@ -134,7 +133,7 @@ def check_info(info: CubinInfo, *, cuda_major: int, nvshmem: tuple[int, int] | N
     Raises:
         UnsupportedError: one of them does not match; names both and what to install or build.
     """
-    version, layout = _core.CUDA_KERNELS_VERSION, _core.cuda_layout()
+    version = _core.CUDA_KERNELS_VERSION
     if info.version != version:
         raise UnsupportedError(
             f"{info.path} was built for ultraep_comm {version_text(info.version)}, but this is"
@@ -146,10 +145,10 @@ def check_info(info: CubinInfo, *, cuda_major: int, nvshmem: tuple[int, int] | N
             f" installation has CUDA {cuda_major}; install the extra cuda{info.cuda_major}, or"
             f" build the kernels with CUDA {cuda_major} (docs/building.md)"
         )
-    if tuple(layout) != info.layout:
+    if info.layout_hash != _core.CUDA_LAYOUT_HASH:
         raise UnsupportedError(
-            f"{info.path} takes arguments laid out as {info.layout}, but this version of"
-            f" ultraep_comm passes {tuple(layout)}: their sources differ; {BUILD_HINT}"
+            f"{info.path} takes arguments of layout {info.layout_hash:#x}, but this installation"
+            f" passes {_core.CUDA_LAYOUT_HASH:#x}: their sources differ; {BUILD_HINT}"
         )
     if nvshmem is not None and (nvshmem[0] != info.nvshmem[0] or nvshmem < info.nvshmem):
         has, needs = (f"{version[0]}.{version[1]}" for version in (nvshmem, info.nvshmem))
