@@ -55,14 +55,9 @@ Prepared Ledger::replicate(ReplicateArgs args) {
   if (args.mode == static_cast<int32_t>(Mode::kPull)) args.mode = static_cast<int32_t>(Mode::kPush);
   args.region = -1;
   banks_.enter(args);
-  fill_segments(tables_, args, arrays_, &call_);
-  Schedule& s = work_.schedule;
-  shape_ =
-      collect_entries(SingleThread{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
-  choose_hubs(SingleThread{}, topology_, call_.tiles, shape_, args.mode, false, tables_.cost,
-              work_.scratch, s);
   const uint64_t digest =
-      with_mode(digest_call(SingleThread{}, topology_, args, args.plan_digest), args, s.mode);
+      schedule_call(SingleThread{}, tables_, args, arrays_, work_, &shape_, &call_);
+  const Schedule& s = work_.schedule;
   banks_.note(args, epoch_ + 1);
   Prepared prepared = enter(digest);
   bool relays = false;
@@ -74,16 +69,13 @@ Prepared Ledger::replicate(ReplicateArgs args) {
 }
 
 Prepared Ledger::reduce(const ReduceArgs& args) {
-  fill_segments(tables_, args, arrays_, &call_);
-  Schedule& s = work_.schedule;
-  shape_ =
-      collect_entries(SingleThread{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
   // The model has the summing rank load what is sent to it here; adding costs nothing beside that.
-  CostModel cost = tables_.cost;
-  cost.load_per_kib = std::exchange(cost.store_per_kib, 0);
-  choose_sums(SingleThread{}, topology_, call_.tiles, shape_, args.mode, cost, s);
-  Prepared prepared = enter(
-      with_mode(digest_call(SingleThread{}, topology_, args, args.plan_digest), args, s.mode));
+  GroupTables tables = tables_;
+  tables.cost.load_per_kib = std::exchange(tables.cost.store_per_kib, 0);
+  const uint64_t digest =
+      schedule_call(SingleThread{}, tables, args, arrays_, work_, &shape_, &call_);
+  const Schedule& s = work_.schedule;
+  Prepared prepared = enter(digest);
   bool relays = false;
   for (int32_t x = 0; x < s.num_experts; ++x) relays |= s.boundaries(x)[1] == 0;
   Rounds rounds = cut_reduction(s, chunk_groups(relays));

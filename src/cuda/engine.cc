@@ -177,8 +177,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
   const auto prepare = [&](Call* call) {
     note_call({}, submitted_.load() + 1, 0);
     if (args.bank.index >= 0) banks_[args.bank.index].version = args.bank.version;  // no slots
-    return prepare_replicate(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule,
-                             &shape_, call);
+    return fill_call(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
+                     call);
   };
   return submit_from_host(Operation::kReplicate, args.tag, prepare, args.main_ptrs, num_addresses(),
                           args.region, background, stream, interrupted, mode);
@@ -187,8 +187,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
 uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
                         const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
-    return prepare_reduce(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
-                          call);
+    return fill_call(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
+                     call);
   };
   return submit_from_host(Operation::kReduce, args.tag, prepare, args.main_ptrs,
                           num_grad_addresses(), -1, background, stream, interrupted, mode);

@@ -134,8 +134,8 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
   ReplicateArgs args = given;
   banks_.enter(args);
   call.addresses.slot_offset = layout_.slots_of(args.bank.index);
-  const uint64_t digest = prepare_replicate(SingleThread{}, tables_, args, prepared.arrays,
-                                            prepared.schedule, &prepared.shape, &call);
+  const uint64_t digest = fill_call(SingleThread{}, tables_, args, prepared.arrays,
+                                    prepared.schedule, &prepared.shape, &call);
   const int64_t addresses =
       static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_local_experts;
   for (int64_t i = 0; i < addresses; ++i)
@@ -166,8 +166,8 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode,
   Prepared* const storage = begin_call(Operation::kReduce, interrupted, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
-  const uint64_t digest = prepare_reduce(SingleThread{}, tables_, args, prepared.arrays,
-                                         prepared.schedule, &prepared.shape, &prepared.call);
+  const uint64_t digest = fill_call(SingleThread{}, tables_, args, prepared.arrays,
+                                    prepared.schedule, &prepared.shape, &prepared.call);
   prepared.call.grads = layout_.gradients(config_, args.bank);
   const int64_t addresses =
       static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_local_experts[config_.rank];

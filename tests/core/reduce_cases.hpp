@@ -91,6 +91,6 @@ struct ReduceCase {
 // Returns the digest. Every member of the team calls this.
 template <class Team>
 uint64_t prepare_reduction(Team team, const ReduceCase& c, int32_t rank, Given& given) {
-  return uec::prepare_reduce(team, c.tables(rank), c.args(), given.arrays, given.schedule,
-                             &given.shape, &given.call);
+  return uec::fill_call(team, c.tables(rank), c.args(), given.arrays, given.schedule, &given.shape,
+                        &given.call);
 }

@@ -27,8 +27,8 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   const uec::Capacity capacity = layout.capacity(config);
   uec::host::Prepared expected(capacity, 1);
   const uint64_t digest =
-      uec::prepare_replicate(uec::SingleThread{}, tables, ranks.args(plan), expected.arrays,
-                             expected.schedule, &expected.shape, &expected.call);
+      uec::fill_call(uec::SingleThread{}, tables, ranks.args(plan), expected.arrays,
+                     expected.schedule, &expected.shape, &expected.call);
   const auto& header = *reinterpret_cast<const CallHeader*>(block);
   const uec::Worklist& work = expected.call.work;
   CHECK(header.digest == digest);

@@ -259,8 +259,8 @@ void check_reductions() {
     const uec::Capacity capacity = layout.capacity(config);
     uec::host::Prepared expected(capacity, 1);
     const uint64_t digest =
-        uec::prepare_reduce(uec::SingleThread{}, layout.tables(config), args, expected.arrays,
-                            expected.schedule, &expected.shape, &expected.call);
+        uec::fill_call(uec::SingleThread{}, layout.tables(config), args, expected.arrays,
+                       expected.schedule, &expected.shape, &expected.call);
     auto* const block =
         reinterpret_cast<std::byte*>(launch.args.calls + r * launch.args.call_bytes);
     const auto& header = *reinterpret_cast<const CallHeader*>(block);

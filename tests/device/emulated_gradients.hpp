@@ -180,8 +180,7 @@ class EmulatedGradients : public EmulatedGroup {
     args.mode = how.mode;
     args.zero = how.zero;
     const auto prepare = [&](auto&&... out) {
-      return uec::prepare_reduce(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args,
-                                 out...);
+      return uec::fill_call(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args, out...);
     };
     make_block(r, prepare, nullptr, [&](const uint8_t** main_ptrs) {
       std::copy(addresses_[r].begin(), addresses_[r].end() - 1, main_ptrs);

@@ -351,8 +351,7 @@ class EmulatedGroup {
     args.mode = static_cast<int32_t>(mode);
     args.region = mode == Mode::kPull ? 0 : -1;
     const auto prepare = [&](auto&&... out) {
-      return uec::prepare_replicate(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args,
-                                    out...);
+      return uec::fill_call(uec::SingleThread{}, layouts_[r].tables(configs_[r]), args, out...);
     };
     make_block(r, prepare, mode == Mode::kPull ? region_table_.data() : nullptr,
                [&](const uint8_t** main_ptrs) { write_main_ptrs(r, mode, main_ptrs); });

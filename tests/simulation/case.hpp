@@ -105,8 +105,8 @@ struct RankCall {
                                .mode = static_cast<int32_t>(spec.mode),
                                .zero = spec.zero};
     Given& g = *reduction;
-    const uint64_t own = uec::prepare_reduce(uec::SingleThread{}, tables, args, g.arrays,
-                                             g.schedule, &g.shape, &g.call);
+    const uint64_t own =
+        uec::fill_call(uec::SingleThread{}, tables, args, g.arrays, g.schedule, &g.shape, &g.call);
     tiles = g.call.tiles;
     work = g.call.work;
     return own;

@@ -118,8 +118,8 @@ PrepareAnswer prepare_call(Team team, const PrepareCase& c, Given& given) {
                                 .mode = c.mode,
                                 .region = c.region,
                                 .bank = c.bank()};
-  answer.digest = uec::prepare_replicate(team, tables, args, given.arrays, given.schedule,
-                                         &given.shape, &given.call);
+  answer.digest =
+      uec::fill_call(team, tables, args, given.arrays, given.schedule, &given.shape, &given.call);
   // The two parts again: what they have written may be read once they return.
   uec::Schedule& s = given.schedule.schedule;
   team.sync();

@@ -93,17 +93,21 @@ UEC_HD inline void fill_segments(const GroupTables& group, const ReplicateArgs& 
   fill_tiles(group, args.segments, args.num_segments, group.segment_bytes, arrays, &call->tiles);
 }
 
-// Fills the call's worklist, once the plan's replicas have been collected.
-//
-// Run by a team as the functions of schedule.hpp are: `work` and `call` are shared by the members,
-// and the leader writes their scalars.
+// What follows is run by a team as the functions of schedule.hpp are: `work` and `call` are shared
+// by the members, and the leader writes their scalars.
+
+// Completes the schedule, once the plan's replicas have been collected.
 template <class Team>
-UEC_HD void fill_call(Team team, const GroupTables& group, const ReplicateArgs& args,
-                      const PlanShape& shape, ScheduleArrays& work, Call* call) {
-  const Topology& t = group.topology;
-  choose_hubs(team, t, call->tiles, shape, args.mode, args.region >= 0, group.cost, work.scratch,
-              work.schedule);
-  build_worklist(team, t, work.schedule, group.local_idx, group.rank, call->work);
+UEC_HD void choose_mode(Team team, const GroupTables& group, const ReplicateArgs& args,
+                        const PlanShape& shape, const TileMap& tiles, ScheduleArrays& work) {
+  choose_hubs(team, group.topology, tiles, shape, args.mode, args.region >= 0, group.cost,
+              work.scratch, work.schedule);
+}
+// Fills the rank's worklist from the schedule.
+template <class Team>
+UEC_HD void fill_worklist(Team team, const GroupTables& group, const ReplicateArgs&,
+                          const ScheduleArrays& work, Call* call) {
+  build_worklist(team, group.topology, work.schedule, group.local_idx, group.rank, call->work);
 }
 
 // What this call adds to the digest that ranks must agree on, up to its mode.
@@ -150,12 +154,15 @@ UEC_HD inline void fill_segments(const GroupTables& group, const ReduceArgs& arg
   for (int32_t i = 0; i < grads.num_segments; ++i) arrays.main_type[i] = args.main_type[i];
 }
 template <class Team>
-UEC_HD void fill_call(Team team, const GroupTables& group, const ReduceArgs& args,
-                      const PlanShape& shape, ScheduleArrays& work, Call* call) {
-  const Topology& t = group.topology;
-  choose_sums(team, t, call->tiles, shape, args.mode, group.cost, work.schedule);
-  build_reductions(team, t, call->tiles, work.schedule, group.local_idx, group.rank, args.zero,
-                   call->work);
+UEC_HD void choose_mode(Team team, const GroupTables& group, const ReduceArgs& args,
+                        const PlanShape& shape, const TileMap& tiles, ScheduleArrays& work) {
+  choose_sums(team, group.topology, tiles, shape, args.mode, group.cost, work.schedule);
+}
+template <class Team>
+UEC_HD void fill_worklist(Team team, const GroupTables& group, const ReduceArgs& args,
+                          const ScheduleArrays& work, Call* call) {
+  build_reductions(team, group.topology, call->tiles, work.schedule, group.local_idx, group.rank,
+                   args.zero, call->work);
 }
 
 template <class Team>
@@ -170,32 +177,31 @@ UEC_HD inline uint64_t with_mode(uint64_t digest, const ReduceArgs& args, Mode m
   return mix(digest, static_cast<uint64_t>(mode) << 1 | args.zero);
 }
 
-// Prepares a call: fills all of it except the addresses of main weights or gradients, and returns
-// its digest.
+// Makes a call's tiles and schedule, and returns its digest: the part that all engines have in
+// common, and that is the same on every rank.
 template <class Team, class Args>
-UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
-                        const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                        Call* call) {
+UEC_HD uint64_t schedule_call(Team team, const GroupTables& group, const Args& args,
+                              const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                              Call* call) {
   if (team.leader())
     fill_segments(group, args, arrays, call);  // members meet before they look at it
   const PlanShape own = collect_entries(team, group.topology, args.slot_expert, args.slots(),
                                         work.scratch, work.schedule);
   if (team.leader()) *shape = own;
-  fill_call(team, group, args, own, work, call);
+  choose_mode(team, group, args, own, call->tiles, work);
   return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,
                    work.schedule.mode);
 }
-template <class Team>
-UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const ReplicateArgs& args,
-                                  const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                                  Call* call) {
-  return prepare(team, group, args, arrays, work, shape, call);
-}
-template <class Team>
-UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const ReduceArgs& args,
-                               const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                               Call* call) {
-  return prepare(team, group, args, arrays, work, shape, call);
+
+// Fills all of a rank's call except the addresses of main weights or gradients, and returns its
+// digest.
+template <class Team, class Args>
+UEC_HD uint64_t fill_call(Team team, const GroupTables& group, const Args& args,
+                          const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                          Call* call) {
+  const uint64_t digest = schedule_call(team, group, args, arrays, work, shape, call);
+  fill_worklist(team, group, args, work, call);
+  return digest;
 }
 
 }  // namespace uec

@@ -33,7 +33,7 @@ UEC_DEVICE Topology topology_of(const RankState& known) {
           known.allow_cross_domain != 0};
 }
 
-// By one thread: the arguments of fill_call(), from what the group and the call give.
+// By one thread: the arguments of schedule_call(), from what the group and the call give.
 UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCall& device,
                                           const LaunchArgs& launch, PrepareShared& made) {
   const Capacity& c = known.capacity;
@@ -264,8 +264,10 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   if (warp == 0) {
     if (kOperation != Operation::kReduce && known.allow_cross_domain != 0)
       split_plan<kBanked>(known, launch.bank, made);
-    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.shape, made.arrays.schedule,
-              &made.call);
+    const auto& args = arguments_of<kOperation>(made);
+    ScheduleArrays& work = made.arrays.schedule;
+    choose_mode(Warp{}, made.tables, args, made.shape, made.call.tiles, work);
+    fill_worklist(Warp{}, made.tables, args, work, &made.call);
   }
   ptx::sync_block();
   Wait missing;

@@ -63,8 +63,8 @@ class Group {
       Given given(capacity);
       uint64_t own = 0;
       for (int repeat = 0; repeat < 2; ++repeat)
-        own = prepare_replicate(uec::SingleThread{}, tables, args, given.arrays, given.schedule,
-                                &given.shape, &given.call);
+        own = fill_call(uec::SingleThread{}, tables, args, given.arrays, given.schedule,
+                        &given.shape, &given.call);
       if (config_.rank > 0) CHECK(own == digest);  // ranks agree
       digest = own;
 
@@ -90,8 +90,8 @@ class Group {
 
       // An engine's storage holds the same.
       uec::host::Prepared prepared(capacity, 2);
-      CHECK(prepare_replicate(uec::SingleThread{}, tables, args, prepared.arrays, prepared.schedule,
-                              &prepared.shape, &prepared.call) == digest);
+      CHECK(fill_call(uec::SingleThread{}, tables, args, prepared.arrays, prepared.schedule,
+                      &prepared.shape, &prepared.call) == digest);
       check_equal(prepared.schedule.schedule, expected.schedule, case_.num_ranks);
       check_equal(prepared.call.work, work.list, case_.num_ranks);
       prepared.call.reset_counters(uec::SingleThread{});
