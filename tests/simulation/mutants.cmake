@@ -256,8 +256,8 @@ mutant(blocked_hub_item_first core/transfer/fetcher.hpp
     stage_.share = tile_ + 1 == end_tile_ ? share() : -1;]])
 
 mutant(withheld_before_an_empty_ring core/transfer/storer.hpp
-  FIND [[      if (mover_.wait_delivered(pending.ticket, !can_store,]]
-  REPLACE [[      if (mover_.wait_delivered(pending.ticket, false,]])
+  FIND [[publish_next(!can_store)]]
+  REPLACE [[publish_next(false)]])
 
 mutant(overtaken_worker_blames_the_peer core/transfer/stripe.hpp
   FIND [[(all_taken(p) || !uses_rank(p, r))]]
@@ -296,8 +296,8 @@ mutant(stored_before_loaded simulation/world.hpp
   REPLACE [[;]])
 
 mutant(held_groups_overwritten core/transfer/storer.hpp
-  FIND [[ && num_stored_ - num_published_ < kMaxUnpublished && mover_]]
-  REPLACE [[ && mover_]])
+  FIND [[num_stored_ - num_published_ >= kMaxUnpublished || ]]
+  REPLACE [[]])
 
 # ---- the end of a call -------------------------------------------------------------------------
 

@@ -25,21 +25,11 @@ class Storer {
   UEC_HD Step step() {
     if (fault_ != Fault::kNone) return Step::kFailed;
     release_stages();
-    bool can_store = false;
-    if (!ended_ && num_stored_ - num_published_ < kMaxUnpublished && mover_.loaded(stored_)) {
-      ended_ = mover_.stage(stored_).ends_stream();
-      can_store = !ended_;
-    }
-    if (num_published_ != num_stored_) {
-      // With an empty ring there may be no later store to publish behind: a peer could be waiting
-      // for exactly these groups, so they are delivered and published before anything blocks.
-      const UnpublishedGroup pending = unpublished_[num_published_ % kMaxUnpublished];
-      if (mover_.wait_delivered(pending.ticket, !can_store,
-                                [&](Delivered token) { publish(token, pending); })) {
-        ++num_published_;
-        return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
-      }
-    }
+    const bool can_store = is_next_loaded();
+    // With an empty ring there may be no later store to publish behind: a peer could be waiting
+    // for exactly these groups, so they are delivered and published before anything blocks.
+    if (num_published_ != num_stored_ && publish_next(!can_store))
+      return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
     if (can_store) {
       store();
       return Step::kProgress;
@@ -71,6 +61,15 @@ class Storer {
 
   UEC_HD bool is_far(int32_t rank) const {
     return Mover::kFar && call_.addresses.bases[rank] == nullptr;
+  }
+
+  // A tile's way: loaded, stored, delivered, published.
+
+  UEC_HD bool is_next_loaded() {
+    if (ended_ || num_stored_ - num_published_ >= kMaxUnpublished || !mover_.loaded(stored_))
+      return false;
+    ended_ = mover_.stage(stored_).ends_stream();
+    return !ended_;
   }
 
   UEC_HD void store() {
@@ -110,6 +109,15 @@ class Storer {
       mover_.store_far(stored_, to.rank, slot_offset(to, stage.span), stage.span.bytes,
                        flags ? call_.layout.ready(to.slot, stage.group) : -1, call_.epoch.number);
     }
+  }
+
+  // Publishes the oldest group that is not, once its stores have arrived; `waits` for that.
+  UEC_HD bool publish_next(bool waits) {
+    const UnpublishedGroup pending = unpublished_[num_published_ % kMaxUnpublished];
+    const bool is_delivered = mover_.wait_delivered(
+        pending.ticket, waits, [&](Delivered token) { publish(token, pending); });
+    num_published_ += is_delivered;
+    return is_delivered;
   }
 
   UEC_HD void publish(Delivered token, const UnpublishedGroup& pending) {
