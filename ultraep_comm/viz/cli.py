@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 from ultraep_comm.bench import options
 from ultraep_comm.bench.cli import run_commands
 from ultraep_comm.bench.command import Command, add_commands
-from ultraep_comm.bench.options import MAX_RANKS, Settings, check_writable, option
+from ultraep_comm.bench.options import (
+    MAX_RANKS,
+    Settings,
+    check_writable,
+    option,
+    options_of,
+)
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -90,6 +96,11 @@ class LoadSettings(PictureSettings):
             )
         if self.trace_file is not None and self.layers is not None:
             raise InvalidArgumentError("--layers is for recordings; a trace has its own layers")
+        for field, stated in options_of(self):
+            of_trace = field.name in ("num_ranks", "slots", "tokens", "target")
+            if of_trace and self.files and getattr(self, field.name) != field.default:
+                flag = stated.flags[0]
+                raise InvalidArgumentError(f"{flag} is for --trace: a recording has its own")
         return super().checked()
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.errors import UltraEPError, UnsupportedError
 from ultraep_comm.system import write_whole
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def save(content: Figure | str, path: Path) -> None:
     """Write a picture as PNG, or a text; equal ones give equal bytes.
 
     Raises:
-        OSError: the file cannot be written. An existing file is left as it was.
+        UltraEPError: the file cannot be written. An existing file is left as it was.
     """
 
     def write(file: BinaryIO) -> None:
@@ -74,7 +74,10 @@ def save(content: Figure | str, path: Path) -> None:
         with plain_settings():
             content.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 
-    write_whole(path, write)
+    try:
+        write_whole(path, write)
+    except OSError as error:
+        raise UltraEPError(f"{path}: {error.strerror}") from None
 
 
 def set_titles(figure: Figure, title: str, subtitle: str) -> None:

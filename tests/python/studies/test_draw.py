@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 from studies.cli import main
 from studies.draw import run
 from studies.draw.paths import PARTS
+from ultraep_comm.viz import style
 from ultraep_comm.viz.style import save
 
 EXAMPLE = Path(__file__).parent / "data" / "over_bound.json"
@@ -35,6 +37,16 @@ def draw(tmp_path: Path) -> Draw:
         return saved.call_args.args[0]
 
     return figure_of
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "a.png"
+    with mock.patch.object(style, "write_whole", side_effect=OSError(ENOSPC, "No space left")):
+        assert main(["draw", str(EXAMPLE), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"error: {out}: No space left\n"
 
 
 def lines_of(axis: Any) -> dict[str, tuple[list[float], list[float]]]:

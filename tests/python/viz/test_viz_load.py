@@ -316,6 +316,8 @@ BAD = {
     "--trace damaged.npz": "damaged",
     "--trace trace.npz --target 0.5": "--target is 0.5",
     "--trace trace.npz --layers 2": "--layers is for recordings",
+    "x.npz --slots 4": "--slots is for --trace: a recording has its own",
+    "x.npz --ranks 4": "--ranks is for --trace",
     "--trace trace.npz --ranks 1025": "at most 1024",
     "--trace trace.npz --slots 9": "no more slots than experts",
     "--trace trace.npz --out picture.pdf": "ends in .png or .html",

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ultraep_comm.plan.topology import Topology
 
 INFO_MAGIC = 0x55455032  # once in a cubin
-# Magic, this library's version, CUDA major and minor, NVSHMEM major and minor, architecture, hash of
-# the layout.
+# Magic, this library's version, CUDA major and minor, NVSHMEM major and minor, architecture, hash
+# of the layout.
 INFO_HEADER = struct.Struct("<7iI")
 BUILD_HINT = (
     "build them with ULTRAEP_CUDA=ON pip install, for other devices with"
