@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ultraep_comm.bench import options
 from ultraep_comm.bench.cli import run_commands
 from ultraep_comm.bench.command import Command, add_commands
-from ultraep_comm.bench.options import (
-    MAX_RANKS,
-    Settings,
-    check_writable,
-    option,
-    options_of,
-)
+from ultraep_comm.bench.options import MAX_RANKS, Settings, check_writable, option, options_of
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError
 

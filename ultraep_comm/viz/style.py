@@ -77,7 +77,9 @@ def save(content: Figure | str, path: Path) -> None:
     try:
         write_whole(path, write)
     except OSError as error:
-        raise UltraEPError(f"{path}: {error.strerror}") from None
+        raise UltraEPError(
+            f"{path} cannot be written: {error.strerror}; choose another file"
+        ) from None
 
 
 def set_titles(figure: Figure, title: str, subtitle: str) -> None:

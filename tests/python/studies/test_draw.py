@@ -46,7 +46,8 @@ def test_a_picture_that_cannot_be_written_is_one_line(
     out = tmp_path / "a.png"
     with mock.patch.object(style, "write_whole", side_effect=OSError(ENOSPC, "No space left")):
         assert main(["draw", str(EXAMPLE), "--out", str(out)]) == 2
-    assert capsys.readouterr().err == f"error: {out}: No space left\n"
+    said = f"error: {out} cannot be written: No space left; choose another file\n"
+    assert capsys.readouterr().err == said
 
 
 def lines_of(axis: Any) -> dict[str, tuple[list[float], list[float]]]:
