@@ -325,12 +325,15 @@ void bind_cuda(nb::module_& m) {
           "epoch"_a)
       .def("is_completed", &Engine::is_completed, "epoch"_a)
       .def("failed_epoch", &Engine::failed_epoch)
-      .def("report",
-           [](const Engine& e) {
-             FullReport full{e.report()};
-             full.bad_id = e.bad_id();
-             return full;
-           })
+      .def(
+          "report",
+          [](const Engine& e) {
+            FullReport full{e.report()};
+            full.bad_id = e.bad_id();
+            full.peers = peer_states(e.peer_states(), full.epoch);
+            return full;
+          },
+          nb::call_guard<Unlocked>())
       .def_prop_ro("epoch", &Engine::epoch)
       .def_prop_ro("bytes_stored", &Engine::bytes_stored)
       .def(

@@ -29,9 +29,7 @@ using host::EngineLayout;
 FullReport report(const Engine& engine) {
   FullReport full{engine.report()};
   full.damage = engine.damage();
-  full.peers.emplace();
-  for (const uec::PeerState& words : engine.peer_states())
-    full.peers->push_back(peer_state(words, engine.epoch()));
+  full.peers = peer_states(engine.peer_states(), engine.epoch());
   return full;
 }
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/transfer/failure.hpp"
+#include "engine/cause.hpp"
 #include "engine/health.hpp"
 #include "host/slot_check.hpp"
 
@@ -36,12 +36,20 @@ inline PeerState peer_state(const uec::PeerState& words, uint64_t now) {
           .reachable = words.reached};
 }
 
+// By rank, at about call `now`; none: nothing is known.
+inline std::optional<std::vector<PeerState>> peer_states(const PeerStates& states, uint64_t now) {
+  if (states.empty()) return std::nullopt;
+  std::vector<PeerState> peers;
+  for (const uec::PeerState& words : states) peers.push_back(peer_state(words, now));
+  return peers;
+}
+
 // A failed call, and what else the engine knows of it.
 struct FullReport : Report {
   std::string detail;                                 // of a backend
   std::optional<std::pair<int64_t, int64_t>> bad_id;  // position and value; see Engine::bad_id
   host::Damage damage;                                // of check mode
-  std::optional<std::vector<PeerState>> peers;        // by rank; none: in the device's memory
+  std::optional<std::vector<PeerState>> peers;        // by rank; none: not known
 };
 
 // What an engine has done so far, as far as the host knows it.

@@ -27,8 +27,8 @@ inline constexpr Result kCaptureImplicit = 906;
   F(cuCtxSynchronize, ())                                                                         \
   F(cuStreamSynchronize, (Handle stream))                                                         \
   F(cuMemcpyHtoD, (Address to, const void* from, size_t bytes))                                   \
-  F(cuMemcpyDtoH, (void* to, Address from, size_t bytes))                                         \
   F(cuMemcpyHtoDAsync, (Address to, const void* from, size_t bytes, Handle stream))               \
+  F(cuMemcpyDtoHAsync, (void* to, Address from, size_t bytes, Handle stream))                     \
   F(cuMemsetD32Async, (Address to, unsigned value, size_t count, Handle stream))                  \
   F(cuEventCreate, (Handle * event, unsigned flags))                                              \
   F(cuEventDestroy, (Handle event))                                                               \
@@ -127,6 +127,15 @@ class RelaxedScope {
   const Driver& driver_;
   int32_t mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; inside the scope: what the thread's was
 };
+
+// Copies bytes from the device, after what `stream` holds, which is in no capture. Not by the
+// legacy stream: that would also wait for kernels of other groups.
+inline void copy_from_device(const Driver& driver, void* to, Address from, size_t bytes,
+                             Handle stream) {
+  const RelaxedScope relaxed(driver);
+  require(driver, driver.cuMemcpyDtoHAsync(to, from, bytes, stream), "cuMemcpyDtoHAsync");
+  require(driver, driver.cuStreamSynchronize(stream), "cuStreamSynchronize");
+}
 
 // Whether the device has reached an event; DriverError: it has failed.
 inline bool has_completed(const Driver& driver, Handle event) {

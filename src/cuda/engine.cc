@@ -298,13 +298,11 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   if (!launcher_->await_stream(stream, interrupted)) return resident;
   if (last > 0 && !synchronize(last, interrupted)) return resident;
   BankTable table;
-  require(driver, driver.cuMemcpyDtoH(&table, on_device(own_banks_.tables + bank), sizeof(table)),
-          "cuMemcpyDtoH");
+  const Handle own_stream = launcher_->config().stream;
+  copy_from_device(driver, &table, on_device(own_banks_.tables + bank), sizeof(table), own_stream);
   if (table.segments != 0)
-    require(driver,
-            driver.cuMemcpyDtoH(resident.data(), reinterpret_cast<Address>(table.resident),
-                                resident.size() * sizeof(int32_t)),
-            "cuMemcpyDtoH");
+    copy_from_device(driver, resident.data(), reinterpret_cast<Address>(table.resident),
+                     resident.size() * sizeof(int32_t), own_stream);
   state.table.version = table.version;
   state.table.segments = table.segments;
   std::copy(resident.begin(), resident.end(), state.resident.begin());
@@ -424,6 +422,7 @@ int32_t Engine::close() {
       break;
     }
     launcher_->await_replays();
+    report();  // while the memory that tells it is there
     return -1;
   }
   launcher_->notify(config_.rank, Notice::kClosed);
@@ -503,24 +502,66 @@ bool Engine::synchronize(uint64_t epoch, const Interrupted& interrupted) {
 }
 
 Report Engine::report() const {
-  if (std::atomic_ref(status().failed_call).load(std::memory_order_acquire) != 0)
-    return status().report;
-  Report report = launcher_->ended(config_.rank, std::max(submitted_.load(), failed_.load()));
-  if (report.epoch != 0) return report;
-  report.fault = Fault::kCancelled;
-  report.epoch = failed_.load();
+  const std::lock_guard lock(report_mutex_);
+  if (report_.epoch != 0) return report_;
+  const bool on_device = std::atomic_ref(status().failed_call).load(std::memory_order_acquire) != 0;
+  Report report = on_device ? status().report
+                            : launcher_->ended(config_.rank, std::max(epoch(), failed_.load()));
+  if (report.epoch == 0) {
+    report.fault = Fault::kCancelled;
+    report.epoch = failed_.load();
+    return report;
+  }
+  if (report.root >= 0) return report;
+  states_at_failure_ = await_root(config_.rank, &report, [&] { return read_peer_states(report); });
+  report_ = report;
   return report;
+}
+
+PeerStates Engine::peer_states() const {
+  const std::lock_guard lock(report_mutex_);
+  return states_at_failure_;
+}
+
+// Only this rank's own memory is read, where the peers' devices have put what they say: no peer has
+// to be alive for that. If that fails, its own report is all that is known.
+PeerStates Engine::read_peer_states(const Report& own) const {
+  const SymmetricLayout& layout = layout_.symmetric;
+  const size_t ranks = config_.bases.size();
+  constexpr size_t kLineWords = kFlagLine / sizeof(uint64_t);
+  std::vector<uint64_t> records(ranks * kLineWords), aborts(ranks);
+  try {
+    const ContextScope current = launcher_->scope();
+    const auto read = [&](std::vector<uint64_t>& words, int64_t offset) {
+      copy_from_device(launcher_->config().driver, words.data(),
+                       reinterpret_cast<Address>(config_.bases[config_.rank]) + offset,
+                       words.size() * sizeof(uint64_t), launcher_->config().stream);
+    };
+    read(records, layout.call_base);
+    read(aborts, layout.abort_base);
+  } catch (const DriverError&) {  // the caller has an error to report already
+  }
+  PeerStates states(ranks);
+  for (size_t r = 0; r < ranks; ++r)
+    states[r] = {
+        .record = {records[r * kLineWords]},
+        .abort = {aborts[r]},
+        .reached = config_.bases[r] != nullptr || (!peers_.far.empty() && peers_.far[r] != 0)};
+  PeerState& self = states[config_.rank];
+  const bool rejected = own.fault == Fault::kRejected && own.wait.peer == config_.rank;
+  self.record =
+      CallRecord::make(own.epoch, 0, rejected ? RecordKind::kRejected : RecordKind::kCall);
+  // A call that was never launched, because of another rank that shares the launches.
+  if (!self.abort.set()) self.abort = abort_word(config_.rank, own);
+  return states;
 }
 
 int64_t Engine::bytes_stored() const {
   const ContextScope current = launcher_->scope();
-  const Driver& driver = launcher_->config().driver;
   uint64_t bytes = 0;
-  require(driver,
-          driver.cuMemcpyDtoH(&bytes,
-                              launcher_->state(config_.rank) + offsetof(RankState, bytes_stored),
-                              sizeof(bytes)),
-          "cuMemcpyDtoH");
+  copy_from_device(launcher_->config().driver, &bytes,
+                   launcher_->state(config_.rank) + offsetof(RankState, bytes_stored),
+                   sizeof(bytes), launcher_->config().stream);
   return static_cast<int64_t>(bytes);
 }
 

@@ -16,6 +16,7 @@
 #include "core/transfer/prepare.hpp"
 #include "cuda/device/tables.hpp"
 #include "cuda/launcher.hpp"
+#include "engine/cause.hpp"
 #include "engine/config.hpp"
 #include "engine/health.hpp"
 
@@ -136,7 +137,11 @@ class Engine {
   bool is_completed(uint64_t epoch);
 
   uint64_t failed_epoch() const;  // 0: none is known
+  // The first failure that is known; epoch 0: none. After one on the device this waits, for a
+  // bounded time, for what the other ranks say of it.
   Report report() const;
+  // [G] what had been published when that was known; empty: nothing is known.
+  PeerStates peer_states() const;
   uint64_t epoch() const { return submitted_.load(); }
   int64_t bytes_stored() const;                                  // by finished calls
   host::CallCounts calls() const { return calls_made_.read(); }  // not those that were captured
@@ -165,6 +170,7 @@ class Engine {
   uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool await_launch(uint64_t epoch, const Interrupted& interrupted);
   bool succeeded(uint64_t epoch) const;
+  PeerStates read_peer_states(const Report& own) const;
   bool has_ended() const;          // takes no more calls
   void fail_here();                // the driver refused a call
   int64_t num_addresses() const {  // of main weights
@@ -218,6 +224,10 @@ class Engine {
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> failed_{0};  // by the host's own finding; 0: none
   std::atomic<bool> closed_{false};
+  mutable std::mutex report_mutex_;
+  // Under report_mutex_: of a failure on the device, once its root is known.
+  mutable Report report_;
+  mutable PeerStates states_at_failure_;
 };
 
 }  // namespace uec::cuda

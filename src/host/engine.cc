@@ -372,7 +372,7 @@ Damage Engine::damage() const {
   return damage_;
 }
 
-std::vector<PeerState> Engine::peer_states() const {
+PeerStates Engine::peer_states() const {
   {
     const std::lock_guard lock(submit_mutex_);
     if (!states_at_failure_.empty()) return states_at_failure_;

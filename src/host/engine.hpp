@@ -16,6 +16,7 @@
 #include "core/transfer/layout.hpp"
 #include "core/transfer/protocol.hpp"
 #include "engine/banks.hpp"
+#include "engine/cause.hpp"
 #include "engine/config.hpp"
 #include "engine/health.hpp"
 #include "engine/process.hpp"
@@ -101,7 +102,7 @@ class Engine {
   CallCounts calls() const { return calls_made_.read(); }
   Waits waits() const { return waits_.read(); }
   // [G] what each rank last published: at the time of the failure, or now if there was none.
-  std::vector<PeerState> peer_states() const;
+  PeerStates peer_states() const;
   // What is wrong, for a call that failed with kDamaged.
   Damage damage() const;
 
@@ -134,7 +135,7 @@ class Engine {
   void report_fault(const Call& call, Report report);
   void publish_failure();
   void poll_peers();
-  std::vector<PeerState> read_peer_states() const;
+  PeerStates read_peer_states() const;
   void background_loop();
   void helper_loop(int32_t worker);
 
@@ -166,8 +167,8 @@ class Engine {
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
-  Damage damage_;                             // under submit_mutex_
-  std::vector<PeerState> states_at_failure_;  // under submit_mutex_
+  Damage damage_;                 // under submit_mutex_
+  PeerStates states_at_failure_;  // under submit_mutex_
   std::atomic<int64_t> bytes_stored_{0};
 
   // Workers beyond the first help with each call that moves bytes.

@@ -7,6 +7,7 @@
 #include "core/transfer/gather.hpp"
 #include "core/transfer/reducer.hpp"
 #include "core/transfer/worker.hpp"
+#include "engine/cause.hpp"
 #include "host/adder.hpp"
 #include "host/backoff.hpp"
 #include "host/engine.hpp"
@@ -236,14 +237,15 @@ void Engine::poll_peers() {
 }
 
 // Only this rank's own memory is read, which stays when its peers end.
-std::vector<PeerState> Engine::read_peer_states() const {
-  std::vector<PeerState> words;
-  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
-    words.push_back(uec::peer_state(memory_, layout_.symmetric, r));
-    words.back().reached = config_.bases[r] != nullptr;
-  }
-  words[config_.rank].record.word = own_record_.load();
-  return words;
+PeerStates Engine::read_peer_states() const {
+  PeerStates states(topology_.num_ranks);
+  for (int32_t r = 0; r < topology_.num_ranks; ++r)
+    states[r] = {{memory_.observe(layout_.symmetric.call(r))},
+                 {memory_.observe(layout_.symmetric.abort(r))},
+                 memory_.peer_gone(r),
+                 config_.bases[r] != nullptr};
+  states[config_.rank].record.word = own_record_.load();
+  return states;
 }
 
 // ---- failing -----------------------------------------------------------------------------------
@@ -257,23 +259,16 @@ void Engine::report_fault(const Call& call, Report report) {
   if (faulted_) return;
   faulted_ = true;
   HostMover mover;
-  announce_abort(call, memory_, mover, abort_word(call, report));
+  report.epoch = call.epoch.number;
+  announce_abort(call, memory_, mover, abort_word(call.rank, report));
   while (!memory_.flags_delivered()) {
   }
-  // Abort words of different ranks arrive in any order, so the chain is given time to be written.
-  // Peers answer an abort with their own; a rank that is stuck does not, and ends the chain.
-  const double grace = report.fault == Fault::kTimeout   ? 0.5
-                       : report.fault == Fault::kAborted ? 0.05
-                                                         : 0;
-  const auto start = Clock::now();
-  while (seconds_since(start) < grace && !chain_is_written(memory_, call)) {
+  PeerStates states = await_root(call.rank, &report, [&] {
     poll_peers();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  name_root(memory_, call, &report);
-  std::vector<PeerState> words = read_peer_states();
+    return read_peer_states();
+  });
   const std::lock_guard lock(submit_mutex_);
-  states_at_failure_ = std::move(words);
+  states_at_failure_ = std::move(states);
   report_ = report;
 }
 

@@ -47,8 +47,7 @@ inline EngineConfig make_config(const PlanCase& group, double call_timeout = 60)
   c.call_timeout = call_timeout;
   c.wait_timeout = 2.5;
   c.cost = {1000, 500, 2000, 2000, 100};
-  for (int32_t r = 0; r < group.num_ranks; ++r)
-    c.bases.push_back(reinterpret_cast<uint8_t*>(0x100000ull * (r + 1)));
+  c.bases.resize(group.num_ranks);  // see Ranks
   return c;
 }
 
@@ -58,6 +57,11 @@ class Ranks {
   Ranks(const PlanCase& group, int32_t first, int32_t num_ranks, double call_timeout = 60)
       : config(make_config(group, call_timeout)) {
     recorder::state().complete = true;
+    flags.resize(config.bases.size());
+    for (size_t r = 0; r < flags.size(); ++r) {
+      flags[r].resize(EngineLayout(config).symmetric.slots_base / 8);
+      config.bases[r] = reinterpret_cast<uint8_t*>(flags[r].data());
+    }
     LauncherConfig c{recorder::make_driver(),
                      kContext,
                      recorder::kOwnStream,
@@ -124,7 +128,8 @@ class Ranks {
     return engines[index]->replicate(args(plan), background, stream, {}, &mode);
   }
 
-  std::vector<uint64_t> device, pinned;  // outlive the engines
+  std::vector<std::vector<uint64_t>> flags;  // of each rank's symmetric memory: before the slots
+  std::vector<uint64_t> device, pinned;      // outlive the engines
   EngineConfig config;
   std::shared_ptr<Launcher> launcher;
   std::vector<std::unique_ptr<Engine>> engines;

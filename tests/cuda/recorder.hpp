@@ -52,6 +52,7 @@ struct State {
   uint64_t capture = 9;
   Result capture_result = 0;
   Result launch_result = 0;
+  Result read_result = 0;  // of copies from the device
   std::function<int32_t(Handle kernel, int32_t threads, size_t shared)> occupancy;
   int32_t mode = 0;          // of the thread, for captures
   int contexts = 0;          // pushed and not popped
@@ -149,15 +150,16 @@ inline Driver make_driver() {
     state().staged_to = reinterpret_cast<void*>(to);
     return 0;
   };
-  d.cuMemcpyDtoH = [](void* to, Address from, size_t bytes) {
-    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
-    return 0;
-  };
   d.cuMemcpyHtoDAsync = [](Address to, const void* from, size_t bytes, Handle stream) {
     const std::lock_guard lock(state().mutex);
     std::memcpy(reinterpret_cast<void*>(to), from, bytes);
     note("copy " + std::to_string(bytes) + " on " + name_of(stream));
     return 0;
+  };
+  d.cuMemcpyDtoHAsync = [](void* to, Address from, size_t bytes, Handle) {
+    if (state().read_result != 0) return state().read_result;
+    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    return Result{0};
   };
   d.cuMemsetD32Async = [](Address to, unsigned value, size_t count, Handle stream) {
     const std::lock_guard lock(state().mutex);

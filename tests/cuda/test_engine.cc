@@ -338,19 +338,34 @@ void check_shared_ends() {
   }
 }
 
-// What happens on the device reaches the host through the status word.
+// What happens on the device reaches the host through the status word, and why it happened through
+// the rank's own memory. Ranks that share its launches find the same there.
 void check_device_failure() {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 0, 3);
   for (int32_t r = 0; r < 3; ++r) ranks.call(r, plan, true);
+  const auto publish = [&](int32_t from, int32_t waited_for, int32_t aborted_by) {
+    const auto layout = EngineLayout(ranks.config).symmetric;
+    for (std::vector<uint64_t>& flags : ranks.flags)
+      flags[layout.abort(from) / 8] = uec::AbortWord::make(1, waited_for, aborted_by).word;
+  };
+  publish(1, 0, -1);
+  publish(0, 2, 1);
   Status& status = ranks.launcher->status(1);
   status.report.fault = uec::Fault::kMismatch;
+  status.report.wait.peer = 0;
   status.report.epoch = 1;
-  status.report.root = 2;
   status.failed_call = 1;
+  CHECK(ranks.engines[1]->peer_states().empty());  // nobody has asked
   CHECK_EQ(ranks.engines[1]->failed_epoch(), 1);
   CHECK(!ranks.engines[1]->wait(1, kUserStream, {}));
   CHECK(ranks.engines[1]->report().fault == uec::Fault::kMismatch);
+  CHECK_EQ(ranks.engines[1]->report().root, 2);
+  const uec::PeerStates peers = ranks.engines[1]->peer_states();
+  CHECK_EQ(peers.size(), size_t{3});
+  CHECK_EQ(peers[0].abort.waited_for(), 2);
+  CHECK(peers[0].reached && !peers[0].gone);
+  CHECK_EQ(peers[1].record.epoch_low(), 1u);  // which no rank publishes to itself
   CHECK(ranks.engines[0]->synchronize(1, {}));
   // Rank 1 will not call again: a rank that waits for the next launch learns of it.
   ranks.call(0, plan, true);
@@ -358,6 +373,20 @@ void check_device_failure() {
   CHECK(ranks.engines[0]->report().fault == uec::Fault::kAborted);
   CHECK_EQ(ranks.engines[0]->report().aborter, 1);
   CHECK_EQ(ranks.engines[0]->report().root, 2);
+}
+
+// The context may be lost along with the call: then the rank's own report is all there is.
+void check_unreadable_memory() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 1, 1);
+  ranks.call(0, plan, true);
+  Status& status = ranks.launcher->status(1);
+  status.report.fault = uec::Fault::kMismatch;
+  status.report.wait.peer = 2;
+  status.report.epoch = status.failed_call = 1;
+  recorder::state().read_result = 719;
+  CHECK_EQ(ranks.engines[0]->report().root, 2);
+  recorder::state().read_result = 0;
 }
 
 // A rank with launches of its own tells its peers by the notice kernel.
@@ -484,6 +513,7 @@ int main() {
   check_missing_rank();
   check_shared_ends();
   check_device_failure();
+  check_unreadable_memory();
   check_notices();
   check_driver_errors();
   check_refused_by_captures();

@@ -12,6 +12,7 @@
 #include "cuda/device/notice.cuh"
 #include "cuda/device/replicate.cuh"
 #include "cuda/rank_state.hpp"
+#include "engine/cause.hpp"
 #include "engine/config.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
@@ -144,6 +145,16 @@ class EmulatedGroup {
            slot % slots * options_.segment_bytes[segment];
   }
   Status& status(int32_t rank) { return statuses_[rank]; }
+  // What the host makes of a failure on the device, when nothing runs.
+  uec::Report report(int32_t rank) {
+    const auto& layout = layouts_[0].symmetric;
+    uec::PeerStates peers(group_.num_ranks);
+    for (int32_t r = 0; r < group_.num_ranks; ++r)
+      peers[r] = {.record = {flag(rank, layout.call(r))}, .abort = {flag(rank, layout.abort(r))}};
+    uec::Report report = status(rank).report;
+    uec::name_root(peers, rank, &report);
+    return report;
+  }
   RankState& state(int32_t rank) { return states_[rank]; }
   PlanCase& group() { return group_; }
   std::vector<int32_t>& plan(int32_t rank) { return plans_[rank]; }

@@ -21,7 +21,7 @@ inline void launch_without_the_last(EmulatedGroup& ranks) {
   ranks.launch(2, 2);
   for (const int32_t r : {0, 1}) {
     CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
-    const uec::Report& report = ranks.status(r).report;
+    const uec::Report report = ranks.report(r);
     CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
     CHECK_EQ(report.root, 2);
     CHECK_EQ(report.epoch, uint64_t{1});
@@ -30,7 +30,7 @@ inline void launch_without_the_last(EmulatedGroup& ranks) {
   ranks.launch(2);  // at once: nothing is waited for, moved or added
   CHECK(ranks.results() == before);
   CHECK_EQ(ranks.status(2).failed_call, uint64_t{1});
-  CHECK(ranks.status(2).report.fault == Fault::kAborted);
+  CHECK(ranks.report(2).fault == Fault::kAborted);
   CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
 }
 
@@ -40,7 +40,7 @@ inline void launch_mismatch(EmulatedGroup& ranks, int32_t num_blocks, uint64_t c
   int mismatches = 0;
   for (int32_t r = 0; r < 3; ++r) {
     CHECK_EQ(ranks.status(r).failed_call, call);
-    const Fault fault = ranks.status(r).report.fault;
+    const Fault fault = ranks.report(r).fault;
     CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
     mismatches += fault == Fault::kMismatch;
   }
@@ -63,10 +63,10 @@ void cancel_while(EmulatedGroup& ranks, const Launch& launch) {
 // Rank 2 never comes.
 inline void launch_and_cancel(EmulatedGroup& ranks) {
   cancel_while(ranks, [&] { ranks.launch(2, 2); });
-  CHECK(ranks.status(0).report.fault == Fault::kCancelled);
-  CHECK_EQ(ranks.status(0).report.root, 0);
-  CHECK(ranks.status(1).report.fault == Fault::kAborted);
-  CHECK_EQ(ranks.status(1).report.root, 0);
+  CHECK(ranks.report(0).fault == Fault::kCancelled);
+  CHECK_EQ(ranks.report(0).root, 0);
+  CHECK(ranks.report(1).fault == Fault::kAborted);
+  CHECK_EQ(ranks.report(1).root, 0);
 }
 
 }  // namespace device_tests

@@ -97,8 +97,8 @@ void check_bad_ids(uint32_t seed) {
   for (int32_t r = 0; r < 3; ++r) {
     const Status& status = group.ranks.status(r);
     CHECK_EQ(status.failed_call, uint64_t{1});
-    CHECK(status.report.fault == Fault::kRejected);
-    CHECK_EQ(status.report.root, 1);
+    CHECK(group.ranks.report(r).fault == Fault::kRejected);
+    CHECK_EQ(group.ranks.report(r).root, 1);
     CHECK_EQ(status.bad_position, r == 1 ? position : -1);
     CHECK_EQ(status.bad_id, r == 1 ? ids[position] : 0);
     CHECK_EQ(group.ranks.state(r).epoch, uint64_t{0});
@@ -113,7 +113,7 @@ void check_bad_ids(uint32_t seed) {
   group.loads.launch(draw_shape(random));
   for (int32_t r = 0; r < 3; ++r) {
     CHECK_EQ(group.ranks.status(r).failed_call, uint64_t{1});
-    CHECK_EQ(group.ranks.status(r).report.root, 1);
+    CHECK_EQ(group.ranks.report(r).root, 1);
     CHECK_EQ(group.ranks.status(r).bad_position, r == 1 ? position : -1);
     CHECK_EQ(group.loads.table(r)[0], 0);
     group.loads.check_left_ready(r);
@@ -135,8 +135,8 @@ void check_fails_while_storing() {
         0, layout.call(peer),
         uec::CallRecord::make(1, peer == 1 ? digest : ~digest, uec::RecordKind::kCall).word);
   loads.launch({1, 1}, 0, 1);  // one warp: it has both of them
-  CHECK(ranks.status(0).report.fault == Fault::kMismatch);
-  CHECK_EQ(ranks.status(0).report.wait.peer, 3);
+  CHECK(ranks.report(0).fault == Fault::kMismatch);
+  CHECK_EQ(ranks.report(0).wait.peer, 3);
   CHECK_EQ(ranks.flag(1, layout.gathered(0)), uint64_t{0});
   loads.check_left_ready(0);
 }
@@ -147,14 +147,14 @@ void check_timeout() {
   group.loads.launch({2, 2}, 0, 2);
   for (const int32_t r : {0, 1}) {
     CHECK_EQ(group.ranks.status(r).failed_call, uint64_t{1});
-    const uec::Report& report = group.ranks.status(r).report;
+    const uec::Report report = group.ranks.report(r);
     CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
     CHECK_EQ(report.root, 2);
     CHECK(report.wait.flag == uec::FlagKind::kCall);
     group.loads.check_left_ready(r);
   }
   group.loads.launch({2, 2}, 2, 1);
-  CHECK(group.ranks.status(2).report.fault == Fault::kAborted);
+  CHECK(group.ranks.report(2).fault == Fault::kAborted);
   // A rank that knows of a failure announces nothing.
   CHECK_EQ(group.ranks.flag(0, group.ranks.state(0).layout.call(2)), uint64_t{0});
   group.loads.check_left_ready(2);
@@ -164,7 +164,7 @@ void check_is_mismatch(Three& group) {
   int mismatches = 0;
   for (int32_t r = 0; r < 3; ++r) {
     CHECK_EQ(group.ranks.status(r).failed_call, uint64_t{1});
-    const Fault fault = group.ranks.status(r).report.fault;
+    const Fault fault = group.ranks.report(r).fault;
     CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
     mismatches += fault == Fault::kMismatch;
     group.loads.check_left_ready(r);
@@ -196,10 +196,10 @@ void check_mismatches() {
 void check_cancel() {
   Three group(4, small(60));
   cancel_while(group.ranks, [&] { group.loads.launch({2, 2}, 0, 2); });
-  CHECK(group.ranks.status(0).report.fault == Fault::kCancelled);
-  CHECK_EQ(group.ranks.status(0).report.root, 0);
-  CHECK(group.ranks.status(1).report.fault == Fault::kAborted);
-  CHECK_EQ(group.ranks.status(1).report.root, 0);
+  CHECK(group.ranks.report(0).fault == Fault::kCancelled);
+  CHECK_EQ(group.ranks.report(0).root, 0);
+  CHECK(group.ranks.report(1).fault == Fault::kAborted);
+  CHECK_EQ(group.ranks.report(1).root, 0);
 }
 
 // Before the call begins, also if it would never have had to wait.
@@ -207,7 +207,7 @@ void check_cancelled_before(int32_t num_warps) {
   Three group(5);
   std::atomic_ref(group.ranks.status(1).cancelled).store(1);
   group.loads.launch({2, num_warps});
-  CHECK(group.ranks.status(1).report.fault == Fault::kCancelled);
+  CHECK(group.ranks.report(1).fault == Fault::kCancelled);
   CHECK_EQ(group.ranks.status(1).failed_call, uint64_t{1});
   CHECK_EQ(group.ranks.state(1).epoch, uint64_t{0});
   for (int32_t r = 0; r < 3; ++r) group.loads.check_left_ready(r);
@@ -220,9 +220,9 @@ void check_notices() {
     group.ranks.notify(2, notice);
     group.loads.launch({2, 2});
     for (const int32_t r : {0, 1}) {
-      CHECK(group.ranks.status(r).report.fault ==
+      CHECK(group.ranks.report(r).fault ==
             (notice == Notice::kAborted ? Fault::kAborted : Fault::kRejected));
-      CHECK_EQ(group.ranks.status(r).report.root, 2);
+      CHECK_EQ(group.ranks.report(r).root, 2);
       CHECK_EQ(group.ranks.flag(2, group.ranks.state(2).layout.call(r)), uint64_t{0});
     }
   }

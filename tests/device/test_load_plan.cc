@@ -137,8 +137,8 @@ void check_failure() {
   none.slot_quota.assign(none.slot_quota.size(), 0);
   none.home_quota.assign(none.home_quota.size(), 0);
   for (int32_t r = 0; r < 3; ++r) {
-    CHECK(ranks.status(r).report.fault == Fault::kRejected);
-    CHECK_EQ(ranks.status(r).report.root, 1);
+    CHECK(ranks.report(r).fault == Fault::kRejected);
+    CHECK_EQ(ranks.report(r).root, 1);
     planner.check_plan(r, none);
     planner.loads().check_left_ready(r);
   }

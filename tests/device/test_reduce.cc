@@ -163,19 +163,18 @@ void check_absence() {
     ranks.notify(1, notice);
     ranks.prepare_sums({kDirect, true});
     ranks.launch(1, notice == Notice::kClosed ? 1 : 3);
-    CHECK(ranks.status(0).report.fault ==
-          (notice == Notice::kClosed ? Fault::kClosed : Fault::kRejected));
-    CHECK_EQ(ranks.status(0).report.root, 1);
+    CHECK(ranks.report(0).fault == (notice == Notice::kClosed ? Fault::kClosed : Fault::kRejected));
+    CHECK_EQ(ranks.report(0).root, 1);
   }
   auto ranks = make_small(60, Plans::kOnDevice);
   ranks.prepare_sums({kPull, true});
   ranks.plan(1)[2] = 3;
   ranks.launch(2);
-  const uec::Report& report = ranks.status(1).report;
+  const uec::Report report = ranks.report(1);
   CHECK(report.fault == Fault::kRejected);
   CHECK_EQ(report.wait.seen, static_cast<uint64_t>(uec::PlanFault::kOutOfRange));
   CHECK_EQ(report.wait.expert, 3);
-  for (const int32_t r : {0, 2}) CHECK_EQ(ranks.status(r).report.root, 1);
+  for (const int32_t r : {0, 2}) CHECK_EQ(ranks.report(r).root, 1);
 }
 
 }  // namespace

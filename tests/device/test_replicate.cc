@@ -108,6 +108,20 @@ void check_timeout(Mode mode) {
   launch_without_the_last(ranks);
 }
 
+// Both wait for the last, and one of them is told by a signal that the other has given up.
+void check_far_timeout() {
+  PlanCase group = make_group(3, 3, 1);
+  group.allow_cross_domain = true;
+  group.domain = {0, 1, 2};
+  CHECK(group.place(2, 0));
+  CHECK(group.place(2, 1));
+  Options options = small(0.2);
+  options.far = true;
+  EmulatedGroup ranks(group, options);
+  ranks.prepare(Mode::kPush, {0});
+  launch_without_the_last(ranks);
+}
+
 // A plan differs on one rank.
 void check_mismatch(Mode mode) {
   EmulatedGroup ranks(three_ranks(), small());
@@ -134,8 +148,7 @@ void check_late_mismatch() {
   ranks.group().clear();
   ranks.prepare(Mode::kPush, {0});
   ranks.launch(1);
-  CHECK(ranks.status(2).report.fault == Fault::kMismatch ||
-        ranks.status(2).report.fault == Fault::kAborted);
+  CHECK(ranks.report(2).fault == Fault::kMismatch || ranks.report(2).fault == Fault::kAborted);
   CHECK_EQ(ranks.status(2).failed_call, uint64_t{2});
 }
 
@@ -153,7 +166,7 @@ void check_cancelled_before() {
   ranks.prepare(Mode::kDirect, {0});
   std::atomic_ref(ranks.status(1).cancelled).store(1);
   ranks.launch(1);
-  CHECK(ranks.status(1).report.fault == Fault::kCancelled);
+  CHECK(ranks.report(1).fault == Fault::kCancelled);
   CHECK_EQ(ranks.status(1).failed_call, uint64_t{1});
 }
 
@@ -161,25 +174,25 @@ void check_notices() {
   {
     EmulatedGroup ranks(three_ranks(), small());
     ranks.notify(1, Notice::kRejected);
-    CHECK(ranks.status(1).report.fault == Fault::kRejected);
+    CHECK(ranks.report(1).fault == Fault::kRejected);
     CHECK_EQ(ranks.status(1).failed_call, uint64_t{1});
     ranks.prepare(Mode::kPush, {0});
     ranks.launch(1);
     for (const int32_t r : {0, 2}) {
-      CHECK(ranks.status(r).report.fault == Fault::kRejected);
-      CHECK_EQ(ranks.status(r).report.root, 1);
+      CHECK(ranks.report(r).fault == Fault::kRejected);
+      CHECK_EQ(ranks.report(r).root, 1);
     }
-    CHECK_EQ(ranks.status(1).report.root, 1);
+    CHECK_EQ(ranks.report(1).root, 1);
   }
   {
     EmulatedGroup ranks(three_ranks(), small());
     ranks.notify(2, Notice::kAborted);
-    CHECK(ranks.status(2).report.fault == Fault::kCancelled);
+    CHECK(ranks.report(2).fault == Fault::kCancelled);
     ranks.notify(2, Notice::kAborted);  // twice is once
     ranks.prepare(Mode::kDirect, {0});
     ranks.launch(1);
-    CHECK(ranks.status(0).report.fault == Fault::kAborted);
-    CHECK_EQ(ranks.status(0).report.root, 2);
+    CHECK(ranks.report(0).fault == Fault::kAborted);
+    CHECK_EQ(ranks.report(0).root, 2);
   }
   {
     EmulatedGroup ranks(three_ranks(), small());
@@ -206,15 +219,15 @@ void check_refusal(uint64_t reason, int32_t expert, int32_t piece, Spoil&& spoil
   ranks.prepare(Mode::kPush, {0});
   spoil(ranks);
   ranks.launch(2);
-  const uec::Report& report = ranks.status(1).report;
+  const uec::Report report = ranks.report(1);
   CHECK(report.fault == Fault::kRejected);
   CHECK_EQ(report.root, 1);
   CHECK_EQ(report.wait.seen, reason);
   CHECK_EQ(report.wait.expert, expert);
   CHECK_EQ(report.wait.piece, piece);
   for (const int32_t r : {0, 2}) {
-    CHECK(ranks.status(r).report.fault == Fault::kRejected);
-    CHECK_EQ(ranks.status(r).report.root, 1);
+    CHECK(ranks.report(r).fault == Fault::kRejected);
+    CHECK_EQ(ranks.report(r).root, 1);
     CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
   }
   ranks.launch(2);  // at once
@@ -253,7 +266,7 @@ void check_not_counted() {
   ranks.prepare(Mode::kPush, {0});
   ranks.launch(2);
   CHECK_EQ(ranks.status(1).failed_call, uint64_t{3});
-  CHECK_EQ(ranks.status(1).report.epoch, uint64_t{4});
+  CHECK_EQ(ranks.report(1).epoch, uint64_t{4});
 }
 
 }  // namespace
@@ -271,6 +284,7 @@ int main() {
     check_timeout(mode);
     check_mismatch(mode);
   }
+  check_far_timeout();
   check_late_mismatch();
   check_cancel();
   check_cancelled_before();

@@ -402,7 +402,7 @@ ORDERS = {
             host.h.t0: ld.acquire.sys failed 1; r = ld report""",
         never=("r=0",),
         weak=RELEASE_SYSTEM,
-        calls={"cuda/device/wait.cuh publish_failure": "name_root store_release_system"},
+        calls={"cuda/device/wait.cuh publish_failure": "release_slots store_release_system"},
     ),
 }
 # Instructions without an order of their own: counts that are read after an arrival, bytes that only

@@ -363,7 +363,7 @@ mutant(death_unnoticed_in_the_call core/transfer/protocol.hpp
   FIND [[  if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;]]
   REPLACE [[]])
 
-mutant(blames_what_it_waited_for core/transfer/failure.hpp
+mutant(blames_what_it_waited_for engine/cause.hpp
   FIND [[    if (!word.set() || word.aborted_by() < 0) break;]]
   REPLACE [[    break;]])
 

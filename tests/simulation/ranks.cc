@@ -278,14 +278,14 @@ void Simulation::step_program(int32_t rank) {
       give_back(rank);
       return;
     case Phase::kAbort:
-      announce_abort(calls_[rank], memory, mover, uec::abort_word(calls_[rank], r.report));
+      announce_abort(calls_[rank], memory, mover, uec::abort_word(rank, r.report));
       r.phase = Phase::kDrain;
       return;
     case Phase::kDrain:
       drain(rank);
       return;
     case Phase::kChain:
-      if (r.gave_up || uec::chain_is_written(memory, calls_[rank]))
+      if (r.gave_up || uec::chain_is_written(peer_states(rank), r.report.epoch, rank))
         r.phase = Phase::kSettle;
       else if (!world_->rang)
         sleep(own_thread(rank), 0);
@@ -453,6 +453,7 @@ void Simulation::close(int32_t rank) {
 void Simulation::fail(int32_t rank, const Report& report) {
   if (ranks_[rank].phase >= Phase::kAbort) return;
   ranks_[rank].report = report;
+  ranks_[rank].report.epoch = calls_[rank].epoch.number;
   ranks_[rank].phase = Phase::kAbort;
   world_->wake_rank(rank);
 }
@@ -473,8 +474,18 @@ void Simulation::drain(int32_t rank) {
   ranks_[rank].phase = Phase::kChain;
 }
 
+uec::PeerStates Simulation::peer_states(int32_t rank) const {
+  const uec::SymmetricLayout& layout = world_->shape.layout;
+  SimMemory& memory = memories_[own_thread(rank)];
+  uec::PeerStates states(case_.group.num_ranks);
+  for (int32_t r = 0; r < case_.group.num_ranks; ++r)
+    states[r] = {
+        {memory.observe(layout.call(r))}, {memory.observe(layout.abort(r))}, memory.peer_gone(r)};
+  return states;
+}
+
 void Simulation::settle(int32_t rank) {
-  uec::name_root(memories_[own_thread(rank)], calls_[rank], &ranks_[rank].report);
+  uec::name_root(peer_states(rank), rank, &ranks_[rank].report);
   check_report(rank);
   if (!world_->quiet(rank))
     world_->violate(Property::kMainsChanged, "rank %d gave up with operations under way", rank);

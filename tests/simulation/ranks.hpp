@@ -12,6 +12,7 @@
 #include "core/transfer/gather.hpp"
 #include "core/transfer/reducer.hpp"
 #include "core/transfer/worker.hpp"
+#include "engine/cause.hpp"
 #include "simulation/adder.hpp"
 #include "simulation/case.hpp"
 #include "simulation/world.hpp"
@@ -130,6 +131,7 @@ class Simulation {
   void fail(int32_t rank, const uec::Report& report);
   void time_out(int32_t agent);
   void drain(int32_t rank);
+  uec::PeerStates peer_states(int32_t rank) const;
   void settle(int32_t rank);
   void close(int32_t rank);
   void blocked(int32_t agent, const uec::Wait& wait);

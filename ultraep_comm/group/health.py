@@ -71,7 +71,8 @@ class GroupHealth:
         waits: this rank's waits; None on a CUDA group, where kernels wait, and in a forked child.
         peers_gone: ranks whose processes have ended, or that closed the group after a failure.
         peers: the last known state of every rank ``[G]``, this one included, at the time of the
-            failure, or now if there was none. None on a CUDA group, and in a forked child.
+            failure, or now if there was none. None on a CUDA group before a failure on the device,
+            and in a forked child.
         last_error: the error that ended the group, as "Type: text"; None: none.
         saved_plans: saved plans that were neither reduced nor released.
     """

@@ -160,7 +160,7 @@ class Work:
         return self._session.engine.is_completed(self.epoch)
 
     def exception(self) -> UltraEPError | None:
-        """Return the error if the call failed, else None; never blocks."""
+        """Return the error if the call failed, else None; does not wait for the call."""
         self._require_readable("exception()")
         failed = self._session.engine.failed_epoch()
         if failed == 0 or failed > self.epoch:

@@ -1,4 +1,5 @@
-// How a call fails: what it reports, what it publishes to peers, and which rank failed first.
+// How a call fails: what it reports, and what it publishes to peers. Which rank failed first is for
+// the host to find (engine/cause.hpp).
 #pragma once
 
 #include "core/transfer/announce.hpp"
@@ -10,27 +11,11 @@ struct Report {
   Fault fault = Fault::kNone;
   Wait wait;
   int32_t aborter = -1;  // kAborted: whose abort we saw
-  int32_t root = -1;     // end of the chain of waits, as far as ranks have published theirs
+  int32_t root = -1;     // end of the chain of waits, by the host: engine/cause.hpp
   uint64_t epoch = 0;
   double seconds = 0;
   bool all_called = false;
 };
-
-// What a rank last published about itself, as far as it has arrived here.
-struct PeerState {
-  CallRecord record;  // 0: it has made no call, or is out of reach
-  AbortWord abort;
-  bool gone = false;
-  bool reached = true;
-};
-
-// The state of a peer: no rank publishes to itself. For one thread alone.
-template <class Memory>
-UEC_HD PeerState peer_state(Memory& memory, const SymmetricLayout& layout, int32_t rank) {
-  return {{memory.observe(layout.call(rank))},
-          {memory.observe(layout.abort(rank))},
-          memory.peer_gone(rank)};
-}
 
 // Whether a peer's record for our last call differs from ours. A rank with nothing to transfer
 // waits for no peer, and learns of the mismatch here: in its next call, or when it closes.
@@ -116,87 +101,11 @@ UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const W
   return report;
 }
 
-// What follows is for one thread alone: members of a team could see different words.
-
 // What a failed rank publishes to its peers.
-UEC_HD inline AbortWord abort_word(const Call& call, const Report& report) {
-  const bool by_itself = report.fault == Fault::kCancelled || report.wait.peer == call.rank;
-  return AbortWord::make(call.epoch.number, by_itself ? -1 : report.wait.peer,
+UEC_HD inline AbortWord abort_word(int32_t rank, const Report& report) {
+  const bool by_itself = report.fault == Fault::kCancelled || report.wait.peer == rank;
+  return AbortWord::make(report.epoch, by_itself ? -1 : report.wait.peer,
                          by_itself ? -1 : report.aborter);
-}
-
-namespace detail {
-
-// What `rank` has said of this call or an earlier one. A rank that failed later has finished this
-// call, and is no reason for anything in it.
-template <class Memory>
-UEC_HD AbortWord abort_of(Memory& memory, const Call& call, int32_t rank) {
-  const AbortWord word{memory.observe(call.layout.abort(rank))};
-  return word.ahead_of(call.epoch.number) > 0 ? AbortWord{} : word;
-}
-
-// The rank whose failure made `rank` fail, directly or through others. The rank whose abort it saw
-// had failed before it, so there are no cycles.
-template <class Memory>
-UEC_HD int32_t find_cause(Memory& memory, const Call& call, int32_t rank) {
-  for (int32_t steps = 0; steps < call.num_ranks; ++steps) {
-    const AbortWord word = abort_of(memory, call, rank);
-    if (!word.set() || word.aborted_by() < 0) break;
-    rank = word.aborted_by();
-  }
-  return rank;
-}
-
-}  // namespace detail
-
-// The root cause, seen from a failed rank that has published its abort: a rank that says it failed
-// by itself, else the end of the chain of waits, as far as abort words have arrived.
-template <class Memory>
-UEC_HD int32_t find_root(Memory& memory, const Call& call) {
-  if (detail::abort_of(memory, call, call.rank).by_itself()) return call.rank;
-  for (int32_t r = 0; r < call.num_ranks; ++r)
-    if (detail::abort_of(memory, call, r).by_itself()) return r;
-  // The first rank to give up waited for another, which may have been waiting too. What a rank was
-  // waiting for when another cause ended its wait says nothing: then that other cause is followed.
-  // Only where causes lead to each other are the waits all there is to go by.
-  const int32_t circle = 2 * call.num_ranks;
-  int32_t cause = detail::find_cause(memory, call, call.rank), at = cause;
-  for (int32_t steps = 0; steps < 2 * circle; ++steps) {
-    const AbortWord word = detail::abort_of(memory, call, at);
-    if (!word.set()) break;
-    const int32_t other = steps < circle ? detail::find_cause(memory, call, at) : cause;
-    if (other != cause) {
-      cause = at = other;
-      continue;
-    }
-    if (word.waited_for() < 0) break;
-    at = word.waited_for();
-  }
-  return at;
-}
-
-// Whether the root is final: some rank says that it failed by itself, or every live rank has
-// published its word.
-template <class Memory>
-UEC_HD bool chain_is_written(Memory& memory, const Call& call) {
-  const int32_t root = find_root(memory, call);
-  if (memory.peer_gone(root) || detail::abort_of(memory, call, root).by_itself()) return true;
-  for (int32_t r = 0; r < call.num_ranks; ++r)
-    if (call.addresses.reaches(r) && !memory.peer_gone(r) &&
-        !AbortWord{memory.observe(call.layout.abort(r))}.set())
-      return false;
-  return true;
-}
-
-// Completes the report, once the chain is written or its time is up.
-template <class Memory>
-UEC_HD void name_root(Memory& memory, const Call& call, Report* report) {
-  report->epoch = call.epoch.number;
-  report->root = find_root(memory, call);
-  if (report->fault == Fault::kAborted) {
-    const CallRecord first{memory.observe(call.layout.call(report->root))};
-    if (first.kind() == RecordKind::kRejected) report->fault = Fault::kRejected;
-  }
 }
 
 }  // namespace uec

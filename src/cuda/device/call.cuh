@@ -136,10 +136,11 @@ UEC_ROLE void finish(CallShared& shared, int32_t bank, bool has_call_number) {
       state.epoch = block.call.epoch.number;
       state.last_call = shared.known.last_call + has_call_number;
     }
-  } else if (!Warp::broadcast(state.failure_published)) {
-    publish_failure(block, memory);
   } else if (Warp::leader()) {
-    release_slots(state);  // a replay's stream may have cleared the words
+    if (!state.failure_published)
+      publish_failure(state);
+    else
+      release_slots(state);  // a replay's stream may have cleared the words
   }
   if (!Warp::leader()) return;
   state.entered = 0;

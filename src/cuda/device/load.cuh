@@ -212,7 +212,7 @@ UEC_ROLE void finish_load(LoadShared& shared, bool done, bool has_call_number) {
     DeviceMemory<kFar> memory(block);
     if (!has_failed(block)) fail(block, memory, Fault::kCancelled, -1, Wait{});
     ptx::sync_warp();
-    if (!Warp::broadcast(state.failure_published)) publish_failure(block, memory);
+    if (Warp::leader() && !state.failure_published) publish_failure(state);
   }
   if (!Warp::leader()) return;
   if (done) {

@@ -41,7 +41,7 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block) {
   else
     fail(block, memory, Fault::kCancelled, -1, wait);
   ptx::sync_warp();
-  publish_failure(block, memory);
+  if (Warp::leader()) publish_failure(state);
 }
 
 }  // namespace uec::cuda

@@ -45,13 +45,14 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Fault fault, int32_t abor
       report.fault = fault;
       report.wait = wait;
       report.aborter = aborter;
+      report.epoch = block.call.epoch.number;
       report.seconds = static_cast<double>(waited_ns) * 1e-9;
       report.all_called = all_called;
     }
   }
   if (!Warp::broadcast(first)) return;
   FlagPublisher publisher;
-  announce_abort(block.call, memory, publisher, abort_word(block.call, report));
+  announce_abort(block.call, memory, publisher, abort_word(block.call.rank, report));
   while (!memory.flags_delivered()) {
   }
 }
@@ -128,26 +129,13 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memo
   return false;
 }
 
-// Ends the first failed call of a rank: by one warp, after all its blocks have drained, so that the
-// caller may change what they were reading.
-template <class Memory>
-UEC_DEVICE void publish_failure(BlockCall& block, Memory& memory) {
-  if (!Warp::leader()) return;
-  RankState& state = *block.state;
-  Report& report = state.report;
-  // Abort words of different ranks arrive in any order, so the chain is given time to be written.
-  // Peers answer an abort with their own; a rank that is stuck does not, and ends the chain.
-  const uint64_t grace = report.fault == Fault::kTimeout   ? 500'000'000
-                         : report.fault == Fault::kAborted ? 50'000'000
-                                                           : 0;
-  const uint64_t start = ptx::nanoseconds();
-  while (elapsed(start, ptx::nanoseconds()) < grace && !chain_is_written(memory, block.call))
-    ptx::pause();
-  name_root(memory, block.call, &report);
+// Ends the first failed call of a rank: by one thread, after all the rank's blocks have drained, so
+// that the caller may change what they were reading.
+UEC_DEVICE void publish_failure(RankState& state) {
   state.failure_published = 1;
   release_slots(state);
   auto* const status = reinterpret_cast<Status*>(state.status);
-  status->report = report;
+  status->report = state.report;
   // The host sees the report once it sees the epoch.
   ptx::store_release_system(&status->failed_call, state.last_call + 1);
 }

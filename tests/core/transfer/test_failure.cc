@@ -1,6 +1,5 @@
-// The root cause: what a rank concludes from the abort words that have reached it.
+// What a failed call reports and publishes, and what a rank sees of its peers' failures.
 #include <map>
-#include <vector>
 
 #include "core/transfer/failure.hpp"
 #include "support/check.hpp"
@@ -21,9 +20,7 @@ struct FakeMemory {
   using Team = uec::SingleThread;
 
   std::map<int64_t, uint64_t> words{};
-  std::vector<bool> gone = std::vector<bool>(kRanks, false);
   uint64_t observe(int64_t offset) { return words[offset]; }
-  bool peer_gone(int32_t rank) const { return gone[rank]; }
 };
 
 // Rank 0 of five, which has seen these abort words.
@@ -49,59 +46,12 @@ struct Seen {
     memory.words[call.layout.call(rank)] = record.word;
     return *this;
   }
-  Seen& gone(int32_t rank) {
-    memory.gone[rank] = true;
-    return *this;
-  }
-  int32_t root() { return find_root(memory, call); }
-  bool written() { return chain_is_written(memory, call); }
 
   FakeMemory memory;
   Call call;
   uint8_t byte = 0;
   uint8_t* bases[kRanks];
 };
-
-void check_roots() {
-  CHECK_EQ(Seen().word(0, 3, -1).root(), 3);                 // a wait of our own
-  CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, -1).root(), 2);  // a chain of waits
-  CHECK_EQ(Seen().word(0, -1, -1).root(), 0);                // we failed by ourselves
-  CHECK_EQ(Seen().word(0, 1, 2).word(2, -1, -1).root(), 2);  // another did
-  CHECK_EQ(Seen().word(0, 1, 2).word(2, 4, -1).root(), 4);   // we were told why
-  CHECK_EQ(Seen().word(0, -1, 2).root(), 2);                 // whose word has yet to come
-  // We told 1 that we had given up on it; it was waiting for 3 itself.
-  CHECK_EQ(Seen().word(0, 1, -1).word(1, 3, 0).root(), 3);
-  // 1 had to do with another cause: what it was waiting for would have arrived.
-  CHECK_EQ(Seen().word(0, 1, -1).word(1, 0, 2).word(2, 4, -1).root(), 4);
-  // Two ranks each wait for what the other's failure has kept from them.
-  CHECK_EQ(Seen().word(0, 1, 2).word(1, 0, 0).word(2, 3, -1).root(), 3);
-  // 0 and 1 gave up by themselves, on ranks that the other one's word ended while they waited for
-  // 3: the causes lead to each other, the waits lead on.
-  CHECK_EQ(Seen().word(0, 2, -1).word(1, 4, -1).word(2, 3, 1).word(4, 3, 0).root(), 3);
-  // One that failed by itself is the root, whatever chain we are in; we are our own.
-  CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, 0).word(3, -1, -1).root(), 3);
-  CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, 0).later_word(3, -1, -1).root(), 2);
-  CHECK_EQ(Seen().word(0, -1, -1).word(3, -1, -1).root(), 0);
-  {
-    Seen seen;
-    seen.call.rank = 3;
-    CHECK_EQ(seen.word(0, -1, -1).word(3, -1, -1).root(), 3);
-  }
-  // A rank that failed in a later call has finished this one.
-  CHECK_EQ(Seen().word(0, 3, -1).later_word(4, -1, -1).root(), 3);
-  CHECK_EQ(Seen().word(0, 3, -1).later_word(3, 4, -1).root(), 3);
-  // A cycle must not cause an endless loop.
-  const int32_t root = Seen().word(0, 1, -1).word(1, 0, -1).root();
-  CHECK(root == 0 || root == 1);
-}
-
-void check_chains() {
-  CHECK(!Seen().word(0, 1, -1).written());         // 1 may still say whom it waits for
-  CHECK(Seen().word(0, 1, -1).gone(1).written());  // never
-  CHECK(Seen().word(0, 1, -1).word(1, -1, -1).written());
-  CHECK(!Seen().word(0, 1, -1).word(1, 2, 0).word(3, 2, 0).word(4, 2, 0).written());
-  CHECK(Seen().word(0, 1, -1).word(1, 2, 0).word(2, 1, 0).word(3, 2, 0).word(4, 2, 0).written());
-}
 
 void check_before_a_call() {
   const CallRecord last = CallRecord::make(kEpoch - 1, 7, RecordKind::kCall);
@@ -148,19 +98,11 @@ void check_reports() {
   CHECK(report.fault == Fault::kMismatch);
   CHECK_EQ(report.aborter, -1);
 
-  report = {.fault = Fault::kAborted, .wait = {.peer = 4}, .aborter = 2};
-  const AbortWord word = abort_word(seen.call, report);
-  CHECK(word.waited_for() == 4 && word.aborted_by() == 2);
-  CHECK(abort_word(seen.call, {.fault = Fault::kCancelled, .wait = {.peer = 4}}).by_itself());
-  CHECK(abort_word(seen.call, {.fault = Fault::kRejected, .wait = {.peer = 0}}).by_itself());
-
-  // Told by a rank that had rejected its input: that is what the report says.
-  seen.word(0, 4, 2).word(2, -1, -1);
-  seen.record(2, CallRecord::make(kEpoch, 1, RecordKind::kRejected));
-  name_root(seen.memory, seen.call, &report);
-  CHECK(report.fault == Fault::kRejected);
-  CHECK_EQ(report.root, 2);
-  CHECK_EQ(report.epoch, kEpoch);
+  report = {.fault = Fault::kAborted, .wait = {.peer = 4}, .aborter = 2, .epoch = kEpoch};
+  const AbortWord word = abort_word(0, report);
+  CHECK(word.waited_for() == 4 && word.aborted_by() == 2 && word.ahead_of(kEpoch) == 0);
+  CHECK(uec::abort_word(0, {.fault = Fault::kCancelled, .wait = {.peer = 4}}).by_itself());
+  CHECK(uec::abort_word(0, {.fault = Fault::kRejected, .wait = {.peer = 0}}).by_itself());
 }
 
 void check_disagreements() {
@@ -184,8 +126,6 @@ void check_disagreements() {
 }  // namespace
 
 int main() {
-  check_roots();
-  check_chains();
   check_before_a_call();
   check_who_has_called();
   check_reports();

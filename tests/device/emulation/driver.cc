@@ -177,15 +177,22 @@ int32_t cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void* stream
   return kSuccess;
 }
 
-int32_t cuMemcpyDtoH(void* to, uint64_t from, size_t bytes) {
-  if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
-  Streams::instance().synchronize_legacy();
-  std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+int32_t cuMemcpyHtoDAsync(uint64_t to, const void* from, size_t bytes, void* stream) {
+  emulated_copy(reinterpret_cast<void*>(to), from, bytes, stream);
   return kSuccess;
 }
 
-int32_t cuMemcpyHtoDAsync(uint64_t to, const void* from, size_t bytes, void* stream) {
-  emulated_copy(reinterpret_cast<void*>(to), from, bytes, stream);
+// Word by word where it can: flags are read while kernels of peers write them.
+int32_t cuMemcpyDtoHAsync(void* to, uint64_t from, size_t bytes, void* stream) {
+  Streams::instance().enqueue(stream, [=] {
+    const size_t words = from % sizeof(uint64_t) == 0 ? bytes / sizeof(uint64_t) : 0;
+    for (size_t i = 0; i < words; ++i)
+      static_cast<uint64_t*>(to)[i] =
+          std::atomic_ref(reinterpret_cast<uint64_t*>(from)[i]).load(std::memory_order_acquire);
+    const size_t copied = words * sizeof(uint64_t);
+    std::memcpy(static_cast<char*>(to) + copied, reinterpret_cast<const char*>(from) + copied,
+                bytes - copied);
+  });
   return kSuccess;
 }
 

@@ -160,6 +160,39 @@ def test_kernels_run_between_processes(
     ranks.run(num_ranks, calls, tmp_path, emulated_library, timeout=300)
 
 
+def _the_last_rank_never_calls(rank: int, process_group: Any, folder: Path, library: Path) -> Any:
+    device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    options = {"expert": MIXED, "num_sms": 2, "timeout": 1.0 + rank, "fabric": "torch"}
+    group = _new_group(process_group, memory, device, **options)
+    last = dist.get_world_size(process_group) - 1
+    error = None
+    if rank != last:
+        plan = fan_out_plan(last + 1, E, S)
+        work = uec.replicate_experts(make_weights(group), plan, group=group, async_op=True)
+        device.synchronize()
+        error = work.exception()
+    health = group.health()
+    dist.barrier(process_group)
+    group.close()
+    return error, health
+
+
+def test_the_rank_that_a_chain_of_waits_ends_at_is_named(
+    ranks: RankPool, emulated_library: Path, tmp_path: Path
+) -> None:
+    """The others' hosts find it, and what every rank said, in their own memory."""
+    scene = (3, _the_last_rank_never_calls, tmp_path, emulated_library)
+    *failed, (_, fine) = ranks.run(*scene, timeout=100)
+    assert fine.peers is None
+    for error, health in failed:
+        assert isinstance(error, (errors.TransferTimeoutError, errors.TransferAbortedError))
+        assert error.root == 2
+        assert health.peers == error.states
+        states = [state.state for state in error.states]
+        assert all("in call 1, failed: " in state for state in states[:2])
+        assert states[2] == "not yet in call 1 (not seen in a call yet)"
+
+
 # ---- the fabric ----------------------------------------------------------------------------------
 
 
