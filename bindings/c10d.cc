@@ -55,7 +55,7 @@ void bind_c10d(nb::module_& m) {
       .value("ADD_SUM", StepKind::kAddSum);
 
   nb::class_<Ledger>(m, "C10dLedger", "One rank's calls; see src/c10d/ledger.hpp.")
-      .def(nb::init<host::EngineConfig>(), "config"_a)
+      .def(nb::init<EngineConfig>(), "config"_a)
       .def(
           "transfer",
           [](Ledger& l, const TransferCall& call) {

@@ -125,8 +125,7 @@ inline auto slots_to_fill_array(const Topology& t, const std::vector<uint8_t>& m
 }
 
 // Whether a plan fits a group, and is legal there.
-inline void bind_plan_questions(nanobind::class_<host::EngineConfig>& config) {
-  using host::EngineConfig;
+inline void bind_plan_questions(nanobind::class_<EngineConfig>& config) {
   constexpr auto check = [](const Topology& t, const PlanView& plan) {
     return check_plan(SingleThread{}, t, at<const int32_t>(plan.slot_expert));
   };

@@ -29,8 +29,6 @@ using cuda::Handle;
 using cuda::Launcher;
 using cuda::LauncherConfig;
 using cuda::PeerConfig;
-using host::EngineConfig;
-using host::EngineLayout;
 
 Handle handle(uint64_t value) { return at<void>(value); }
 

@@ -23,8 +23,6 @@ namespace uec::python {
 namespace {
 
 using host::Engine;
-using host::EngineConfig;
-using host::EngineLayout;
 
 FullReport report(const Engine& engine) {
   FullReport full{engine.report()};

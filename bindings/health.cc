@@ -18,7 +18,6 @@ namespace uec::python {
 namespace {
 
 using host::Damage;
-using host::Waits;
 
 double seconds(std::chrono::nanoseconds time) {
   return std::chrono::duration<double>(time).count();

@@ -54,10 +54,10 @@ struct FullReport : Report {
 
 // What an engine has done so far, as far as the host knows it.
 struct EngineHealth {
-  host::CallCounts calls;
+  CallCounts calls;
   std::optional<uint64_t> completed;    // calls
   std::optional<int64_t> bytes_stored;  // by these
-  std::optional<host::Waits> waits;
+  std::optional<Waits> waits;
 };
 
 }  // namespace uec::python

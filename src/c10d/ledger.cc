@@ -19,7 +19,7 @@ constexpr int64_t kMaxPartBytes = 1 << 30;
 
 }  // namespace
 
-Ledger::Ledger(host::EngineConfig config)
+Ledger::Ledger(EngineConfig config)
     : config_(std::move(config)),
       layout_(config_),
       topology_(config_.topology()),

@@ -52,7 +52,7 @@ struct Prepared {
 // Needs external synchronisation.
 class Ledger {
  public:
-  explicit Ledger(host::EngineConfig config);
+  explicit Ledger(EngineConfig config);
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
@@ -69,7 +69,7 @@ class Ledger {
   // A call that this rank rejects has a number, and no digest of its own.
   uint64_t reject() { return ++epoch_; }
 
-  host::Banks& banks() { return banks_; }
+  Banks& banks() { return banks_; }
   uint64_t epoch() const { return epoch_; }
   // [G][S] the slots that the last call writes to or, of a reduction, reads.
   const std::vector<uint8_t>& slots_to_fill() const { return slots_to_fill_; }
@@ -79,11 +79,11 @@ class Ledger {
   void list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) const;
   Prepared enter(uint64_t digest);
 
-  host::EngineConfig config_;
-  host::EngineLayout layout_;
+  EngineConfig config_;
+  EngineLayout layout_;
   Topology topology_;
   GroupTables tables_;
-  host::Banks banks_;
+  Banks banks_;
   std::vector<uint64_t> memory_;
   CallArrays arrays_;
   ScheduleArrays work_;

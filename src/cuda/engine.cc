@@ -14,15 +14,15 @@ int64_t Engine::staging_bytes(int32_t num_sms, int64_t tile_bytes) {
   return num_sms * (kTileMemory / (kNumStages * tile_bytes)) * kNumFarStages * tile_bytes;
 }
 
-Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
-               std::shared_ptr<Launcher> launcher)
+Engine::Engine(EngineConfig config, const PeerConfig& peers, std::shared_ptr<Launcher> launcher)
     : config_(std::move(config)),
       peers_(peers),
       launcher_(std::move(launcher)),
       layout_(config_),
       topology_(config_.topology()),
       tables_(layout_.tables(config_)),
-      capacity_(layout_.capacity(config_)) {
+      capacity_(layout_.capacity(config_)),
+      banks_(topology_, config_.num_banks) {
   const int64_t tables = Launcher::tables_bytes(capacity_);
   const int64_t banks = Launcher::banks_bytes(capacity_);
   memory_.resize((tables + banks + arrays_.cut(nullptr, capacity_)) / 8);
@@ -30,11 +30,6 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
   Tables::cut(begin, capacity_, &own_tables_);
   BankTables::cut(begin + tables, capacity_, &own_banks_);
   arrays_.cut(begin + tables + banks, capacity_);
-  banks_.resize(config_.num_banks);
-  for (BankState& bank : banks_) {
-    bank.resident.assign(capacity_.replicas(), -1);
-    bank.table.resident = bank.resident.data();
-  }
   write_state();
 }
 
@@ -175,8 +170,8 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
                            const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
-    note_call({}, submitted_.load() + 1, 0);
-    if (args.bank.index >= 0) banks_[args.bank.index].version = args.bank.version;  // no slots
+    note_call(-1, 0, nullptr, submitted_.load() + 1, 0);
+    if (args.bank.index >= 0) banks_.set_version(args.bank.index, args.bank.version);  // no slots
     return fill_call(SingleThread{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
                      call);
   };
@@ -229,7 +224,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .segments = args.segments,
                     .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
-  const bool is_other = args.bank >= 0 && args.version != banks_[args.bank].version;
+  const bool is_other = args.bank >= 0 && args.version != banks_.version(args.bank);
   const bool is_refused = args.table == 0 && num_addresses() > 0 && capture_in(stream) != 0;
   if (is_other && !has_ended() && !is_refused)
     set_version(args.bank, args.version, stream, interrupted);
@@ -238,7 +233,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
       " on the device; bind them with group.bind() before the capture and pass what it returns",
       args.main_ptrs, num_addresses(), stream, interrupted);
-  note_call(args, call, capture_in(stream));
+  note_call(args.bank, args.segments, args.known, call, capture_in(stream));
   return call;
 }
 
@@ -277,16 +272,16 @@ Address Engine::on_device(const void* own) const {
 
 uint64_t Engine::version(int32_t bank) const {
   const std::lock_guard lock(submit_mutex_);
-  return banks_[bank].version;
+  return banks_.version(bank);
 }
 
 std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
                                        const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  BankState& state = banks_[bank];
-  if (has_ended()) return std::vector<int32_t>(state.resident.size(), -1);
-  if (state.known) return state.resident;
+  std::vector<int32_t> resident(capacity_.replicas(), -1);
+  if (has_ended()) return resident;
+  if (banks_.is_known(bank)) return banks_.residents(bank);
   if (capture_in(stream) != 0)
     throw refusal(
         "the stream is being captured into a CUDA graph, and what a bank holds is read by the host;"
@@ -294,7 +289,6 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   // Replays are on the caller's stream, if anywhere.
   const Driver& driver = launcher_->config().driver;
   const uint64_t last = submitted_.load();
-  std::vector<int32_t> resident(state.resident.size(), -1);
   if (!launcher_->await_stream(stream, interrupted)) return resident;
   if (last > 0 && !synchronize(last, interrupted)) return resident;
   BankTable table;
@@ -303,50 +297,33 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   if (table.segments != 0)
     copy_from_device(driver, resident.data(), reinterpret_cast<Address>(table.resident),
                      resident.size() * sizeof(int32_t), own_stream);
-  state.table.version = table.version;
-  state.table.segments = table.segments;
-  std::copy(resident.begin(), resident.end(), state.resident.begin());
-  state.known = !state.in_graphs;
+  banks_.learn(bank, table.version, table.segments, resident);
   return resident;
 }
 
-void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture) {
-  if (capture == 0) bank_of_[call % Launcher::kDepth] = std::max(args.bank, 0);
-  BankState& bank = banks_[std::max(args.bank, 0)];
-  bank.in_graphs |= capture != 0;
-  (capture == 0 ? bank.last_call : bank.last_captured) = call;
-  bank.capture = capture != 0 ? capture : bank.capture;
-  if (args.bank < 0) {
-    clear_residents(SingleThread{}, topology_, bank.table.resident);
-    bank.known = !bank.in_graphs;
-    return;
-  }
-  bank.known = bank.known && args.known != nullptr && capture == 0;
-  if (!bank.known) return;
-  expire_residents(SingleThread{}, topology_, bank.version, args.segments, bank.table);
-  note_residents(SingleThread{}, topology_, args.known, bank.table);
+void Engine::note_call(int32_t bank, uint64_t segments, const int32_t* slot_expert, uint64_t call,
+                       uint64_t capture) {
+  if (capture == 0) bank_of_[call % Launcher::kDepth] = std::max(bank, 0);
+  banks_.note_on_device(bank, segments, slot_expert, call, capture);
 }
 
-bool Engine::follow_calls(const BankState& bank, uint64_t capture, Handle stream,
+bool Engine::follow_calls(int32_t bank, uint64_t capture, Handle stream,
                           const Interrupted& interrupted) {
-  const uint64_t last = capture == 0              ? bank.last_call
-                        : bank.capture == capture ? bank.last_captured
-                                                  : 0;
+  const uint64_t last = banks_.last_call(bank, capture);
   return last == 0 || wait(last, stream, interrupted);
 }
 
 Address Engine::bank_table(int32_t bank, Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  if (!has_ended()) follow_calls(banks_[bank], capture_in(stream), stream, interrupted);
+  if (!has_ended()) follow_calls(bank, capture_in(stream), stream, interrupted);
   return on_device(own_banks_.tables + bank);
 }
 
 void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
                          const Interrupted& interrupted) {
-  BankState& state = banks_[bank];
   const uint64_t capture = capture_in(stream);
-  if (!follow_calls(state, capture, stream, interrupted)) return;
+  if (!follow_calls(bank, capture, stream, interrupted)) return;
   const Driver& driver = launcher_->config().driver;
   const auto set = [&](size_t offset, uint64_t value) {
     for (const uint64_t half : {value & 0xFFFFFFFF, value >> 32}) {
@@ -359,16 +336,13 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
   };
   set(offsetof(BankTable, segments), 0);
   set(offsetof(BankTable, version), version);
-  state.version = version;
-  clear_residents(SingleThread{}, topology_, state.resident.data());
-  state.in_graphs |= capture != 0;
-  state.known = !state.in_graphs;
+  banks_.set_version(bank, version, capture);
 }
 
 void Engine::invalidate(int32_t bank, Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
-  if (!has_ended()) set_version(bank, banks_[bank].version + 1, stream, interrupted);
+  if (!has_ended()) set_version(bank, banks_.version(bank) + 1, stream, interrupted);
 }
 
 // ---- ending -------------------------------------------------------------------------------------

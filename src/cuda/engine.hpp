@@ -16,6 +16,7 @@
 #include "core/transfer/prepare.hpp"
 #include "cuda/device/tables.hpp"
 #include "cuda/launcher.hpp"
+#include "engine/banks.hpp"
 #include "engine/cause.hpp"
 #include "engine/config.hpp"
 #include "engine/health.hpp"
@@ -67,7 +68,7 @@ class Engine {
  public:
   static int64_t staging_bytes(int32_t num_sms, int64_t tile_bytes);
 
-  Engine(host::EngineConfig config, const PeerConfig& peers, std::shared_ptr<Launcher> launcher);
+  Engine(EngineConfig config, const PeerConfig& peers, std::shared_ptr<Launcher> launcher);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -143,8 +144,8 @@ class Engine {
   // [G] what had been published when that was known; empty: nothing is known.
   PeerStates peer_states() const;
   uint64_t epoch() const { return submitted_.load(); }
-  int64_t bytes_stored() const;                                  // by finished calls
-  host::CallCounts calls() const { return calls_made_.read(); }  // not those that were captured
+  int64_t bytes_stored() const;                            // by finished calls
+  CallCounts calls() const { return calls_made_.read(); }  // not those that were captured
 
  private:
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
@@ -182,10 +183,10 @@ class Engine {
   Status& status() const { return launcher_->status(config_.rank); }
   void write_state();
 
-  host::EngineConfig config_;
+  EngineConfig config_;
   PeerConfig peers_;
   std::shared_ptr<Launcher> launcher_;
-  host::EngineLayout layout_;
+  EngineLayout layout_;
   Topology topology_;
   GroupTables tables_;
   Capacity capacity_;
@@ -200,27 +201,17 @@ class Engine {
   };
   std::vector<Region> regions_;
 
-  struct BankState {
-    uint64_t version = 0;
-    uint64_t last_call = 0;      // that was submitted; 0: none
-    uint64_t last_captured = 0;  // likewise
-    uint64_t capture = 0;        // that this was in
-    // What the device's table is after all calls, if `known`; never, where graphs may be replayed.
-    std::vector<int32_t> resident;  // [G][S]
-    BankTable table;
-    bool known = true, in_graphs = false;
-  };
-  // Under submit_mutex_, behind a call that has been submitted to the bank.
-  void note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture);
+  // Under submit_mutex_: `call` fills slots of the bank (-1: none, which is as bank 0).
+  void note_call(int32_t bank, uint64_t segments, const int32_t* slot_expert, uint64_t call,
+                 uint64_t capture);
   // Under submit_mutex_: lets `stream` follow the calls that read and write the bank's table.
   // Replays of other captures are ordered by the caller.
-  bool follow_calls(const BankState& bank, uint64_t capture, Handle stream,
-                    const Interrupted& interrupted);
-  std::vector<BankState> banks_;            // under submit_mutex_
+  bool follow_calls(int32_t bank, uint64_t capture, Handle stream, const Interrupted& interrupted);
+  Banks banks_;                             // under submit_mutex_
   int32_t bank_of_[Launcher::kDepth] = {};  // of the latest calls, by number; likewise
 
   mutable std::mutex submit_mutex_;
-  host::CallCounter calls_made_;
+  CallCounter calls_made_;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> failed_{0};  // by the host's own finding; 0: none
   std::atomic<bool> closed_{false};

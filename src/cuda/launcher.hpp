@@ -217,7 +217,7 @@ class Launcher {
   Handle notice_event_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;
-  host::OwnedByProcess<std::condition_variable> launches_;
+  OwnedByProcess<std::condition_variable> launches_;
   Line line_, captured_;
   uint64_t capture_ = 0;          // that the last captured call was in
   uint64_t captured_before_ = 0;  // number of the last captured call that was not in it

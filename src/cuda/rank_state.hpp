@@ -15,7 +15,7 @@ namespace uec::cuda {
 
 // Fills `tables` and `banks`, and returns a state that names them, `moved` behind where they are
 // now. Empty `far`, `pes`: not needed.
-inline RankState make_rank_state(const host::EngineConfig& config, const host::EngineLayout& layout,
+inline RankState make_rank_state(const EngineConfig& config, const EngineLayout& layout,
                                  const std::vector<uint8_t>& far, const std::vector<int32_t>& pes,
                                  const Tables& tables, const BankTables& banks, uint64_t moved) {
   const auto nanoseconds = [](double seconds) { return static_cast<uint64_t>(seconds * 1e9); };

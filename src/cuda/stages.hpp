@@ -160,7 +160,7 @@ class Stages {
               void* args, Handle stream);
   Handle make_event() const;
 
-  host::Process maker_;
+  Process maker_;
   Driver driver_;
   Handle context_;
   StageShape shape_;

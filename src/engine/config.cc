@@ -6,7 +6,7 @@
 #include "core/base/digest.hpp"
 #include "core/schedule/tiles.hpp"
 
-namespace uec::host {
+namespace uec {
 
 uint64_t EngineConfig::initial_digest() const {
   uint64_t d = mix(num_experts, slots_per_rank);
@@ -84,4 +84,4 @@ Capacity EngineLayout::capacity(const EngineConfig& c) const {
           c.allow_cross_domain ? static_cast<int32_t>(domains.size()) : 1};
 }
 
-}  // namespace uec::host
+}  // namespace uec

@@ -10,7 +10,7 @@
 #include "core/transfer/layout.hpp"
 #include "core/transfer/prepare.hpp"
 
-namespace uec::host {
+namespace uec {
 
 // Equal on every rank, except `rank`, `bases` and the descriptors.
 struct EngineConfig {
@@ -91,4 +91,4 @@ struct EngineLayout {
   CheckLayout check;
 };
 
-}  // namespace uec::host
+}  // namespace uec

@@ -11,7 +11,7 @@
 #include "core/transfer/prepare.hpp"
 #include "core/transfer/protocol.hpp"
 
-namespace uec::host {
+namespace uec {
 
 // Calls that took an epoch.
 struct CallCounts {
@@ -109,4 +109,4 @@ class WaitMeter {
   size_t limits_ = 0;                   // that this wait has passed
 };
 
-}  // namespace uec::host
+}  // namespace uec

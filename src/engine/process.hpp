@@ -3,7 +3,7 @@
 
 #include <unistd.h>
 
-namespace uec::host {
+namespace uec {
 
 // Remembers the process that made it.
 class Process {
@@ -35,4 +35,4 @@ class OwnedByProcess {
   T* object_;
 };
 
-}  // namespace uec::host
+}  // namespace uec

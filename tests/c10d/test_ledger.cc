@@ -41,7 +41,7 @@ class Group {
  public:
   Group(const PlanCase& c, std::vector<int64_t> segment_bytes, std::vector<int64_t> grad_bytes,
         Random& random) {
-    uec::host::EngineConfig config;
+    uec::EngineConfig config;
     config.num_experts = c.num_experts;
     config.slots_per_rank = c.slots_per_rank;
     config.home = c.home;
@@ -60,7 +60,7 @@ class Group {
     config_ = std::move(config);
   }
 
-  const uec::host::EngineConfig& config() const { return config_; }
+  const uec::EngineConfig& config() const { return config_; }
   Ledger& operator[](int32_t rank) const { return *ledgers_[rank]; }
 
   // All ranks make a call; returns what each of them is to do.
@@ -77,7 +77,7 @@ class Group {
   }
 
  private:
-  uec::host::EngineConfig config_;
+  uec::EngineConfig config_;
   std::vector<std::unique_ptr<Ledger>> ledgers_;
 };
 
@@ -141,7 +141,7 @@ std::vector<std::pair<Placed, Placed>> messages(const std::vector<Prepared>& pre
 // What the slots of one bank hold, tile by tile: an expert, and which version of its weights.
 class Slots {
  public:
-  Slots(const PlanCase& c, const uec::host::EngineConfig& config) : case_(c), config_(config) {
+  Slots(const PlanCase& c, const uec::EngineConfig& config) : case_(c), config_(config) {
     for (const int64_t bytes : config.segment_bytes)
       tiles_.emplace_back(c.slot_expert.size() * uec::ceil_div(bytes, config.tile_bytes));
   }
@@ -212,12 +212,12 @@ class Slots {
   }
 
   const PlanCase& case_;
-  const uec::host::EngineConfig& config_;
+  const uec::EngineConfig& config_;
   std::vector<std::vector<Tile>> tiles_;  // [segments][G * S * tiles]
 };
 
 // Each part of each main gradient gets the sum of all replicas with tokens, in the order of ranks.
-void check_reduction(const PlanCase& c, const uec::host::EngineConfig& config,
+void check_reduction(const PlanCase& c, const uec::EngineConfig& config,
                      const std::vector<Prepared>& prepared, const std::vector<int32_t>& quota) {
   using Sum = std::map<int64_t, int32_t>;              // rank by place in the order of adding
   using Part = std::tuple<int64_t, int64_t, int64_t>;  // gate, segment, offset

@@ -14,6 +14,8 @@
 
 namespace engine_tests {
 
+using uec::EngineConfig;
+using uec::EngineLayout;
 using uec::Mode;
 using uec::cuda::Address;
 using uec::cuda::CallHeader;
@@ -24,8 +26,6 @@ using uec::cuda::LauncherConfig;
 using uec::cuda::PeerConfig;
 using uec::cuda::RankState;
 using uec::cuda::Status;
-using uec::host::EngineConfig;
-using uec::host::EngineLayout;
 
 inline const Handle kContext = reinterpret_cast<Handle>(0xC);
 inline const Handle kUserStream = reinterpret_cast<Handle>(7);

@@ -90,14 +90,16 @@ ultraep_add_cuda_mutant(engine_version_not_told PROGRAM test_engine_plans FILE c
   FIND [[  set(offsetof(BankTable, segments), 0);]]
   REPLACE [[]])
 
-ultraep_add_cuda_mutant(engine_knows_what_replays_do PROGRAM test_engine_plans FILE cuda/engine.cc
-  FIND [[  bank.in_graphs |= capture != 0;]]
-  REPLACE [[]])
+ultraep_add_cuda_mutant(engine_knows_what_replays_do PROGRAM test_engine_plans
+  FILE engine/banks.hpp
+  FIND [[      bank.last_captured = call;
+      bank.capture = capture;]]
+  REPLACE [[      bank.last_captured = call;]])
 
 ultraep_add_cuda_mutant(engine_knows_plans_of_the_device PROGRAM test_engine_plans
-  FILE cuda/engine.cc
-  FIND [[bank.known && args.known != nullptr && capture == 0;]]
+  FILE engine/banks.hpp
+  FIND [[bank.known && slot_expert != nullptr && capture == 0;]]
   REPLACE [[bank.known && capture == 0;
-  if (args.known == nullptr) return;]])
+    if (slot_expert == nullptr) return;]])
 
 ultraep_add_mutants(cuda _ultraep_cuda_program)

@@ -91,7 +91,7 @@ class EmulatedGroup {
     const int32_t ranks = group.num_ranks;
     const auto segments = static_cast<int32_t>(options.segment_bytes.size());
     for (int32_t r = 0; r < ranks; ++r) {
-      uec::host::EngineConfig config;
+      uec::EngineConfig config;
       config.rank = r;
       config.num_experts = group.num_experts;
       config.slots_per_rank = group.slots_per_rank;
@@ -109,7 +109,7 @@ class EmulatedGroup {
       pes_.push_back(r);
     }
     for (const auto& config : configs_) layouts_.emplace_back(config);
-    const uec::host::EngineLayout& layout = layouts_[0];
+    const uec::EngineLayout& layout = layouts_[0];
     far_.resize(ranks * ranks);
     bases_.resize(ranks * ranks);
     call_bytes_ = 0;
@@ -334,7 +334,7 @@ class EmulatedGroup {
       far_[r * ranks + peer] = far;
       bases_[r * ranks + peer] = far ? nullptr : memory_[peer]->data();
     }
-    uec::host::EngineConfig config = configs_[r];
+    uec::EngineConfig config = configs_[r];
     config.bases.assign(bases_.begin() + r * ranks, bases_.begin() + (r + 1) * ranks);
     config.call_timeout = options_.call_timeout;
     config.wait_timeout = options_.wait_timeout;
@@ -441,8 +441,8 @@ class EmulatedGroup {
   std::vector<uec::cuda::Tables> rank_tables_;
   std::vector<uec::cuda::BankTables> rank_banks_;
   std::vector<std::vector<uint64_t>> table_memory_;  // of these
-  std::vector<uec::host::EngineConfig> configs_;
-  std::vector<uec::host::EngineLayout> layouts_;
+  std::vector<uec::EngineConfig> configs_;
+  std::vector<uec::EngineLayout> layouts_;
   std::vector<std::unique_ptr<Buffer>> memory_, regions_, main_weights_;
   std::unique_ptr<Buffer> blocks_;
   std::vector<uint64_t> region_table_;  // as DeviceCall has it

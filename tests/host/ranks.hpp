@@ -61,7 +61,7 @@ class Ranks {
   static constexpr uint8_t kUntouched = 0xE7;
 
   Ranks(const PlanCase& group, const GroupOptions& options) : group_(group), options_(options) {
-    uec::host::EngineConfig config;
+    uec::EngineConfig config;
     config.num_experts = group.num_experts;
     config.slots_per_rank = group.slots_per_rank;
     config.home = group.home;
@@ -79,7 +79,7 @@ class Ranks {
     config.wait_timeout = options.wait_timeout;
     // Constants of a machine on which relays pay off for some plans and not for others.
     config.cost = {100'000, 50'000, 2'000'000, 2'000'000, 8};
-    const uec::host::EngineLayout layout(config);
+    const uec::EngineLayout layout(config);
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       memory_.push_back(allocate(layout.symmetric.total));
       config.bases.push_back(memory_.back().get());
@@ -101,7 +101,7 @@ class Ranks {
   size_t num_segments() const { return options_.segment_bytes.size(); }
   uec::host::Engine& engine(int32_t rank) { return *engines_[rank]; }
   void drop_engines() { engines_.clear(); }
-  const uec::host::EngineLayout& layout() const { return engines_[0]->layout(); }
+  const uec::EngineLayout& layout() const { return engines_[0]->layout(); }
   uint8_t* base(int32_t rank) { return memory_[rank].get(); }
 
   // Slots are counted through all banks.

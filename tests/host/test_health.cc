@@ -15,18 +15,18 @@
 namespace {
 
 using std::chrono::milliseconds;
+using uec::CallCounter;
+using uec::CallCounts;
 using uec::Fault;
 using uec::FlagKind;
 using uec::Mode;
 using uec::PeerState;
 using uec::RecordKind;
 using uec::Wait;
-using uec::host::CallCounter;
-using uec::host::CallCounts;
+using uec::WaitLog;
+using uec::WaitMeter;
+using uec::Waits;
 using uec::host::Engine;
-using uec::host::WaitLog;
-using uec::host::WaitMeter;
-using uec::host::Waits;
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(milliseconds(ms)); }
 

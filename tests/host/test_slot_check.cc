@@ -120,7 +120,7 @@ Damage damage_of(int32_t finder, Break&& break_it) {
 
 void check_damage() {
   for (const int64_t offset :
-       {int64_t{0}, uec::host::kCheckBlock - 1, uec::host::kCheckBlock, int64_t{19'999}}) {
+       {int64_t{0}, uec::kCheckBlock - 1, uec::kCheckBlock, int64_t{19'999}}) {
     uint8_t good = 0;
     const Damage slot = damage_of(1, [&](Checked& c) {
       good = c.value(5, 0, 0, offset);

@@ -57,7 +57,7 @@ class Group {
     const Tiles tiles(bytes, config_.tile_bytes);
     uint64_t digest = 0;
     for (config_.rank = 0; config_.rank < case_.num_ranks; ++config_.rank) {
-      const uec::host::EngineLayout layout(config_);
+      const uec::EngineLayout layout(config_);
       const Capacity capacity = layout.capacity(config_);
       const uec::GroupTables tables = layout.tables(config_);
       Given given(capacity);
@@ -109,7 +109,7 @@ class Group {
 
  private:
   PlanCase case_;
-  uec::host::EngineConfig config_;
+  uec::EngineConfig config_;
 };
 
 void check_digests(Group& group, const Choice& choice, uint64_t digest) {
