@@ -178,16 +178,15 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
-             uint64_t captured_stream, uint64_t kernel, uint64_t bank_kernel, uint64_t reduce,
-             uint64_t notice, uint64_t load, uint64_t load_plan, int32_t plan_warps,
-             int32_t warp_size, int32_t first_rank, int32_t num_ranks, int32_t num_sms,
-             int32_t background_sms, int64_t max_shared_bytes, const EngineConfig& config) {
+             uint64_t captured_stream, uint64_t kernel, uint64_t reduce, uint64_t notice,
+             uint64_t load, uint64_t load_plan, int32_t plan_warps, int32_t warp_size,
+             int32_t first_rank, int32_t num_ranks, int32_t num_sms, int32_t background_sms,
+             int64_t max_shared_bytes, const EngineConfig& config) {
             new (self) LauncherConfig{driver,
                                       handle(context),
                                       handle(stream),
                                       handle(captured_stream),
                                       handle(kernel),
-                                      handle(bank_kernel),
                                       handle(reduce),
                                       handle(notice),
                                       handle(load),
@@ -206,9 +205,9 @@ void bind_cuda(nb::module_& m) {
                                       config.call_timeout};
           },
           nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "captured_stream"_a, "kernel"_a,
-          "bank_kernel"_a, "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a,
-          "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a, "background_sms"_a,
-          "max_shared_bytes"_a, "config"_a)
+          "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a, "warp_size"_a,
+          "first_rank"_a, "num_ranks"_a, "num_sms"_a, "background_sms"_a, "max_shared_bytes"_a,
+          "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes)
       .def("blocks_per_multiprocessor", &Launcher::blocks_per_multiprocessor);

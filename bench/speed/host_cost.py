@@ -172,7 +172,7 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
     shared = SharedLauncher(
         device,
         {
-            **{"kernel": 1, "bank_kernel": 5, "notice": 2, "load": 3},
+            **{"kernel": 1, "notice": 2, "load": 3},
             **{"load_plan": 4, "plan_warps": 8, "reduce": 0},
         },
         config,

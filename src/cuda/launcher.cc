@@ -79,10 +79,7 @@ Launcher::Shapes Launcher::shapes(const LauncherConfig& c, int32_t num_blocks) {
   const int32_t workers = block_workers(c.capacity, c.tile_bytes, c.max_shared_bytes, num_blocks);
   const BlockShape replicate{c.kernel, num_blocks, 2 * workers * c.warp_size,
                              shared_bytes(c.capacity, c.tile_bytes, workers)};
-  BlockShape to_bank = replicate;
-  to_bank.kernel = c.bank_kernel;
   return {replicate,
-          to_bank,
           {c.reduce, num_blocks, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)}};
 }
 
@@ -97,7 +94,7 @@ int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
     return blocks;
   };
   const Shapes all = shapes(c, c.num_sms);
-  const int32_t blocks = std::min(fitting(all.replicate), fitting(all.to_bank));
+  const int32_t blocks = fitting(all.replicate);
   return c.reduce == nullptr ? blocks : std::min(blocks, fitting(all.reduce));
 }
 
@@ -299,10 +296,7 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const bool background = std::any_of(e.requests.begin(), e.requests.end(),
                                       [](const Request& r) { return r.background; });
   const Shapes& shapes = background ? background_ : shapes_;
-  launch_together(reduces           ? shapes.reduce
-                  : first.bank >= 0 ? shapes.to_bank
-                                    : shapes.replicate,
-                  &args, stream);
+  launch_together(reduces ? shapes.reduce : shapes.replicate, &args, stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {

@@ -59,11 +59,10 @@ struct LauncherConfig {
   Handle stream = nullptr;  // the group's own
   // The stream of captured calls: a stream in a capture takes no other calls until that has ended.
   Handle captured_stream = nullptr;
-  Handle kernel = nullptr;       // ultraep_replicate[_far]
-  Handle bank_kernel = nullptr;  // ultraep_replicate_bank[_far]
-  Handle reduce = nullptr;       // ultraep_reduce; null: slots hold no gradients
-  Handle notice = nullptr;       // ultraep_replicate_notice
-  Handle load = nullptr;         // ultraep_load[_far]
+  Handle kernel = nullptr;  // ultraep_replicate[_far]
+  Handle reduce = nullptr;  // ultraep_reduce; null: slots hold no gradients
+  Handle notice = nullptr;  // ultraep_replicate_notice
+  Handle load = nullptr;    // ultraep_load[_far]
   // ultraep_load_plan; null: the group is too large for it, or has far peers.
   Handle load_plan = nullptr;
   int32_t plan_warps = 0;  // of a block that plans
@@ -178,7 +177,7 @@ class Launcher {
     int64_t shared_bytes;
   };
   struct Shapes {
-    BlockShape replicate, to_bank, reduce;
+    BlockShape replicate, reduce;
   };
   struct End {
     int32_t rank = -1;  // -1: not ended

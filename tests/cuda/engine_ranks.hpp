@@ -67,7 +67,6 @@ class Ranks {
                      recorder::kOwnStream,
                      recorder::kCapturedStream,
                      recorder::kKernel,
-                     recorder::kBankKernel,
                      recorder::kReduce,
                      recorder::kNotice,
                      recorder::kLoad,

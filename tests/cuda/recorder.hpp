@@ -25,7 +25,6 @@ using uec::cuda::Result;
 inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
 inline const Handle kCapturedStream = reinterpret_cast<Handle>(0x52);
 inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
-inline const Handle kBankKernel = reinterpret_cast<Handle>(0xA6);
 inline const Handle kReduce = reinterpret_cast<Handle>(0xA5);
 inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
 inline const Handle kLoad = reinterpret_cast<Handle>(0xA3);
@@ -108,7 +107,7 @@ inline Result launch(Handle kernel, const unsigned (&grid)[3], const unsigned (&
     launch.notice = *static_cast<int64_t*>(arguments[1]);
   } else if (kernel == kLoad) {
     launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
-  } else if (kernel == kKernel || kernel == kBankKernel || kernel == kReduce) {
+  } else if (kernel == kKernel || kernel == kReduce) {
     launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
   }
   {

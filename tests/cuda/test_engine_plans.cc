@@ -339,7 +339,7 @@ void check_banks() {
 
   CHECK(call().back().starts_with("record"));
   const recorder::Launch last = recorder::state().launches.back();
-  CHECK(last.kernel == recorder::kBankKernel);
+  CHECK(last.kernel == recorder::kKernel);
   CHECK_EQ(last.args.bank, 1);
   CHECK(residents(1) == plan.slot_expert);
   CHECK(residents(0) == nothing);

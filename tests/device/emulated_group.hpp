@@ -280,12 +280,8 @@ class EmulatedGroup {
       emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });
     };
     using namespace uec::cuda;
-    if (args.bank >= 0)
-      options_.far ? launch("ultraep_replicate_bank_far", replicate<true, true>)
-                   : launch("ultraep_replicate_bank", replicate<false, true>);
-    else
-      options_.far ? launch("ultraep_replicate_far", replicate<true, false>)
-                   : launch("ultraep_replicate", replicate<false, false>);
+    options_.far ? launch("ultraep_replicate_far", replicate<true>)
+                 : launch("ultraep_replicate", replicate<false>);
   }
 
   static constexpr uint8_t kPoison = 0xEE;

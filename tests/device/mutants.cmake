@@ -258,8 +258,8 @@ ultraep_add_device_mutant(device_bank_not_in_digest PROGRAM test_banks FILE cuda
   REPLACE [[{};]])
 
 ultraep_add_device_mutant(device_bank_0_kept PROGRAM test_banks FILE cuda/device/replicate.cuh
-  FIND [[    if constexpr (!kBanked) bank_of]]
-  REPLACE [[    if constexpr (kBanked) bank_of]])
+  FIND [[    if (args.bank < 0) bank_of]]
+  REPLACE [[    if (args.bank >= 0) bank_of]])
 
 ultraep_add_device_mutant(device_bank_of_another PROGRAM test_banks FILE cuda/device/prepare.cuh
   FIND [[reinterpret_cast<const int64_t*>(known.offsets), c, launch.bank);]]

@@ -155,8 +155,7 @@ class Kernels:
 
 PROGRAMS_OF = {
     "ultraep_replicate_notice": ["replicate"],
-    "ultraep_replicate_bank": ["banks", "ready"],
-    "ultraep_replicate": ["replicate", "scenarios", "ready"],
+    "ultraep_replicate": ["replicate", "banks", "scenarios", "ready"],
     "slot_gemm": ["ready"],
     "ultraep_reduce": ["reduce", "scenarios"],
     "ultraep_load_plan": ["load_plan"],

@@ -19,7 +19,7 @@ from ultraep_comm.fabrics.nvshmem import Heap
 
 NOT_READY = 600
 # Kernels whose blocks wait for each other.
-TOGETHER = re.compile(r"ultraep_(replicate(_bank)?(_far)?|reduce)$")
+TOGETHER = re.compile(r"ultraep_(replicate(_far)?|reduce)$")
 _POINTER = ctypes.c_void_p
 _RESULT = ctypes.c_int32
 _ARGUMENTS = {

@@ -47,11 +47,6 @@ struct SlotsWithTokens {
   const int32_t* quota = nullptr;  // [G][S]
   UEC_HD bool takes(int32_t at, int32_t) const { return quota == nullptr || quota[at] != 0; }
 };
-struct AllSlots {
-  static constexpr bool kByDomain = true;
-  static constexpr const int32_t* resident = nullptr;
-  UEC_HD static constexpr bool takes(int32_t, int32_t) { return true; }
-};
 
 // Where an expert is sent from: a rank's slot that holds it or, of its home, kMainSlot.
 inline constexpr int32_t kMainSlot = -1;

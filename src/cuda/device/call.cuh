@@ -149,15 +149,13 @@ UEC_ROLE void finish(CallShared& shared, int32_t bank, bool has_call_number) {
 
 // A kernel of calls, by all threads of its grid. `Kernel` has
 //   Shared, Memory, kOperation    a CallShared, a DeviceMemory, an Operation
-//   kBanked                       a bank's slots are filled, as far as they do not hold the plan's
-//                                 experts; the plan is on the device
 //   begin(shared)                 by one thread, before the others
 //   scratch_offset(known)         where the call's block can be made, before there is work
 //   has_work(call)
 //   work(shared)                  all of a block's work, by all its threads
 //   kFinishingWarp                the warp that finishes the call: one that publishes nothing in
 //                                 work() does not wait for stores
-//   leave(known, device)          by one thread, after all that the rank's blocks have done, also
+//   leave(known, args, device)    by one thread, after all that the rank's blocks have done, also
 //                                 where the call has failed
 template <class Kernel>
 UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
@@ -173,8 +171,8 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   begin_block(shared.block, known, state, on_host);
   if (ptx::thread_idx() == ptx::kWarpSize) Kernel::begin(shared);
   if (!on_host && shared.healthy)
-    prepare<Memory, Kernel::kOperation, Kernel::kBanked>(
-        shared, device, args, shared_memory + Kernel::scratch_offset(known), call_block);
+    prepare<Memory, Kernel::kOperation>(shared, device, args,
+                                        shared_memory + Kernel::scratch_offset(known), call_block);
   else
     ptx::sync_block();
   if (shared.prepared) take_call(shared, call_block, shared_memory + sizeof(shared));
@@ -203,7 +201,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   if (!Warp::broadcast(last)) return;
   finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.bank,
                                                               args.has_call_number != 0);
-  if (Warp::leader()) Kernel::leave(known, device);
+  if (Warp::leader()) Kernel::leave(known, args, device);
 }
 
 }  // namespace uec::cuda

@@ -25,20 +25,13 @@ extern __shared__ __align__(128) std::byte shared_memory[];
 }  // namespace
 
 UEC_KERNEL(80) void ultraep_replicate(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<false, false>(args, shared_memory);
-}
-// Replicates to a bank, whose slots keep what they hold of the plan.
-UEC_KERNEL(80) void ultraep_replicate_bank(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<false, true>(args, shared_memory);
+  uec::cuda::replicate<false>(args, shared_memory);
 }
 
 // Replicates with peers that only NVSHMEM's puts and signals reach. Its functions are called, not
 // inlined, which costs registers.
 UEC_KERNEL(104) void ultraep_replicate_far(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<true, false>(args, shared_memory);
-}
-UEC_KERNEL(104) void ultraep_replicate_bank_far(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<true, true>(args, shared_memory);
+  uec::cuda::replicate<true>(args, shared_memory);
 }
 
 // Blocks of kReduceWarps warps.

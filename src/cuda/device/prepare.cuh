@@ -175,15 +175,19 @@ UEC_DEVICE_NOINLINE const int32_t* take_residents(const RankState& known, uint64
   return table.resident;
 }
 
+// Whether a bank's slots are filled, as far as they do not hold the plan's experts.
+template <Operation kOperation>
+UEC_DEVICE bool fills_bank(int32_t bank) {
+  return kOperation == Operation::kReplicate && bank >= 0;
+}
+
 // By a warp: which of the plan's slots a call takes.
-template <Operation kOperation, bool kBanked>
+template <Operation kOperation>
 UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32_t bank) {
   if constexpr (kOperation == Operation::kReduce)
     return SlotsWithTokens{reinterpret_cast<const int32_t*>(device.slot_quota)};
-  else if constexpr (kBanked)
-    return SlotsToFill{take_residents(known, device.segments, bank)};
   else
-    return AllSlots{};
+    return SlotsToFill{bank >= 0 ? take_residents(known, device.segments, bank) : nullptr};
 }
 
 // By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
@@ -198,7 +202,7 @@ UEC_DEVICE_NOINLINE void take_plan(const RankState& known, const DeviceCall& dev
 }
 
 // By the same, while the other makes the schedule: what does not depend on it.
-template <Operation kOperation, bool kBanked>
+template <Operation kOperation>
 UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
                                      PrepareShared& made) {
   const auto* const main_ptrs = reinterpret_cast<const uint64_t*>(device.main_ptrs);
@@ -206,7 +210,7 @@ UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& d
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
   for (int32_t i = Warp::index(); i < segments * c.num_local_experts; i += Warp::size())
     made.arrays.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(main_ptrs[i]);
-  if constexpr (kBanked) {
+  if (fills_bank<kOperation>(bank)) {
     const BankTable& table = bank_of(known, bank);
     if (Warp::leader()) made.args.bank = {bank, table.version, table.resident};
     Warp::sync();
@@ -221,24 +225,18 @@ UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& d
 
 // By a warp, once the plan has been checked: what is particular to groups whose plans may cross
 // domains.
-template <bool kBanked>
 UEC_DEVICE_NOINLINE void split_plan(const RankState& known, int32_t bank, PrepareShared& made) {
   ScheduleArrays& work = made.arrays.schedule;
-  PlanShape shape;
-  if constexpr (kBanked)
-    shape = split_by_domain(Warp{}, made.tables.topology, made.args.slot_expert,
-                            SlotsToFill{bank_of(known, bank).resident}, made.shape, work.scratch,
-                            work.schedule);
-  else
-    shape = split_by_domain(Warp{}, made.tables.topology, made.args.slot_expert, AllSlots{},
-                            made.shape, work.scratch, work.schedule);
+  const SlotsToFill slots{bank >= 0 ? bank_of(known, bank).resident : nullptr};
+  const PlanShape shape = split_by_domain(Warp{}, made.tables.topology, made.args.slot_expert,
+                                          slots, made.shape, work.scratch, work.schedule);
   if (Warp::leader()) made.shape = shape;
   Warp::sync();
 }
 
 // By all threads: makes the call in shared memory, where `made` is. A refusal has its reason in
 // `seen`, in all threads of the warp that has found it, and `prepared` is false.
-template <Operation kOperation, bool kBanked>
+template <Operation kOperation>
 UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& device,
                                       const LaunchArgs& launch, PrepareShared& made,
                                       int32_t& prepared) {
@@ -255,15 +253,15 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
     place_scratch(known.scratch_layout.schedule, made, &work);
     const PlanShape shape = collect_replicas(
         Warp{}, topology_of(known), reinterpret_cast<const int32_t*>(device.slot_expert),
-        slots_of<kOperation, kBanked>(known, device, launch.bank), work.scratch, work.schedule);
+        slots_of<kOperation>(known, device, launch.bank), work.scratch, work.schedule);
     if (Warp::leader()) made.shape = shape;
   }
   ptx::sync_block();
   if (!prepared) return refusal;
-  if (is_last) digest_plan<kOperation, kBanked>(known, device, launch.bank, made);
+  if (is_last) digest_plan<kOperation>(known, device, launch.bank, made);
   if (warp == 0) {
     if (kOperation != Operation::kReduce && known.allow_cross_domain != 0)
-      split_plan<kBanked>(known, launch.bank, made);
+      split_plan(known, launch.bank, made);
     const auto& args = arguments_of<kOperation>(made);
     ScheduleArrays& work = made.arrays.schedule;
     choose_mode(Warp{}, made.tables, args, made.shape, made.call.tiles, work);
@@ -272,7 +270,8 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   ptx::sync_block();
   Wait missing;
   if (warp != 0) return missing;
-  if constexpr (kBanked) {  // the digest and the schedule are of what was there before
+  if (fills_bank<kOperation>(
+          launch.bank)) {  // the digest and the schedule are of what was there before
     BankTable& table = bank_of(known, launch.bank);
     publish_residents(known, made.args.slot_expert, table, launch.bank, launch.has_call_number);
     note_residents(Warp{}, topology_of(known), made.args.slot_expert, table);
@@ -291,13 +290,13 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
 
 // By the whole of the first block: makes the call's block, or fails the call and notifies the
 // peers. `free_memory` is shared memory that nothing uses yet.
-template <class Memory, Operation kOperation, bool kBanked>
+template <class Memory, Operation kOperation>
 UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
                            std::byte* free_memory, std::byte* call_block) {
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(free_memory);
   const Wait refusal =
-      prepare_call<kOperation, kBanked>(shared.known, device, launch, made, shared.prepared);
+      prepare_call<kOperation>(shared.known, device, launch, made, shared.prepared);
   if (refusal.seen != 0) {
     Memory memory(shared.block);
     reject(shared.block, memory, refusal);
@@ -329,12 +328,12 @@ UEC_DEVICE bool await_block(const RankState& state, uint64_t epoch) {
 }
 
 // By all threads. Sets shared.prepared and, if so, the header.
-template <class Memory, Operation kOperation, bool kBanked>
+template <class Memory, Operation kOperation>
 UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
                         std::byte* free_memory, std::byte* call_block) {
   ptx::sync_block();
   if (shared.first)
-    make_block<Memory, kOperation, kBanked>(shared, device, launch, free_memory, call_block);
+    make_block<Memory, kOperation>(shared, device, launch, free_memory, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();

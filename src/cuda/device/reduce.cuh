@@ -48,7 +48,6 @@ struct Reduce {
   using Shared = ReduceShared;
   using Memory = DeviceMemory<false>;
   static constexpr Operation kOperation = Operation::kReduce;
-  static constexpr bool kBanked = false;
   static constexpr int32_t kFinishingWarp = 1;
 
   UEC_DEVICE static void begin(ReduceShared& shared) { init_additions(shared.ring); }
@@ -56,7 +55,7 @@ struct Reduce {
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_reductions > 0; }
 
   // Clears the mark of its saved plan, which the rank's blocks have read by now.
-  UEC_DEVICE static void leave(const RankState&, const DeviceCall& device) {
+  UEC_DEVICE static void leave(const RankState&, const LaunchArgs&, const DeviceCall& device) {
     if (device.in_use != 0) *reinterpret_cast<uint64_t*>(device.in_use) = 0;
   }
 

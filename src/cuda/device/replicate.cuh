@@ -98,13 +98,12 @@ UEC_ROLE void store_all(BlockShared& shared, int32_t worker) {
   while (storer.drain_step() != Step::kFinished) ptx::pause();
 }
 
-template <bool kFar, bool kWithBank>
+template <bool kFar>
 struct Replicate {
   using Shared = BlockShared;
   using Memory = DeviceMemory<kFar>;
   using Mover = DeviceMover<kFar>;
   static constexpr Operation kOperation = Operation::kReplicate;
-  static constexpr bool kBanked = kWithBank;
   static constexpr int32_t kFinishingWarp = 0;
 
   UEC_DEVICE static void begin(BlockShared& shared) {
@@ -114,8 +113,8 @@ struct Replicate {
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
 
   // Without a bank a call writes to the slots of bank 0, of which nothing is known from then on.
-  UEC_DEVICE static void leave(const RankState& known, const DeviceCall&) {
-    if constexpr (!kBanked) bank_of(known, 0).segments = 0;
+  UEC_DEVICE static void leave(const RankState& known, const LaunchArgs& args, const DeviceCall&) {
+    if (args.bank < 0) bank_of(known, 0).segments = 0;
   }
 
   UEC_DEVICE static void work(BlockShared& shared) {
@@ -127,9 +126,9 @@ struct Replicate {
   }
 };
 
-template <bool kFar, bool kBanked>
+template <bool kFar>
 UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
-  run_call<Replicate<kFar, kBanked>>(args, shared_memory);
+  run_call<Replicate<kFar>>(args, shared_memory);
 }
 
 }  // namespace uec::cuda

@@ -61,9 +61,7 @@ struct Kernel {
   bool together = false;  // blocks of a launch wait for each other
 };
 const Kernel kKernels[] = {
-    {"ultraep_replicate", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false, false>>, 4, true},
-    {"ultraep_replicate_bank", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false, true>>, 4,
-     true},
+    {"ultraep_replicate", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false>>, 4, true},
     {"ultraep_replicate_notice", notify, 1},
     {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>, 0, true},
     {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},

@@ -211,7 +211,6 @@ def find_kernels(
         )
     return {
         "kernel": kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
-        "bank_kernel": kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
         "notice": kernels.handle("ultraep_replicate_notice", 0),
         "load": kernels.handle(f"ultraep_load{suffix}", load_bytes),
         "load_plan": plan,
