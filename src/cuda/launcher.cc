@@ -309,7 +309,7 @@ void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
     const Request& request = e.requests[i];
     args.load.calls[i] = request.load;
     args.plans[i] = request.plan;
-    args.faults[i] = request.plan_args.fault;
+    args.faults[i] = request.plan_args.fault.address;
     most_ids = max64(most_ids, request.load.count);
   }
   if (e.requests.front().plan == 0) {
@@ -357,7 +357,7 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
     if (e.requests[i].main_ptrs_bytes == 0) continue;
     const int32_t rank = config_.first_rank + i;
     const auto offset =
-        static_cast<int64_t>(e.requests[i].device.main_ptrs - device_block(rank, call));
+        static_cast<int64_t>(e.requests[i].device.main_ptrs.address - device_block(rank, call));
     copy(rank, offset, e.requests[i].main_ptrs_bytes);
   }
 }

@@ -34,7 +34,7 @@ inline RankState make_rank_state(const EngineConfig& config, const EngineLayout&
   state.bases = put(config.bases, tables.bases);
   state.far = far.empty() ? 0 : put(far, tables.far);
   state.tables_end = put(pes, tables.pes);
-  state.pes = pes.empty() ? 0 : state.tables_end;
+  state.pes = pes.empty() ? 0 : state.tables_end.address;
   state.segment_bytes = put(config.segment_bytes, tables.segment_bytes);
   state.grad_bytes = put(config.grad_bytes, tables.grad_bytes);
   state.grad_type = put(config.grad_type, tables.grad_type);

@@ -83,23 +83,19 @@ void check_state() {
   CHECK_EQ(state.epoch, 0);
   CHECK_EQ(state.call_limit_ns, 60'000'000'000);
   CHECK_EQ(state.wait_limit_ns, 2'500'000'000);
-  CHECK_EQ(state.far, 0);
-  CHECK_EQ(state.pes, 0);
-  for (int32_t r = 0; r < 3; ++r)
-    CHECK(reinterpret_cast<uint8_t* const*>(state.bases)[r] == ranks.config.bases[r]);
-  for (int32_t e = 0; e < ranks.config.num_experts; ++e)
-    CHECK_EQ(reinterpret_cast<const int32_t*>(state.counts)[e], 0);
+  CHECK_EQ(state.far.address, 0);
+  CHECK_EQ(state.pes.address, 0);
+  for (int32_t r = 0; r < 3; ++r) CHECK(state.bases[r] == ranks.config.bases[r]);
+  for (int32_t e = 0; e < ranks.config.num_experts; ++e) CHECK_EQ(state.counts[e], 0);
   for (int32_t i = 0; i < 2; ++i) {
-    CHECK_EQ(reinterpret_cast<const int64_t*>(state.segment_bytes)[i],
-             ranks.config.segment_bytes[i]);
+    CHECK_EQ(state.segment_bytes[i], ranks.config.segment_bytes[i]);
     for (int32_t bank = 0; bank < 2; ++bank) {
-      const auto* const row = uec::cuda::BankTables::row(
-          reinterpret_cast<const int64_t*>(state.offsets), state.capacity, bank);
+      const auto* const row = uec::cuda::BankTables::row(state.offsets, state.capacity, bank);
       CHECK_EQ(row[i], layout.slots_of(bank)[i]);
       CHECK_EQ(row[2 + i], layout.grad_offset[i]);  // both banks'
     }
   }
-  CHECK(state.status == reinterpret_cast<uint64_t>(&ranks.launcher->status(1)));
+  CHECK(state.status == &ranks.launcher->status(1));
 }
 
 // A call that blocks its stream runs on that stream; nothing is waited for.
@@ -122,9 +118,9 @@ void check_in_place() {
     CHECK_EQ(launch.block[0], 64 * uec::kMaxBlockWorkers);
     CHECK_EQ(launch.shared_bytes,
              uec::cuda::shared_bytes(ranks.capacity(), 16 << 10, uec::kMaxBlockWorkers));
-    CHECK(launch.args.states == ranks.launcher->state(rank));
+    CHECK(launch.args.states.address == ranks.launcher->state(rank));
     CHECK_EQ(launch.args.call_bytes, bytes);
-    check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
+    check_block(ranks, plan, rank, launch.args.calls);
     // Later work on the stream follows the call anyway; work on other streams does not.
     const auto other = reinterpret_cast<Handle>(8);
     CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
@@ -207,7 +203,7 @@ void check_ring(bool with_load) {
   std::vector<Address> blocks;
   for (uint64_t i = 0; i < Launcher::kDepth; ++i) {
     ranks.call(0, plan, true);
-    blocks.push_back(recorder::state().launches.back().args.calls);
+    blocks.push_back(recorder::state().launches.back().args.calls.address);
   }
   std::sort(blocks.begin(), blocks.end());
   CHECK(std::unique(blocks.begin(), blocks.end()) == blocks.end());
@@ -259,10 +255,9 @@ void check_shared_launch() {
   CHECK(launch.stream == recorder::kOwnStream);
   CHECK_EQ(launch.grid[0], kBackgroundSms);  // some are in the background
   CHECK_EQ(launch.grid[1], 3);
-  CHECK(launch.args.states == ranks.launcher->state(0));
+  CHECK(launch.args.states.address == ranks.launcher->state(0));
   for (int32_t r = 0; r < 3; ++r)
-    check_block(ranks, plan, r,
-                reinterpret_cast<const std::byte*>(launch.args.calls) + r * launch.args.call_bytes);
+    check_block(ranks, plan, r, launch.args.calls + r * launch.args.call_bytes);
   const std::vector<std::string> log = recorder::take_log();
   const auto launched = std::find(log.begin(), log.end(), "launch" + on(recorder::kOwnStream));
   CHECK_EQ(std::count_if(log.begin(), launched,

@@ -39,22 +39,23 @@ void check_plans_on_device() {
   CHECK_EQ(launch.args.tag, 0xA1);
   for (int32_t r = 0; r < 3; ++r) {
     const uec::cuda::DeviceCall& call = launch.args.on_device[r];
-    CHECK_EQ(call.slot_expert, Address{0x5000} + r);
-    CHECK_EQ(call.slot_quota, 0x6000);
-    CHECK_EQ(call.home_quota, 0x7000);
-    CHECK_EQ(call.home, 0x8000);
+    CHECK_EQ(call.slot_expert.address, Address{0x5000} + r);
+    CHECK_EQ(call.slot_quota.address, 0x6000);
+    CHECK_EQ(call.home_quota.address, 0x7000);
+    CHECK_EQ(call.home.address, 0x8000);
     CHECK_EQ(call.segments, 3u);
     CHECK_EQ(call.mode, static_cast<int16_t>(Mode::kDirect));
-    CHECK_EQ(call.region_at, 0);
+    CHECK_EQ(call.region_at.address, 0);
     CHECK_EQ(call.region, -1);
     if (r == 2) continue;
-    const Address block = launch.args.calls + r * launch.args.call_bytes;
-    CHECK(block < call.main_ptrs && call.main_ptrs < block + launch.args.call_bytes);
+    const Address block = launch.args.calls.address + r * launch.args.call_bytes;
+    CHECK(block < call.main_ptrs.address &&
+          call.main_ptrs.address < block + launch.args.call_bytes);
     const int32_t count = 2 * EngineLayout(ranks.config).num_local_experts[r];
     CHECK(std::equal(ranks.main_ptrs.begin(), ranks.main_ptrs.begin() + count,
-                     reinterpret_cast<const uint64_t*>(call.main_ptrs)));
+                     reinterpret_cast<const uint64_t*>(call.main_ptrs.address)));
   }
-  CHECK_EQ(launch.args.on_device[2].main_ptrs, 0x9000);
+  CHECK_EQ(launch.args.on_device[2].main_ptrs.address, 0x9000);
   std::vector<std::string> copies;
   for (const std::string& line : recorder::take_log())
     if (line.starts_with("copy ")) copies.push_back(line);
@@ -67,7 +68,7 @@ void check_captured() {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 0, 3);
   for (int32_t r = 0; r < 3; ++r) ranks.call(r, plan, true);
-  const Address eager_calls = recorder::state().launches.back().args.calls;
+  const Address eager_calls = recorder::state().launches.back().args.calls.address;
   recorder::take_log();
   recorder::state().capturing = 1;
   for (uint64_t n : {1, 2}) {
@@ -80,7 +81,7 @@ void check_captured() {
     }
     const uec::cuda::LaunchArgs& args = recorder::state().launches.back().args;
     CHECK_EQ(args.has_call_number, 0);
-    CHECK(args.calls != eager_calls);
+    CHECK(args.calls.address != eager_calls);
     CHECK(recorder::state().launches.back().stream == recorder::kCapturedStream);
     const std::vector<std::string> log = recorder::take_log();
     const auto waits = std::count_if(log.begin(), log.end(), [](const std::string& line) {
@@ -261,8 +262,7 @@ void check_reductions() {
     const uint64_t digest =
         uec::fill_call(uec::SingleThread{}, layout.tables(config), args, expected.arrays,
                        expected.schedule, &expected.shape, &expected.call);
-    auto* const block =
-        reinterpret_cast<std::byte*>(launch.args.calls + r * launch.args.call_bytes);
+    auto* const block = launch.args.calls + r * launch.args.call_bytes;
     const auto& header = *reinterpret_cast<const CallHeader*>(block);
     const uec::Worklist& work = expected.call.work;
     CHECK(header.digest == digest);
@@ -286,18 +286,18 @@ void check_reductions() {
     }
     const RankState& state = ranks.state(r);
     for (int32_t i = 0; i < 2; ++i) {
-      CHECK_EQ(reinterpret_cast<const int64_t*>(state.grad_bytes)[i], config.grad_bytes[i]);
-      CHECK(reinterpret_cast<const uec::GradType*>(state.grad_type)[i] == config.grad_type[i]);
+      CHECK_EQ(state.grad_bytes[i], config.grad_bytes[i]);
+      CHECK(state.grad_type[i] == config.grad_type[i]);
     }
   }
   const uec::cuda::DeviceCall& call = launch.args.on_device[2];
-  CHECK_EQ(call.slot_expert, 0x5000);
+  CHECK_EQ(call.slot_expert.address, 0x5000);
   CHECK_EQ(call.segments, 1u);
   CHECK_EQ(call.mode, -1);
   CHECK_EQ(call.zero, 0);
   const int32_t count = 2 * EngineLayout(ranks.config).num_local_experts[2];
   CHECK(std::equal(ranks.main_ptrs.begin(), ranks.main_ptrs.begin() + count,
-                   reinterpret_cast<const uint64_t*>(call.main_ptrs)));
+                   reinterpret_cast<const uint64_t*>(call.main_ptrs.address)));
 }
 
 // Ranks of a launch that make different calls: none of them is launched.
@@ -323,8 +323,7 @@ void check_banks() {
   Ranks ranks(plan, 1, 1);
   Engine& engine = *ranks.engines[0];
   const std::vector<int32_t> nothing(plan.slot_expert.size(), -1);
-  const auto* const table =
-      reinterpret_cast<const uec::BankTable*>(ranks.state(1).banks) + 1;  // of bank 1
+  const uec::BankTable* const table = ranks.state(1).banks + 1;
   CHECK(std::equal(nothing.begin(), nothing.end(), table->resident));
   uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
   args.bank = 1;
@@ -418,7 +417,7 @@ void check_banks() {
   recorder::take_log();
   const uint64_t epoch = engine.epoch();
   CHECK(engine.wait_slots(epoch, {1}, kUserStream, {}));
-  const auto words = reinterpret_cast<const uint64_t*>(ranks.state(1).slot_words);
+  const auto words = ranks.state(1).slot_words;
   const auto at = reinterpret_cast<uint64_t>(words + plan.slots_per_rank + 1);
   const std::string wait =
       "wait for " + std::to_string(epoch + 1) + " at " + std::to_string(at) + on(kUserStream);

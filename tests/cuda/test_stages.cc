@@ -103,12 +103,12 @@ void check_plan() {
   CHECK_EQ(launch.block[0], 32 * kPlanWarps);
   CHECK_EQ(launch.shared_bytes, f.shape.plan_shared_bytes(kPlanWarps));
   const PlanArgs& args = f.plan;
-  CHECK_EQ(args.load, 0x100);
-  CHECK_EQ(args.kept_load, 0x200);
-  CHECK_EQ(args.slot_expert, 0x300);
-  CHECK_EQ(args.slot_quota, 0x400);
-  CHECK_EQ(args.home_quota, 0x500);
-  CHECK_EQ(args.fault, Fixture::address(&f.faults.plan));
+  CHECK_EQ(args.load.address, 0x100);
+  CHECK_EQ(args.kept_load.address, 0x200);
+  CHECK_EQ(args.slot_expert.address, 0x300);
+  CHECK_EQ(args.slot_quota.address, 0x400);
+  CHECK_EQ(args.home_quota.address, 0x500);
+  CHECK_EQ(args.fault.address, Fixture::address(&f.faults.plan));
   CHECK_EQ(args.num_sources, 1);
   CHECK_EQ(args.objective.target_ppm, 1'234'567);
   CHECK_EQ(args.num_ranks, 3);
@@ -116,8 +116,8 @@ void check_plan() {
   CHECK_EQ(args.slots_per_rank, 2);
   CHECK_EQ(args.max_local_experts, 4);
   CHECK_EQ(args.allow_cross_domain, 1);
-  const auto has = [](uint64_t at, std::vector<int32_t> values) {
-    CHECK(std::equal(values.begin(), values.end(), reinterpret_cast<const int32_t*>(at)));
+  const auto has = [](const int32_t* at, std::vector<int32_t> values) {
+    CHECK(std::equal(values.begin(), values.end(), at));
   };
   has(args.home, {2, 0, 0, 1, 2, 0, 0});
   has(args.domain, {4, 5, 5});
@@ -130,10 +130,10 @@ void check_plan() {
   CHECK(other.kernel == kKernels.plan_in_bank);
   CHECK_EQ(other.block[0], 32 * kBankPlanWarps);
   CHECK_EQ(other.shared_bytes, f.shape.bank_plan_shared_bytes(kBankPlanWarps));
-  CHECK_EQ(f.in_bank.plan.load, 0x101);
+  CHECK_EQ(f.in_bank.plan.load.address, 0x101);
   CHECK_EQ(f.in_bank.plan.max_local_experts, 4);
-  CHECK_EQ(f.in_bank.bank, 0x600);
-  CHECK_EQ(f.in_bank.moves, 0x700);
+  CHECK_EQ(f.in_bank.bank.address, 0x600);
+  CHECK_EQ(f.in_bank.moves.address, 0x700);
 }
 
 void check_reroute(int32_t warp_size) {
@@ -160,18 +160,18 @@ void check_reroute(int32_t warp_size) {
   CHECK_EQ(launches[1].grid[0], 4);  // two ids for each thread
   CHECK_EQ(launches[1].block[0], 16 * warp_size);
   CHECK_EQ(launches[1].shared_bytes, f.shape.reroute_shared_bytes());
-  CHECK_EQ(f.shares.state, Fixture::address(f.state.data()));
-  CHECK_EQ(f.shares.load, 0x100);
-  CHECK_EQ(f.shares.slot_expert, 0x200);
-  CHECK_EQ(f.shares.slot_quota, 0x300);
-  CHECK_EQ(f.shares.home_quota, 0x400);
-  CHECK_EQ(f.shares.home, 0x480);
+  CHECK_EQ(f.shares.state.address, Fixture::address(f.state.data()));
+  CHECK_EQ(f.shares.load.address, 0x100);
+  CHECK_EQ(f.shares.slot_expert.address, 0x200);
+  CHECK_EQ(f.shares.slot_quota.address, 0x300);
+  CHECK_EQ(f.shares.home_quota.address, 0x400);
+  CHECK_EQ(f.shares.home.address, 0x480);
   CHECK_EQ(f.shares.shape.rank, 2);  // the source, not this rank
   CHECK_EQ(f.shares.shape.per_rank, 4 + 2);
   CHECK_EQ(f.shares.shape.max_runs, kMaxRuns);
   CHECK(std::memcmp(&f.shares.shape, &f.reroute.shape, sizeof(RerouteShape)) == 0);
-  CHECK_EQ(f.reroute.state, f.shares.state);
-  CHECK_EQ(f.reroute.fault, Fixture::address(&f.faults.reroute));
+  CHECK_EQ(f.reroute.state.address, f.shares.state.address);
+  CHECK_EQ(f.reroute.fault.address, Fixture::address(&f.faults.reroute));
   CHECK_EQ(f.reroute.from, 0x500);
   CHECK_EQ(f.reroute.to, 0x600);
   CHECK_EQ(f.reroute.count, call.count);
@@ -195,7 +195,7 @@ void check_reroute(int32_t warp_size) {
   CHECK(f.reroute.routing == Routing::kMap);
   CHECK_EQ(f.reroute.probs, 0x700);
   CHECK_EQ(f.reroute.physical_probs, 0x800);
-  CHECK_EQ(f.reroute.instances, 0x900);
+  CHECK_EQ(f.reroute.instances.address, 0x900);
   CHECK_EQ(f.reroute.prob_bytes, 2);
 }
 
@@ -218,7 +218,7 @@ void check_state() {
   CHECK_EQ(f.stages->max_runs(), 33);
   check(larger, 33);
   f.launch_ids(kStream);
-  CHECK_EQ(f.reroute.state, Fixture::address(larger.data()));
+  CHECK_EQ(f.reroute.state.address, Fixture::address(larger.data()));
   CHECK_EQ(f.reroute.shape.max_runs, 33);
 }
 
@@ -289,14 +289,14 @@ void check_save() {
   CHECK_EQ(launch.grid[0] * launch.grid[1] * launch.grid[2], 1);
   CHECK_EQ(launch.block[0], kSaveThreads / 32 * 2);
   CHECK_EQ(launch.shared_bytes, kSaveSharedBytes);
-  CHECK_EQ(f.saved.fields[0].to, 0x10);
-  CHECK_EQ(f.saved.fields[0].from, 0x20);
+  CHECK_EQ(f.saved.fields[0].to.address, 0x10);
+  CHECK_EQ(f.saved.fields[0].from.address, 0x20);
   CHECK_EQ(f.saved.fields[0].count, 3);
   CHECK_EQ(f.saved.num_fields, 2);
-  CHECK_EQ(f.saved.in_use, 0x50);
+  CHECK_EQ(f.saved.in_use.address, 0x50);
   CHECK_EQ(f.saved.generation, 7);
   CHECK_EQ(f.saved.tag, 8);
-  CHECK_EQ(f.saved.fault, Fixture::address(&f.faults.save));
+  CHECK_EQ(f.saved.fault.address, Fixture::address(&f.faults.save));
 }
 
 void check_idle() {

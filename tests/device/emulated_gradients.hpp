@@ -154,8 +154,7 @@ class EmulatedGradients : public EmulatedGroup {
                       [&](std::byte* memory) { uec::cuda::reduce(args, memory); });
     // However the call went, its plan is no longer read.
     for (int32_t i = 0; i < grid.ranks; ++i)
-      if (const uint64_t mark = args.on_device[i].in_use)
-        CHECK_EQ(*reinterpret_cast<const uint64_t*>(mark), 0);
+      if (const uint64_t* const mark = args.on_device[i].in_use) CHECK_EQ(*mark, 0);
   }
 
   void prepare_sum(int32_t r, const Reducing& how, const std::vector<int32_t>& slot_expert) {

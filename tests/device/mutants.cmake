@@ -262,8 +262,8 @@ ultraep_add_device_mutant(device_bank_0_kept PROGRAM test_banks FILE cuda/device
   REPLACE [[    if (args.bank >= 0) bank_of]])
 
 ultraep_add_device_mutant(device_bank_of_another PROGRAM test_banks FILE cuda/device/prepare.cuh
-  FIND [[reinterpret_cast<const int64_t*>(known.offsets), c, launch.bank);]]
-  REPLACE [[reinterpret_cast<const int64_t*>(known.offsets), c, 0);]])
+  FIND [[BankTables::row(known.offsets, c, launch.bank);]]
+  REPLACE [[BankTables::row(known.offsets, c, 0);]])
 
 ultraep_add_device_mutant(device_gradients_of_another_bank PROGRAM test_reduce
   FILE cuda/rank_state.hpp
@@ -272,8 +272,8 @@ ultraep_add_device_mutant(device_gradients_of_another_bank PROGRAM test_reduce
 
 ultraep_add_device_mutant(device_words_of_another_bank HANGS PROGRAM test_ready
   FILE cuda/device/slot_words.cuh
-  FIND [[         int64_t{max32(bank, 0)} * known.capacity.slots_per_rank;]]
-  REPLACE [[         int64_t{min32(bank, 0)} * known.capacity.slots_per_rank;]])
+  FIND [[+ int64_t{max32(bank, 0)} * known.capacity.slots_per_rank;]]
+  REPLACE [[+ int64_t{min32(bank, 0)} * known.capacity.slots_per_rank;]])
 
 ultraep_add_device_mutant(device_residents_told_late PROGRAM test_ready
   FILE cuda/device/slot_words.cuh

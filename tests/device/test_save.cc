@@ -27,7 +27,7 @@ struct Entry {
     args.fields[1] = {address(to.data()), address(from.data()), from.empty() ? 0 : 1};
     run(args);
   }
-  void clear() { run({.in_use = address(&in_use), .fault = address(&fault)}); }
+  void clear() { run(SaveArgs{.in_use = address(&in_use), .fault = address(&fault)}); }
 
   bool holds(int32_t value) const {
     for (size_t i = 0; i < from.size(); ++i)

@@ -72,27 +72,21 @@ struct CallArrays {
     return round_up(cutter.used_bytes(), 8);
   }
 
-  // Gives a call its arrays. `moved`: their block lies that much behind where they were cut.
-  UEC_HD void bind_arrays(Call* call, intptr_t moved = 0) const {
-    call->work.tasks = in(work.tasks, moved);
-    call->work.pieces = in(work.pieces, moved);
-    call->work.destinations = in(work.destinations, moved);
-    call->work.expected = in(work.expected, moved);
-    call->work.opens = in(work.opens, moved);
-    call->work.involved = in(work.involved, moved);
-    call->work.needs = in(work.needs, moved);
-    call->work.reductions = in(work.reductions, moved);
-    call->arrived = in(arrived, moved);
-    call->tiles.segment = in(segment, moved);
-    call->tiles.bytes = in(bytes, moved);
-    call->tiles.first_tile = in(first_tile, moved);
-    call->addresses.main_ptrs = in(main_ptrs, moved);
-    call->main_type = in(main_type, moved);
-  }
-
-  template <class T>
-  UEC_HD static T* in(T* array, intptr_t moved) {
-    return reinterpret_cast<T*>(reinterpret_cast<intptr_t>(array) + moved);
+  UEC_HD void bind_arrays(Call* call) const {
+    call->work.tasks = work.tasks;
+    call->work.pieces = work.pieces;
+    call->work.destinations = work.destinations;
+    call->work.expected = work.expected;
+    call->work.opens = work.opens;
+    call->work.involved = work.involved;
+    call->work.needs = work.needs;
+    call->work.reductions = work.reductions;
+    call->arrived = arrived;
+    call->tiles.segment = segment;
+    call->tiles.bytes = bytes;
+    call->tiles.first_tile = first_tile;
+    call->addresses.main_ptrs = main_ptrs;
+    call->main_type = main_type;
   }
 };
 

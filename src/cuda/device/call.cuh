@@ -63,8 +63,8 @@ UEC_DEVICE void begin_block(BlockCall& block, const RankState& known, RankState&
   block.call.num_ranks = known.num_ranks;
   block.call.epoch.number = known.epoch + 1;
   if (!has_header) {
-    block.call.addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
-    block.call.addresses.far = reinterpret_cast<const uint8_t*>(known.far);
+    block.call.addresses.bases = known.bases;
+    block.call.addresses.far = known.far;
   }
   block.state = &state;
   block.own = own_memory(known);
@@ -161,9 +161,8 @@ template <class Kernel>
 UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   using Memory = typename Kernel::Memory;
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory);
-  RankState& state = reinterpret_cast<RankState*>(args.states)[ptx::block_y()];
-  auto* const call_block =
-      reinterpret_cast<std::byte*>(args.calls) + ptx::block_y() * args.call_bytes;
+  RankState& state = args.states[ptx::block_y()];
+  auto* const call_block = args.calls + ptx::block_y() * args.call_bytes;
   const DeviceCall& device = args.on_device[ptx::block_y()];
   const bool on_host = device.slot_expert == 0;
   enter(shared, state, call_block, on_host);

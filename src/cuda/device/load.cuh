@@ -53,7 +53,7 @@ UEC_DEVICE int32_t row_team(int32_t num_ranks) {
 // By one warp, before it is known that the block continues: nothing of this changes before the last
 // block leaves.
 UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState& state) {
-  const auto* const bases = reinterpret_cast<const uint64_t*>(state.bases);
+  const auto* const bases = reinterpret_cast<const uint64_t*>(state.bases.address);
   const auto* const layout = reinterpret_cast<const uint64_t*>(&state.layout);
   constexpr int32_t kWords = sizeof(SymmetricLayout) / sizeof(uint64_t);
   static_assert(sizeof(SymmetricLayout) % sizeof(uint64_t) == 0);
@@ -73,7 +73,7 @@ UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState&
   shared.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));
   call.epoch = {epoch, CallRecord::make(epoch, shared.digest, RecordKind::kCall)};
   call.addresses.bases = reinterpret_cast<uint8_t* const*>(part.bases);
-  call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
+  call.addresses.far = state.far;
   call.work.involved = part.involved;
   call.tiles.tile_bytes = 0;  // all stages are the row, of any size
   shared.block.state = &state;
@@ -134,7 +134,7 @@ template <class Memory>
 UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, const LoadCall& ids) {
   const RankState& state = *block.state;
   if (Warp::leader()) {  // before the report, which publish_failure() publishes
-    auto* const status = reinterpret_cast<Status*>(state.status);
+    Status* const status = state.status;
     const uint64_t position = bad_id_word(state.bad_id);
     const auto at = static_cast<int64_t>(position);
     status->bad_position = ids.id_bytes == 0 ? -2 - at : at;
@@ -188,19 +188,18 @@ UEC_DEVICE void copy_words(T* to, const T* from, int32_t count) {
     to[at] = from[at];
 }
 
-UEC_DEVICE void copy_table(const BlockCall& block, int32_t num_experts, uint64_t load) {
+UEC_DEVICE void copy_table(const BlockCall& block, int32_t num_experts, int32_t* load) {
   const int32_t entries = block.call.num_ranks * num_experts;
   const uint8_t* const from = block.own + block.call.layout.load(0, num_experts);
-  const int32_t num_quads = load % 16 == 0 ? entries / 4 : 0;
+  const int32_t num_quads = reinterpret_cast<uint64_t>(load) % 16 == 0 ? entries / 4 : 0;
   copy_words(reinterpret_cast<uint4*>(load), reinterpret_cast<const uint4*>(from), num_quads);
   copy_words(reinterpret_cast<uint32_t*>(load) + 4 * num_quads,
              reinterpret_cast<const uint32_t*>(from) + 4 * num_quads, entries - 4 * num_quads);
 }
 
-UEC_DEVICE void clear_table(const BlockCall& block, int32_t num_experts, uint64_t load) {
-  auto* const table = reinterpret_cast<int32_t*>(load);
+UEC_DEVICE void clear_table(const BlockCall& block, int32_t num_experts, int32_t* load) {
   const int32_t count = block.call.num_ranks * num_experts;
-  for (int32_t i = ptx::thread_idx(); i < count; i += ptx::num_threads()) table[i] = 0;
+  for (int32_t i = ptx::thread_idx(); i < count; i += ptx::num_threads()) load[i] = 0;
 }
 
 // By one warp. The next launch finds everything as this one did, except for the epoch.
@@ -231,7 +230,7 @@ enum class LoadEnd { kElsewhere, kGathered, kFailed };  // kElsewhere: another b
 template <bool kFar>
 UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
   auto& shared = *reinterpret_cast<LoadShared*>(shared_memory);
-  RankState& state = reinterpret_cast<RankState*>(args.states)[ptx::block_y()];
+  RankState& state = args.states[ptx::block_y()];
   const LoadCall& own = args.calls[ptx::block_y()];
   // The lines of the state arrive together: each would otherwise be a trip of its own. Not of what
   // another block may change meanwhile.
@@ -241,7 +240,7 @@ UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
   const int32_t num_ranks = state.num_ranks, num_experts = state.capacity.num_experts;
   LoadBlock part;
   LoadBlock::cut(shared_memory + kLoadHeadBytes, num_ranks, num_experts, &part);
-  const LoadSums sums{reinterpret_cast<int32_t*>(state.counts), &state.bad_id, num_experts};
+  const LoadSums sums{state.counts, &state.bad_id, num_experts};
   count_ids(own, sums, part.row, [&] {
     if (!is_last_warp()) return;
     begin_load(shared, part, state);

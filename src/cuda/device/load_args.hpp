@@ -5,20 +5,23 @@
 
 #include "core/base/common.hpp"
 #include "cuda/device/config.hpp"
+#include "cuda/device/device_ptr.hpp"
 
 namespace uec::cuda {
 
+struct RankState;
+
 struct LoadCall {
-  uint64_t ids = 0;      // [count], aligned to an id; -1 is padding; or counts [E], int32
-  int64_t count = 0;     // the same in every replay of a captured graph
-  uint64_t load = 0;     // [G, E] int32, out; zeros if the call fails
-  int32_t id_bytes = 8;  // 4 or 8; 0: they are counts
+  uint64_t ids = 0;             // [count], aligned to an id; -1 is padding; or counts [E], int32
+  int64_t count = 0;            // the same in every replay of a captured graph
+  DevicePtr<int32_t> load = 0;  // [G, E] int32, out; zeros if the call fails
+  int32_t id_bytes = 8;         // 4 or 8; 0: they are counts
 };
 
 // Arguments of the load kernel. Rank i of this launch is blockIdx.y = i.
 struct LoadArgs {
-  uint64_t states = 0;          // [ranks] RankState
-  int64_t has_call_number = 1;  // as LaunchArgs has it
+  DevicePtr<RankState> states = 0;  // [ranks]
+  int64_t has_call_number = 1;      // as LaunchArgs has it
   LoadCall calls[kMaxLaunchRanks];
 };
 

@@ -12,7 +12,7 @@ UEC_DEVICE void load_plan(const LoadPlanArgs& args, std::byte* shared_memory) {
   PlanArgs own = args.plan;
   const PlanOutput out = PlanOutput::cut(args.plans[ptx::block_y()], own.num_ranks,
                                          own.slots_per_rank, own.num_experts);
-  own.load = args.load.calls[ptx::block_y()].load;
+  own.load = args.load.calls[ptx::block_y()].load.address;
   own.num_sources = own.num_ranks;
   own.slot_expert = out.slot_expert;
   own.slot_quota = out.slot_quota;

@@ -9,17 +9,12 @@
 
 namespace uec::cuda {
 
-UEC_DEVICE uint8_t* own_memory(const RankState& state) {
-  return reinterpret_cast<uint8_t*>(state.memory);
-}
-UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) {
-  return reinterpret_cast<const int32_t*>(state.pes)[rank];
-}
+UEC_DEVICE uint8_t* own_memory(const RankState& state) { return state.memory; }
+UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) { return state.pes[rank]; }
 
 // The gradients that slots hold, with the offsets of a bank's.
 UEC_DEVICE Gradients grads_of(const RankState& state, const int64_t* offset) {
-  return {state.capacity.num_grad_segments, reinterpret_cast<const int64_t*>(state.grad_bytes),
-          reinterpret_cast<const GradType*>(state.grad_type), offset};
+  return {state.capacity.num_grad_segments, state.grad_bytes, state.grad_type, offset};
 }
 
 // What all calls of a rank have in common: enough to publish that there will be none.
@@ -29,8 +24,8 @@ UEC_DEVICE Call begin_call(const RankState& state) {
   call.num_ranks = state.num_ranks;
   call.epoch.number = state.epoch + 1;
   call.layout = state.layout;
-  call.addresses.bases = reinterpret_cast<uint8_t* const*>(state.bases);
-  call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
+  call.addresses.bases = state.bases;
+  call.addresses.far = state.far;
   return call;
 }
 

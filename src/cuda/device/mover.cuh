@@ -219,7 +219,7 @@ class DeviceMover : public DeliveryPolicy {
     return tiles_ + int32_t(k % kStages) * tile_bytes();
   }
   UEC_DEVICE uint8_t* far_tile(uint32_t n) const {
-    return reinterpret_cast<uint8_t*>(block_.state->staging) +
+    return block_.state->staging +
            (int64_t{rank_worker()} * kNumFarStages + n % kNumFarStages) * tile_bytes();
   }
 

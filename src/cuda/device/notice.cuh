@@ -20,7 +20,7 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block) {
   ptx::sync_warp();
   if (has_failed(block)) return;  // the peers know of that failure
   Memory memory(block);
-  auto* const status = reinterpret_cast<Status*>(state.status);
+  Status* const status = state.status;
   const CallRecord last{state.last_record};
   if (notice == Notice::kClosed) {
     const int32_t peer = find_disagreement(memory, state.layout, last);

@@ -8,9 +8,9 @@ namespace uec::cuda {
 
 // Empty slots, and every token on its main; no token anywhere if the load has a fault.
 UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool has_fault) {
-  auto* const slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
-  auto* const slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
-  auto* const home_quota = reinterpret_cast<int32_t*>(args.home_quota);
+  int32_t* const slot_expert = args.slot_expert;
+  int32_t* const slot_quota = args.slot_quota;
+  int32_t* const home_quota = args.home_quota;
   const int32_t num_slots = args.num_ranks * args.slots_per_rank;
   for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
     slot_expert[i] = -1;
@@ -23,7 +23,7 @@ UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool
 // Reports a fault to the host, unless one is pending there. The message is a single word, so
 // concurrent launches do no harm.
 UEC_DEVICE void put_fault(const PlanArgs& args, const PlanStatus& status) {
-  auto* const word = reinterpret_cast<uint64_t*>(args.fault);
+  uint64_t* const word = args.fault;
   if (status.fault != LoadFault::kNone && ptx::load_acquire_system(word) == 0)
     ptx::store_release_system(word, status.word());
 }
@@ -37,9 +37,9 @@ UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
   BlockTeams teams(block.answers);
 
   if (ptx::thread_idx() == 0) {  // sort_load() has barriers
-    block.out->slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
-    block.out->slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
-    block.out->home_quota = reinterpret_cast<int32_t*>(args.home_quota);
+    block.out->slot_expert = args.slot_expert;
+    block.out->slot_quota = args.slot_quota;
+    block.out->home_quota = args.home_quota;
   }
   const PlanStatus status = sort_load(args, teams, block);
   if (ptx::thread_idx() == 0) put_fault(args, status);

@@ -10,7 +10,7 @@ namespace uec::cuda {
 
 // Into shared memory. Whether there is one, in all threads.
 UEC_DEVICE bool copy_residents(const BankPlanArgs& args, BlockTeams& teams, int32_t* residents) {
-  const auto& table = *reinterpret_cast<const BankTable*>(args.bank);
+  const auto& table = *args.bank;
   const int32_t num_slots = args.plan.num_ranks * args.plan.slots_per_rank;
   const bool is_known = table.segments != 0;
   uint32_t is_empty = 1;
@@ -32,10 +32,10 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
   const BankPlanBlock bank(topology, shared_memory + round_up(block.bytes, 8));
   BlockTeams teams(block.answers);
   const int32_t num_slots = topology.num_ranks * topology.slots_per_rank;
-  auto* const slot_expert = reinterpret_cast<int32_t*>(args.plan.slot_expert);
-  auto* const slot_quota = reinterpret_cast<int32_t*>(args.plan.slot_quota);
-  auto* const home_quota = reinterpret_cast<int32_t*>(args.plan.home_quota);
-  auto* const moves = reinterpret_cast<uint8_t*>(args.moves);
+  int32_t* const slot_expert = args.plan.slot_expert;
+  int32_t* const slot_quota = args.plan.slot_quota;
+  int32_t* const home_quota = args.plan.home_quota;
+  uint8_t* const moves = args.moves;
 
   const bool is_held = copy_residents(args, teams, bank.residents);
   const PlanStatus status = sort_load(args.plan, teams, block);

@@ -18,8 +18,8 @@ namespace uec::cuda {
 inline constexpr uint32_t kNoFault = 1u << 31;
 
 UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockTeams& teams, const PlanBlock& block) {
-  const auto* const load = reinterpret_cast<const int32_t*>(args.load);
-  auto* const kept_load = reinterpret_cast<int32_t*>(args.kept_load);
+  const int32_t* const load = args.load;
+  int32_t* const kept_load = args.kept_load;
   uint32_t found = ~0u;
 #pragma unroll 1
   for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads()) {
@@ -151,10 +151,10 @@ UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
 // What does not depend on the load; and zero, where something is added up.
 UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
-  const auto* const home = reinterpret_cast<const int32_t*>(args.home);
-  const auto* const local_begin = reinterpret_cast<const int32_t*>(args.local_begin);
-  const auto* const local_experts = reinterpret_cast<const int32_t*>(args.local_experts);
-  const auto* const domain = reinterpret_cast<const int32_t*>(args.domain);
+  const int32_t* const home = args.home;
+  const int32_t* const local_begin = args.local_begin;
+  const int32_t* const local_experts = args.local_experts;
+  const int32_t* const domain = args.domain;
   if (ptx::thread_idx() == 0) *block.is_split = 0;
 #pragma unroll 1
   for (int32_t r = ptx::thread_idx(); r <= args.num_ranks; r += ptx::num_threads()) {

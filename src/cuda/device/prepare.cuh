@@ -25,12 +25,8 @@ UEC_DEVICE void put_header(CallShared& shared, int32_t i, uint64_t word) {
 
 UEC_DEVICE Topology topology_of(const RankState& known) {
   const Capacity& c = known.capacity;
-  return {c.num_ranks,
-          c.num_experts,
-          c.slots_per_rank,
-          reinterpret_cast<const int32_t*>(known.home),
-          reinterpret_cast<const int32_t*>(known.domain),
-          known.allow_cross_domain != 0};
+  return {c.num_ranks, c.num_experts, c.slots_per_rank,
+          known.home,  known.domain,  known.allow_cross_domain != 0};
 }
 
 // By one thread: the arguments of schedule_call(), from what the group and the call give.
@@ -41,18 +37,17 @@ UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCa
   const PrepareArrays& arrays = made.arrays;
   tables.topology = topology_of(known);
   tables.rank = known.rank;
-  tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
-  tables.local_idx = reinterpret_cast<const int32_t*>(known.local_idx);
+  tables.segment_bytes = known.segment_bytes;
+  tables.local_idx = known.local_idx;
   tables.tile_bytes = known.tile_bytes;
   tables.cost = known.cost;
-  const auto* const offsets =
-      BankTables::row(reinterpret_cast<const int64_t*>(known.offsets), c, launch.bank);
+  const auto* const offsets = BankTables::row(known.offsets, c, launch.bank);
   tables.grads = grads_of(known, offsets + c.num_segments);
   arrays.arrays.bind_arrays(&made.call);
   made.call.grads = {};
   Addresses& addresses = made.call.addresses;
-  addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
-  addresses.far = reinterpret_cast<const uint8_t*>(known.far);
+  addresses.bases = known.bases;
+  addresses.far = known.far;
   addresses.segment_bytes = tables.segment_bytes;
   addresses.slot_offset = offsets;
   addresses.num_local_experts = c.num_local_experts;
@@ -60,7 +55,7 @@ UEC_DEVICE_NOINLINE void gather_arguments(const RankState& known, const DeviceCa
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
     if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
-  args.slot_expert = reinterpret_cast<const int32_t*>(device.slot_expert);
+  args.slot_expert = device.slot_expert;
   args.tag = launch.tag;
   args.segments = made.segments;
   args.mode = device.mode;
@@ -90,8 +85,8 @@ UEC_DEVICE void place_scratch(const Arrays& layout, PrepareShared& made, Arrays*
 // By a warp: the first expert whose home is another in the plan; ~0: there is none.
 UEC_DEVICE uint32_t compare_homes(const RankState& known, const DeviceCall& device) {
   constexpr int32_t kAtOnce = 4;
-  const auto* const own = reinterpret_cast<const uint32_t*>(known.home);
-  const auto* const theirs = reinterpret_cast<const uint32_t*>(device.home);
+  const auto* const own = reinterpret_cast<const uint32_t*>(known.home.address);
+  const auto* const theirs = reinterpret_cast<const uint32_t*>(device.home.address);
   const int32_t last = known.capacity.num_experts - 1;
   uint32_t differs = ~0u;
 #pragma unroll 1
@@ -122,8 +117,7 @@ UEC_DEVICE_NOINLINE Wait find_refusal(const RankState& known, const DeviceCall& 
     return wait;
   }
   const Topology t = topology_of(known);
-  const PlanCheck check =
-      check_plan(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_expert));
+  const PlanCheck check = check_plan(Warp{}, t, device.slot_expert);
   wait.seen = static_cast<uint64_t>(check.fault);
   wait.expert = check.expert;
   wait.piece = check.rank * t.slots_per_rank + check.slot;
@@ -163,9 +157,7 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-UEC_DEVICE BankTable& bank_of(const RankState& known, int32_t bank) {
-  return reinterpret_cast<BankTable*>(known.banks)[bank];
-}
+UEC_DEVICE BankTable& bank_of(const RankState& known, int32_t bank) { return known.banks[bank]; }
 
 // By a warp: what a bank's slots hold ahead of a call that transfers `segments`.
 UEC_DEVICE_NOINLINE const int32_t* take_residents(const RankState& known, uint64_t segments,
@@ -185,7 +177,7 @@ UEC_DEVICE bool fills_bank(int32_t bank) {
 template <Operation kOperation>
 UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32_t bank) {
   if constexpr (kOperation == Operation::kReduce)
-    return SlotsWithTokens{reinterpret_cast<const int32_t*>(device.slot_quota)};
+    return SlotsWithTokens{device.slot_quota};
   else
     return SlotsToFill{bank >= 0 ? take_residents(known, device.segments, bank) : nullptr};
 }
@@ -205,20 +197,18 @@ UEC_DEVICE_NOINLINE void take_plan(const RankState& known, const DeviceCall& dev
 template <Operation kOperation>
 UEC_DEVICE_NOINLINE void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
                                      PrepareShared& made) {
-  const auto* const main_ptrs = reinterpret_cast<const uint64_t*>(device.main_ptrs);
+  const uint8_t* const* const main_ptrs = device.main_ptrs;
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
   for (int32_t i = Warp::index(); i < segments * c.num_local_experts; i += Warp::size())
-    made.arrays.arrays.main_ptrs[i] = reinterpret_cast<const uint8_t*>(main_ptrs[i]);
+    made.arrays.arrays.main_ptrs[i] = main_ptrs[i];
   if (fills_bank<kOperation>(bank)) {
     const BankTable& table = bank_of(known, bank);
     if (Warp::leader()) made.args.bank = {bank, table.version, table.resident};
     Warp::sync();
   }
   const Topology& t = made.tables.topology;
-  const uint64_t quotas =
-      digest_quotas(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_quota),
-                    reinterpret_cast<const int32_t*>(device.home_quota));
+  const uint64_t quotas = digest_quotas(Warp{}, t, device.slot_quota, device.home_quota);
   const uint64_t digest = digest_call(Warp{}, t, arguments_of<kOperation>(made), quotas);
   if (Warp::leader()) made.digest = digest;
 }
@@ -251,9 +241,9 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   if (warp == 0) {
     ScheduleArrays& work = made.arrays.schedule;
     place_scratch(known.scratch_layout.schedule, made, &work);
-    const PlanShape shape = collect_replicas(
-        Warp{}, topology_of(known), reinterpret_cast<const int32_t*>(device.slot_expert),
-        slots_of<kOperation>(known, device, launch.bank), work.scratch, work.schedule);
+    const PlanShape shape = collect_replicas(Warp{}, topology_of(known), device.slot_expert,
+                                             slots_of<kOperation>(known, device, launch.bank),
+                                             work.scratch, work.schedule);
     if (Warp::leader()) made.shape = shape;
   }
   ptx::sync_block();
@@ -279,7 +269,8 @@ UEC_DEVICE_NOINLINE Wait prepare_call(const RankState& known, const DeviceCall& 
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
-    take_region(made.call.addresses, reinterpret_cast<const uint64_t*>(pull ? device.region_at : 0),
+    take_region(made.call.addresses,
+                pull ? static_cast<const uint64_t*>(device.region_at) : nullptr,
                 known.capacity.num_ranks);
     made.digest = with_mode(made.digest, arguments_of<kOperation>(made), mode);
   }
@@ -304,7 +295,7 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, const L
   ptx::sync_block();
   if (!shared.prepared) return;
   const Capacity& capacity = shared.known.capacity;
-  const auto* const tables_end = reinterpret_cast<const void*>(shared.known.tables_end);
+  const void* const tables_end = shared.known.tables_end;
   if (ptx::thread_idx() / ptx::kWarpSize == 1)
     pack_header(Warp{}, made.call, capacity, tables_end, made.digest, call_block);
   if (ptx::thread_idx() < ptx::kWarpSize)

@@ -56,7 +56,7 @@ struct Reduce {
 
   // Clears the mark of its saved plan, which the rank's blocks have read by now.
   UEC_DEVICE static void leave(const RankState&, const LaunchArgs&, const DeviceCall& device) {
-    if (device.in_use != 0) *reinterpret_cast<uint64_t*>(device.in_use) = 0;
+    if (device.in_use != 0) *device.in_use = 0;
   }
 
   UEC_DEVICE_NOINLINE static void work(ReduceShared& shared) {

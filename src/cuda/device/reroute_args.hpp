@@ -8,6 +8,7 @@
 #include "core/reroute/reroute.hpp"
 #include "core/reroute/share_table.hpp"
 #include "cuda/device/config.hpp"
+#include "cuda/device/device_ptr.hpp"
 
 namespace uec::cuda {
 
@@ -72,12 +73,12 @@ struct RerouteArrays {
 // Arguments of the kernel that makes the table of shares. Each warp of a block handles one expert.
 struct SharesArgs {
   RerouteShape shape;
-  uint64_t state = 0;  // of RerouteState
-  uint64_t load = 0;   // as QuotaPlan has them
-  uint64_t slot_expert = 0;
-  uint64_t slot_quota = 0;
-  uint64_t home_quota = 0;
-  uint64_t home = 0;  // 0: the group's
+  DevicePtr<RerouteState> state = 0;  // of RerouteState
+  DevicePtr<const int32_t> load = 0;  // as QuotaPlan has them
+  DevicePtr<const int32_t> slot_expert = 0;
+  DevicePtr<const int32_t> slot_quota = 0;
+  DevicePtr<const int32_t> home_quota = 0;
+  DevicePtr<const int32_t> home = 0;  // 0: the group's
 };
 
 // What is rerouted.
@@ -97,13 +98,14 @@ struct RerouteFaultBox {
 // stream stays inside its arrays.
 struct RerouteArgs {
   RerouteShape shape;
-  uint64_t state = 0;
-  uint64_t fault = 0;  // of RerouteFaultBox
-  uint64_t from = 0;   // ids, or map [tokens, E]
-  uint64_t to = 0;     // ids, not in the same place, or map [tokens, G * P]
-  uint64_t probs = 0;  // map only: [tokens, E]; 0: none
+  DevicePtr<RerouteState> state = 0;
+  DevicePtr<RerouteFaultBox> fault = 0;  // of RerouteFaultBox
+  uint64_t from = 0;                     // ids, or map [tokens, E]
+  uint64_t to = 0;                       // ids, not in the same place, or map [tokens, G * P]
+  uint64_t probs = 0;                    // map only: [tokens, E]; 0: none
   uint64_t physical_probs = 0;
-  uint64_t instances = 0;  // map only: [tokens, E] int32, where a token goes, -1: nowhere; 0: none
+  DevicePtr<int32_t> instances =
+      0;                   // map only: [tokens, E] int32, where a token goes, -1: nowhere; 0: none
   int64_t count = 0;       // ids, or tokens
   int32_t prob_bytes = 0;  // 1, 2, 4 or 8
   Routing routing = Routing::kNone;

@@ -84,8 +84,7 @@ UEC_DEVICE void clear_rows(const RerouteArgs& args, int64_t first, int64_t width
     fill(reinterpret_cast<uint8_t*>(args.physical_probs) + first * width * args.prob_bytes,
          bytes * args.prob_bytes, 0);
   if (args.instances != 0)  // with -1
-    fill(reinterpret_cast<uint8_t*>(reinterpret_cast<int32_t*>(args.instances) +
-                                    first * args.shape.num_experts),
+    fill(reinterpret_cast<uint8_t*>(args.instances + first * args.shape.num_experts),
          static_cast<int32_t>(count * args.shape.num_experts * sizeof(int32_t)), 0xFF);
 }
 
@@ -115,8 +114,7 @@ UEC_DEVICE void reroute_map(const RerouteArgs& args, std::byte* shared_memory) {
       const int32_t instance = instance_of(block, e, ordinal);
       if (instance < 0) continue;
       move_token(args, token * width + instance, token * num_experts + e);
-      if (args.instances != 0)
-        reinterpret_cast<int32_t*>(args.instances)[token * num_experts + e] = instance;
+      if (args.instances != 0) args.instances[token * num_experts + e] = instance;
     }
   }
 }

@@ -40,7 +40,7 @@ UEC_DEVICE void by_threads(int32_t count, Body&& body) {
 // Draws a run, copies the table, and zeroes the counts. False: the plan is invalid.
 UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, RerouteBlock& block) {
   block.shape = args.shape;
-  block.state = reinterpret_cast<RerouteState*>(args.state);
+  block.state = args.state;
   RerouteShared::Entry drawn{};
   if (ptx::thread_idx() == 0) {
     // Drawn, because blocks may begin in any order: no block waits for a run that has no running
@@ -49,7 +49,7 @@ UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, Reroute
     drawn.launch = block.state->launches + 1;
     drawn.refused = block.state->plan_status.fault != RerouteFault::kNone;
   }
-  RerouteArrays::cut(reinterpret_cast<std::byte*>(args.state), args.shape, &block.arrays);
+  RerouteArrays::cut(reinterpret_cast<std::byte*>(block.state), args.shape, &block.arrays);
   RerouteShared& shared = block.shared;
   RerouteShared::cut(shared_memory, args.shape, ptx::num_threads(), num_warps(), &shared);
   const int32_t num_experts = args.shape.num_experts;
@@ -188,9 +188,9 @@ UEC_DEVICE int32_t instance_of(const RerouteBlock& block, int32_t expert, int32_
 }
 
 // Reports a fault to the host, unless one is pending there.
-UEC_DEVICE void put_fault(uint64_t box, const RerouteStatus& status, Routing routing) {
+UEC_DEVICE void put_fault(RerouteFaultBox* box, const RerouteStatus& status, Routing routing) {
   if (status.fault == RerouteFault::kNone) return;
-  auto& said = *reinterpret_cast<RerouteFaultBox*>(box);
+  RerouteFaultBox& said = *box;
   // Acquire: pairs with the host's release after it has read the last fault, and freed its place.
   if (ptx::load_acquire_system(&said.routing) != 0) return;
   said.status = status;

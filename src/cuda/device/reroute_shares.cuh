@@ -14,19 +14,15 @@ namespace uec::cuda {
 
 UEC_DEVICE void reroute_shares(const SharesArgs& args, std::byte* shared_memory) {
   const RerouteShape& shape = args.shape;
-  auto& state = *reinterpret_cast<RerouteState*>(args.state);
+  auto& state = *args.state;
   RerouteArrays arrays;
-  RerouteArrays::cut(reinterpret_cast<std::byte*>(args.state), shape, &arrays);
+  RerouteArrays::cut(reinterpret_cast<std::byte*>(&state), shape, &arrays);
   Topology topology;
   topology.num_ranks = shape.num_ranks;
   topology.num_experts = shape.num_experts;
   topology.slots_per_rank = shape.slots_per_rank;
   topology.home = arrays.home;
-  const QuotaPlan plan{reinterpret_cast<const int32_t*>(args.load),
-                       reinterpret_cast<const int32_t*>(args.slot_expert),
-                       reinterpret_cast<const int32_t*>(args.slot_quota),
-                       reinterpret_cast<const int32_t*>(args.home_quota),
-                       reinterpret_cast<const int32_t*>(args.home)};
+  const QuotaPlan plan{args.load, args.slot_expert, args.slot_quota, args.home_quota, args.home};
 
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const int32_t num_warps = ptx::num_threads() / ptx::kWarpSize;

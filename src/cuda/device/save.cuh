@@ -11,7 +11,7 @@ namespace uec::cuda {
 
 // Whether the entry's plan is in use, and must be kept. By one thread.
 UEC_DEVICE bool is_kept(const SaveArgs& args) {
-  auto* const in_use = reinterpret_cast<uint64_t*>(args.in_use);
+  uint64_t* const in_use = args.in_use;
   if (in_use == nullptr) return false;
   if (args.generation == 0) {
     *in_use = 0;
@@ -23,7 +23,7 @@ UEC_DEVICE bool is_kept(const SaveArgs& args) {
 
 // Reports a fault to the host, unless one is pending there. Launches of a rank follow each other.
 UEC_DEVICE void put_fault(const SaveArgs& args) {
-  auto& said = *reinterpret_cast<SaveFaultBox*>(args.fault);
+  auto& said = *args.fault;
   // Acquire: pairs with the host's release after it has read the last fault, and freed its place.
   if (ptx::load_acquire_system(&said.tag) != 0) return;
   said.generation = args.generation;
@@ -32,8 +32,8 @@ UEC_DEVICE void put_fault(const SaveArgs& args) {
 }
 
 UEC_DEVICE void copy_words(const SavedField& field) {
-  auto* const to = reinterpret_cast<uint32_t*>(field.to);
-  const auto* const from = reinterpret_cast<const uint32_t*>(field.from);
+  uint32_t* const to = field.to;
+  const uint32_t* const from = field.from;
   const int32_t count = field.count, step = ptx::num_threads();
 #pragma unroll 1
   for (int32_t i = ptx::thread_idx(); i < count; i += kWordsAtOnce * step) {

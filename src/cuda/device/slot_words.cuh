@@ -10,8 +10,7 @@
 namespace uec::cuda {
 
 UEC_DEVICE uint64_t* slot_words(const RankState& known, int32_t bank) {
-  return reinterpret_cast<uint64_t*>(known.slot_words) +
-         int64_t{max32(bank, 0)} * known.capacity.slots_per_rank;
+  return known.slot_words + int64_t{max32(bank, 0)} * known.capacity.slots_per_rank;
 }
 
 // What words are set to: more than the host's number of the call. Replays have none, and take that

@@ -25,9 +25,8 @@ UEC_DEVICE bool has_failed(BlockCall& block) {
   return Warp::broadcast(failed) != 0;
 }
 
-UEC_DEVICE bool is_cancelled(uint64_t status) {
-  const auto* const cancelled = &reinterpret_cast<const Status*>(status)->cancelled;
-  return Warp::broadcast(Warp::leader() && ptx::load_acquire_system(cancelled) != 0);
+UEC_DEVICE bool is_cancelled(const Status* status) {
+  return Warp::broadcast(Warp::leader() && ptx::load_acquire_system(&status->cancelled) != 0);
 }
 UEC_DEVICE bool is_cancelled(const BlockCall& block) { return is_cancelled(block.state->status); }
 
@@ -134,7 +133,7 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memo
 UEC_DEVICE void publish_failure(RankState& state) {
   state.failure_published = 1;
   release_slots(state);
-  auto* const status = reinterpret_cast<Status*>(state.status);
+  Status* const status = state.status;
   status->report = state.report;
   // The host sees the report once it sees the epoch.
   ptx::store_release_system(&status->failed_call, state.last_call + 1);
