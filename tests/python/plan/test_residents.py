@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import resident_planner
+from reference import one_planner, resident_planner
 from reference.planner_oracle import (
     Plan,
     Problem,
@@ -145,6 +145,27 @@ def test_both_versions_agree_and_keep_their_promises(case: tuple[list[Problem], 
             before = replace(plan_from_empty(problem), slot_expert=held)
             if placement_optimum(problem, before) <= target_tokens(problem):
                 assert plan.slot_expert == held  # who suffices stays
+        held = plan.slot_expert
+
+
+@given(sequences())
+@settings(max_examples=cases(100, 1000), deadline=None)
+def test_the_search_that_is_to_follow_keeps_the_same_promises(
+    case: tuple[list[Problem], Slots],
+) -> None:
+    """``one_planner.py``: what the core does not do yet."""
+    steps, held = case
+    for problem in steps:
+        arrays = one_planner.plan_slots(
+            problem.load,
+            residents=np.array(held).reshape(problem.num_ranks, problem.slots_per_rank),
+            home=problem.home,
+            domain=problem.domain,
+            allow_cross_domain=problem.allow_cross_domain,
+            target=problem.target,
+        )
+        plan = Plan.of(arrays)
+        check(problem, plan, held)
         held = plan.slot_expert
 
 
