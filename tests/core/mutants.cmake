@@ -288,7 +288,7 @@ ultraep_add_core_mutant(shares_before_all_turns PROGRAM reroute/test_shares
   REPLACE [[      left -= turns[r].rest;
     }]])
 
-ultraep_add_core_mutant(instances_not_listed_yet PROGRAM reroute/test_share_table
+ultraep_add_core_mutant(instances_not_listed_yet PROGRAM reroute/test_shares
   FILE core/reroute/share_table.hpp
   FIND [[  team.sync();
 

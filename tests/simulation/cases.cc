@@ -167,16 +167,6 @@ std::vector<Case> named_reductions() {
         cases.push_back(std::move(c));
       };
       {
-        // A tail in each segment, one of a few elements, and mixed types.
-        Case c = with_grads(start("tails of sums", 3, 1), type, {2 * kTile + 100, 4});
-        c.grad_type[1] = GradType::kFloat32;
-        c.main_grad_type = {GradType::kFloat32, GradType::kBFloat16};
-        c.num_workers = 2;
-        c.calls = {reduction(c, mode, after, {{0, 1}, {0, 2}}),
-                   reduction(c, mode, other, {{1, 0}, {1, 2}})};
-        add(c);
-      }
-      {
         // The main gradient of expert 0 has other hubs in every call, and rank 3 nothing to wait
         // for in the first two.
         Case c = with_grads(start("hubs change", 4, 1), type, {4 * kTile});
@@ -219,12 +209,6 @@ std::vector<Case> named_reductions() {
         c.other = reduction(c, pull ? Mode::kDirect : Mode::kPull, after, {{0, 1}, {0, 2}});
         add(ending(c, Ending::kDisagrees, 0));
       }
-      {
-        Case c = with_grads(start("one rejects sums", 3, 1), type);
-        c.calls = {reduction(c, mode, after, {{0, 1}, {0, 2}}),
-                   reduction(c, mode, other, {{1, 0}, {1, 2}})};
-        add(ending(c, Ending::kRejects, 1, 1));
-      }
     }
   return cases;
 }
@@ -253,55 +237,11 @@ std::vector<Case> named_transfers() {
     const std::string suffix = mode == Mode::kPush   ? ", push"
                                : mode == Mode::kPull ? ", pull"
                                                      : ", direct";
-    {
-      // A tail in each segment, and one segment of a few bytes.
-      Case c = with_calls(start("tails", 3, 1, {2 * kTile + 100, 3}), mode, {{0, 1}, {0, 2}},
-                          {{1, 0}, {1, 2}});
-      c.name += suffix;
-      c.num_workers = 2;
-      cases.push_back(c);
-    }
-    {
-      // Rank 1 imports and exports at once; one slot takes from three hubs.
-      Case c =
-          with_calls(start("chain", 4, 2, {5 * kTile}), mode,
-                     {{0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 0}}, {{1, 0}, {1, 2}, {1, 3}, {2, 1}});
-      c.name += suffix;
-      c.first_epoch = (uint64_t{1} << 32) + 1;
-      c.num_workers = 2;
-      cases.push_back(c);
-    }
-    {
-      // Ranks 2 and 3 have nothing to do for two calls and are soon in the third.
-      Case c = start("fast ranks", 4, 1, {2 * kTile});
-      c.calls = {call(c, mode, {{0, 1}}), call(c, mode, {{1, 0}}),
-                 call(c, mode, {{2, 0}, {2, 1}, {2, 3}}), call(c, mode, {{0, 2}, {0, 3}})};
-      c.name += suffix;
-      cases.push_back(c);
-    }
-    {
-      Case c = start("home gives up on many", 4, 1, {3 * kTile});
-      c.calls = {call(c, mode, {{0, 1}, {0, 2}, {0, 3}})};
-      c.name += suffix;
-      cases.push_back(ending(c, Ending::kImpatient, 0));
-    }
     for (const Ending end : {Ending::kStops, Ending::kDies}) {
       Case c = start("one stops", 4, 2, {3 * kTile});
       c.calls = {call(c, mode, {{0, 1}, {0, 2}, {1, 3}}), call(c, mode, {{2, 1}, {2, 3}})};
       c.name += suffix;
       cases.push_back(ending(c, end, 1));
-    }
-    {
-      Case c = with_calls(start("one disagrees", 3, 1, {2 * kTile}), mode, {{0, 1}, {0, 2}},
-                          {{1, 0}, {1, 2}});
-      c.name += suffix;
-      c.other = call(c, mode, {{0, 1}});
-      cases.push_back(ending(c, Ending::kDisagrees, 1));
-    }
-    {
-      Case c = with_calls(start("one rejects", 3, 1), mode, {{0, 1}, {0, 2}}, {{1, 0}, {1, 2}});
-      c.name += suffix;
-      cases.push_back(ending(c, Ending::kRejects, 1, 1));
     }
   }
   return cases;
@@ -322,15 +262,6 @@ std::vector<Case> named_banks() {
       cases.push_back(std::move(c));
     };
     {
-      // Rank 1 sends expert 0, for rank 0 has others to send; in the next call its slot is filled
-      // with another, and with a new version all are.
-      Case c = start;
-      c.calls = {banked(c, mode, 1, {{0, 1}}), banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {1, 2}}),
-                 banked(c, mode, 1, {{4, 1}, {0, 2}, {0, 3}, {1, 2}}),
-                 banked(c, mode, 2, {{4, 1}, {0, 2}, {0, 3}, {1, 2}})};
-      add(c, "residents send");
-    }
-    {
       // What is to be filled with another expert cannot be sent from, though rank 1 is idle.
       Case c = start;
       c.calls = {banked(c, mode, 1, {{0, 1}, {0, 3}}),
@@ -346,25 +277,6 @@ std::vector<Case> named_banks() {
       c.other = c.calls[1];
       c.other.version = 2;
       add(ending(c, Ending::kDisagrees, 2, 1), "one rank has other weights");
-    }
-    {
-      // Expert 0 does not cross to rank 2, next to which it is kept; expert 2 crosses once, and is
-      // handed on by ranks 0 and 3.
-      Case c = start;
-      c.group.domain = {0, 1, 1, 0};
-      c.group.allow_cross_domain = true;
-      c.calls = {banked(c, mode, 1, {{0, 1}}),
-                 banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {2, 0}, {2, 3}})};
-      add(c, "residents in two domains");
-    }
-    {
-      // A slot that holds an expert is no slot to write to, whoever else is being written to.
-      Case c = start;
-      c.num_workers = 2;
-      c.calls = {banked(c, mode, 1, {{0, 1}, {2, 0}, {2, 3}}),
-                 banked(c, mode, 1, {{0, 1}, {0, 3}, {0, 2}, {1, 2}, {2, 0}}),
-                 call(c, mode, {{0, 1}}), banked(c, mode, 1, {{0, 1}, {0, 2}})};
-      add(c, "a call without a bank");
     }
     for (const Ending end : {Ending::kStops, Ending::kImpatient}) {
       Case c = start;

@@ -7,6 +7,7 @@
 //                                        caught, and how soon; exit code 1: it is not
 //   test_hostile --all CASE              every schedule of one named case
 #include <chrono>
+#include <csignal>
 #include <cstring>
 
 #include "simulation/cases.hpp"
@@ -78,18 +79,33 @@ void soak(double seconds, uint64_t seed) {
   print("random cases", totals, seconds_since(start));
 }
 
+// What catch_mutant() is at: a mutant may also read an address that nothing is at.
+const char* mutant = nullptr;
+const Case* tried = nullptr;
+uint64_t tried_schedules = 0;
+
+[[noreturn]] void on_fault(int) {
+  std::printf("mutant %s: caught: a stray access; %llu schedules; \"%s\": SIGSEGV\n", mutant,
+              static_cast<unsigned long long>(tried_schedules), tried->name.c_str());
+  std::fflush(stdout);
+  std::_Exit(0);
+}
+
 // The counter-examples, then rounds over all named cases and as many random ones, until something
 // is found. Cases share the effort evenly, so that small ones see many schedules.
 int catch_mutant(const char* name) {
+  mutant = name;
+  if (std::strcmp(name, "none") != 0) std::signal(SIGSEGV, on_fault);
   constexpr uint64_t kRounds = 100, kSteps = 10'000;
   Random random(1);
   const std::vector<Case> named = sim::named_cases();
-  uint64_t schedules = 0;
+  uint64_t& schedules = tried_schedules;
   for (uint64_t round = 0; round <= kRounds; ++round)
     for (size_t i = 0; i < 2 * named.size(); ++i) {
       const bool is_example = i % 2 == 0 && named[i / 2].name.starts_with("counter-example");
       if (round == 0 && !is_example) continue;
       const Case c = i % 2 == 0 ? named[i / 2] : sim::draw_case(random);
+      tried = &c;
       sim::Simulation simulation(c);
       for (uint64_t steps = 0, seed = (round * 1000 + i) * 1000; steps < kSteps; seed += 10) {
         const Outcome outcome = explore_random(simulation, seed, 10);

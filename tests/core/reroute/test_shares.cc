@@ -1,95 +1,73 @@
-// The shares of one expert, by one thread and by several, against the definition: source after
-// source, with a division for every instance.
+// The table of shares, made an expert at a time by one thread or several, against compute_shares():
+// every integer, and every fault; and tokens in a map, which move where their ids would.
+//
+// What the shares are, tests/fuzz/fuzz_reroute.cc defines a second time.
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "core/crowd.hpp"
-#include "core/reroute/shares.hpp"
+#include "core/reroute/share_table.hpp"
 #include "support/check.hpp"
-#include "support/plans.hpp"
+#include "support/routings.hpp"
 
 namespace {
 
-using uec::SingleThread;
+// Working memory and table exactly as large as the header says.
+struct Memory {
+  explicit Memory(const RoutingCase& c)
+      : turns(c.group.num_ranks),
+        rank(c.group.num_ranks),
+        quota(c.group.num_ranks),
+        begin(c.group.num_experts + 1),
+        entries(c.num_entries()) {}
+  uec::ShareScratch scratch() { return {turns.data(), rank.data(), quota.data()}; }
+  uec::ShareTable table() { return {begin.data(), entries.data()}; }
 
-struct Expert {
-  std::vector<int32_t> load, rank, quota;
+  std::vector<uec::Turn> turns;
+  std::vector<int32_t> rank, quota, begin;
+  std::vector<uec::ShareEntry> entries;
 };
 
-// Cumulative shares.
-std::vector<int32_t> define(Expert x, int32_t source) {
-  const size_t n = x.rank.size();
-  std::vector<int64_t> share(n, 0);
-  for (size_t i = 0; i < n; ++i) {
-    const int32_t kept = std::min(x.load[x.rank[i]], x.quota[i]);
-    x.load[x.rank[i]] -= kept;
-    x.quota[i] -= kept;
-    if (x.rank[i] == source) share[i] = kept;
+template <class Team>
+uint64_t share_all(const Team& team, const RoutingCase& c, Memory& memory) {
+  uint64_t worst = 0;
+  for (int32_t e = 0; e < c.group.num_experts; ++e) {
+    worst = std::max(worst, uec::share_into_table(team, c.group.topology(), c.ids(), c.plan(),
+                                                  c.source, e, memory.scratch(), memory.table()));
+    team.sync();
   }
-  for (int32_t r = 0; r <= source; ++r) {
-    if (x.load[r] == 0) continue;
-    const int64_t remaining = std::accumulate(x.quota.begin(), x.quota.end(), int64_t{0});
-    int64_t sum = 0, given = 0;
-    for (size_t i = 0; i < n; ++i) {
-      sum += x.quota[i];
-      const int64_t upto = x.load[r] * sum / remaining;
-      x.quota[i] -= static_cast<int32_t>(upto - given);
-      if (r == source) share[i] += upto - given;
-      given = upto;
-    }
-  }
-  std::partial_sum(share.begin(), share.end(), share.begin());
-  return {share.begin(), share.end()};
+  return worst;
 }
 
-// `most`: tokens of a source.
-Expert draw_expert(Random& random, int32_t num_ranks, int32_t most) {
-  Expert x;
-  int64_t total = 0;
-  for (int32_t r = 0; r < num_ranks; ++r) {
-    x.load.push_back(draw(random, 0, 3) == 0 ? 0 : draw(random, 0, most));
-    total += x.load.back();
-  }
-  for (int32_t r = 0; r < num_ranks; ++r)
-    if (draw(random, 0, 2) != 0) x.rank.push_back(r);
-  if (x.rank.empty()) x.rank.push_back(draw(random, 0, num_ranks - 1));
-  for (size_t i = 0; i < x.rank.size(); ++i) {
-    const bool last = i + 1 == x.rank.size();
-    const auto part = last ? total : std::min<int64_t>(total, draw(random, 0, most));
-    x.quota.push_back(static_cast<int32_t>(part));
-    total -= part;
-  }
-  std::shuffle(x.quota.begin(), x.quota.end(), random);
-  return x;
-}
-
-template <int32_t kAtOnce, int32_t kTurns, class Team>
-std::vector<int32_t> compute(const Team& team, const Expert& x, int32_t source,
-                             std::vector<int32_t>& quota, std::vector<uec::Turn>& turns) {
-  for (size_t r = team.index(); r < x.load.size(); r += team.size())
-    turns[r].rest = static_cast<uint32_t>(x.load[r]);
-  team.sync();
-  uec::share_expert<kAtOnce, kTurns>(team, x.load[source], source, x.rank.data(),
-                                     static_cast<int32_t>(x.rank.size()), quota.data(),
-                                     turns.data());
-  return quota;
-}
-
-void check_expert(const Expert& x, int32_t source, int32_t team_size) {
-  const std::vector<int32_t> expected = define(x, source);
-  std::vector<int32_t> quota = x.quota;
-  std::vector<uec::Turn> turns(x.load.size());
+void check_case(const RoutingCase& c, int32_t team_size) {
+  const HostShares host(c);
+  Memory memory(c);
+  uint64_t worst = 0;
   if (team_size == 1) {
-    CHECK((compute<4, 1>(SingleThread{}, x, source, quota, turns) == expected));
-    quota = x.quota;
-    CHECK((compute<1, 3>(SingleThread{}, x, source, quota, turns) == expected));
-    return;
+    worst = share_all(uec::SingleThread{}, c, memory);
+  } else {
+    for (const uint64_t word : Crowd::run(team_size, [&] { return share_all(Crowd{}, c, memory); }))
+      worst = std::max(worst, word);
   }
-  const auto each =
-      Crowd::run(team_size, [&] { return compute<1, 2>(Crowd{}, x, source, quota, turns); });
-  for (const std::vector<int32_t>& result : each) CHECK(result == expected);
+  const uec::RerouteStatus status =
+      worst == 0 ? uec::RerouteStatus{}
+                 : uec::explain_plan_fault(c.group.topology(), c.plan(), worst);
+  check_equal(status, host.status);
+  if (worst != 0) return;
+  host.check(memory.table(), c.group.num_experts);
+  for (int32_t e = 0; e < c.group.num_experts; ++e) {
+    const int32_t begin = host.scratch.begin[e], end = host.scratch.begin[e + 1];
+    int32_t ordinal = 0;
+    for (int32_t i = begin; i < end; ++i) {
+      if (host.scratch.share[i] == 0) continue;
+      for (const int32_t j : {ordinal, ordinal + host.scratch.share[i] - 1})
+        CHECK_EQ(uec::find_instance(memory.begin.data(), memory.entries.data(), e, j),
+                 host.scratch.physical_id[i]);
+      ordinal += host.scratch.share[i];
+    }
+    CHECK_EQ(uec::find_instance(memory.begin.data(), memory.entries.data(), e, ordinal), -1);
+  }
 }
 
 // Parts of sums at the limits of what a product and a ratio hold.
@@ -105,19 +83,50 @@ void check_part(Random& random) {
   }
 }
 
+// A map of more experts than are looked at at once, one token a row.
+void check_map(Random& random) {
+  RoutingCase c = draw_group(random, draw(random, 1, 9), draw(random, 1, 200), draw(random, 0, 3));
+  draw_plan(c, random, 8);
+  const HostShares host(c);
+  const int64_t num_experts = c.group.num_experts, row_size = c.group.num_ranks * c.per_rank;
+  std::vector<int32_t> ids;
+  for (int32_t e = 0; e < num_experts; ++e) ids.insert(ids.end(), c.row()[e], e);
+  std::shuffle(ids.begin(), ids.end(), random);
+  const auto num_tokens = static_cast<int64_t>(ids.size());
+  std::vector<int32_t> out(num_tokens);
+  CHECK(uec::reroute_tokens(ids.data(), num_tokens, c.group.num_experts, host.scratch, out.data())
+            .fault == uec::RerouteFault::kNone);
+  std::vector<uint8_t> map(num_tokens * num_experts, 0);
+  for (int64_t j = 0; j < num_tokens; ++j) map[j * num_experts + ids[j]] = 1;
+  std::vector<int64_t> from(num_tokens), to(num_tokens);
+  const auto reroute = [&] {
+    return uec::reroute_map(c.group.topology(), map.data(), num_tokens, host.scratch, from.data(),
+                            to.data());
+  };
+  CHECK(reroute().fault == uec::RerouteFault::kNone);
+  for (int64_t j = 0; j < num_tokens; ++j) {
+    CHECK_EQ(from[j], j * num_experts + ids[j]);
+    CHECK_EQ(to[j], j * row_size + out[j]);
+  }
+  // Every entry at once: far more tokens than the load has, and no more moves than fit.
+  if (num_tokens == 0 || num_experts == 1) return;
+  std::fill(map.begin(), map.end(), uint8_t{1});
+  CHECK(reroute().fault != uec::RerouteFault::kNone);
+}
+
+RoutingCase draw_case(Random& random) {
+  RoutingCase c = draw_group(random, draw(random, 1, 9), draw(random, 1, 12), draw(random, 0, 3));
+  draw_plan(c, random, draw(random, 0, 3) == 0 ? 50'000'000 : draw(random, 1, 30));
+  if (draw(random, 0, 2) == 0) break_plan(c, random);
+  return c;
+}
+
 }  // namespace
 
 int main() {
-  Random random(3);
+  Random random(5);
   for (int i = 0; i < scaled(20000); ++i) check_part(random);
-  for (int i = 0; i < scaled(20000); ++i) {
-    const int32_t num_ranks = draw(random, 1, 12);
-    const int32_t most = draw(random, 0, 3) == 0 ? 170'000'000 : draw(random, 1, 40);
-    check_expert(draw_expert(random, num_ranks, most), draw(random, 0, num_ranks - 1), 1);
-  }
-  for (int i = 0; i < scaled(400); ++i) {
-    const int32_t num_ranks = draw(random, 1, 12);
-    check_expert(draw_expert(random, num_ranks, 40), draw(random, 0, num_ranks - 1),
-                 draw(random, 2, 5));
-  }
+  for (int i = 0; i < scaled(400); ++i) check_map(random);
+  for (int i = 0; i < scaled(20000); ++i) check_case(draw_case(random), 1);
+  for (int i = 0; i < scaled(300); ++i) check_case(draw_case(random), draw(random, 2, 5));
 }

@@ -136,44 +136,6 @@ void check_case(const PlanCase& c, const uec::TileMap& tiles) {
   }
 }
 
-// Known answers.
-void check_single_expert() {
-  const Tiles tiles({64 << 20}, 32 << 10);  // 2048 groups of a tile
-  for (const int32_t n : {2, 3, 7, 15}) {
-    PlanCase c = make_group(n + 1, n + 1, 1);
-    for (int32_t r = 1; r <= n; ++r) CHECK(c.place(0, r));
-    const ScheduleArrays a(c, tiles.map(), Mode::kPush);
-    // The home sends one copy and relays nothing; the replicas share the other n - 1 evenly.
-    CHECK_EQ(a.schedule.boundaries(0)[1], 0);
-    CHECK_EQ(a.egress[0], kEgressUnit);
-    for (int32_t hub = 1; hub <= n; ++hub) {
-      CHECK(std::abs(n * a.schedule.boundaries(0)[hub] - (hub - 1) * 2048) <= n);
-      CHECK(a.egress[hub] <= kEgressUnit * (n - 1) / n + 1);
-    }
-  }
-}
-
-// Experts leave a busy home from the slots that hold them, on ranks that send less, and none from a
-// slot that is written to.
-void check_sources() {
-  const Tiles tiles({64 << 20}, 32 << 10);
-  PlanCase c = make_group(5, 15, 3);
-  c.resident = {-1, -1, -1, 0, 1, -1, 1, 2, -1, -1, -1, -1, -1, -1, -1};
-  c.slot_expert = {-1, -1, -1, 0, 1, -1, 1, 5, -1, 0, 1, 2, 0, -1, -1};
-  const ScheduleArrays a(c, tiles.map(), Mode::kPush);
-  const uec::Schedule& s = a.schedule;
-  CHECK_EQ(s.num_experts, 4);     // 0, 1, 2 and 5
-  CHECK_EQ(s.source[0].rank, 0);  // rank 1 sends expert 5
-  CHECK_EQ(s.source[0].slot, uec::kMainSlot);
-  CHECK_EQ(s.source[1].rank, 2);  // which would have less to do than rank 1
-  CHECK_EQ(s.source[1].slot, 0);
-  CHECK_EQ(s.source[2].rank, 0);  // rank 2's slot is filled with another
-  CHECK_EQ(s.source[2].slot, uec::kMainSlot);
-  CHECK_EQ(s.source[3].rank, 1);
-  CHECK_EQ(a.shape.max_exports, 2);
-  CHECK_EQ(a.shape.num_replicas, 5);
-}
-
 // An expert crosses to a domain once, unless a rank there has it, and each replica gets a part.
 void check_domains() {
   const Tiles tiles({6 << 20}, 32 << 10);  // 192 groups of a tile
@@ -218,9 +180,7 @@ void check_domains() {
 }  // namespace
 
 int main() {
-  check_sources();
   check_domains();
-  check_single_expert();
   Random random(11);
   const Tiles large({3 << 20, 1 << 20}, 32 << 10), small({1, 3}, 32 << 10);
   const Tiles odd({(64 << 10) + 1, 100}, 64 << 10), none({}, 32 << 10);

@@ -96,7 +96,6 @@ struct World {
   }
 
   int32_t num_ranks() const { return base_case.num_ranks; }
-  int32_t num_calls() const { return static_cast<int32_t>(plans.size()); }
 
   void add_call(const std::vector<int32_t>& slot_expert, Mode mode) {
     const uint64_t epoch = kFirstEpoch + plans.size();

@@ -162,33 +162,6 @@ void check_overtaken_worker() {
                     2 * uec::kGroupBytes) == 0);
 }
 
-// With groups left to send, a peer that is past the call has called differently.
-void check_peer_ahead() {
-  Sender sender(2);
-  FakeMemory memory{sender.words, sender.published, nullptr};
-  Lone lone(sender.call, memory);
-  auto& worker = lone.worker;
-  sender.peer_is_at(kEpoch + 1);
-  CHECK(run(worker) == Step::kFailed);
-  CHECK(worker.fault() == Fault::kMismatch);
-  CHECK_EQ(worker.wait().peer, 1);
-  CHECK(sender.published.empty());
-}
-
-// What a hub waits for is the next group of its own, not another worker's.
-void check_wait_for_an_own_group() {
-  Sender sender(3);
-  sender.pieces[0].source = uec::Source::kSlot;
-  sender.pieces[0].source_idx = ~0;
-  sender.pieces[0].source_rank = 1;
-  FakeMemory memory{sender.words, sender.published, nullptr};
-  Lone second(sender.call, memory, {1, 2});
-  sender.words[sender.call.layout.ready(0, 1)] = kEpoch - 7;
-  CHECK(run(second.worker) == Step::kWaitsForPeer);
-  CHECK(second.worker.wait().flag == uec::FlagKind::kReady);
-  CHECK_EQ(second.worker.wait().seen, kEpoch - 7);
-}
-
 // A mover that knows a stage to be read only once a later commit, or the wait for delivery, says
 // so: as a device, whose waits count commits.
 struct LateMover : FakeMover {
@@ -220,26 +193,6 @@ void check_drain_of_a_full_ring() {
     }
   int steps = 0;
   while (worker.drain_step() != Step::kFinished) CHECK(++steps < 100);
-}
-
-// Nothing is stored before the peer has called and opened.
-void check_gate() {
-  Sender sender(1);
-  FakeMemory memory{sender.words, sender.published, nullptr};
-  Lone lone(sender.call, memory);
-  auto& worker = lone.worker;
-  sender.peer_is_at(kEpoch - 1);
-  CHECK(run(worker) == Step::kWaitsForPeer);
-  CHECK(worker.wait().flag == uec::FlagKind::kCall);
-  sender.peer_is_at(kEpoch);
-  sender.words[sender.call.layout.open(1)] =
-      CallRecord::make(kEpoch - 1, kDigest, RecordKind::kCall).word;
-  CHECK(run(worker) == Step::kWaitsForPeer);
-  CHECK(worker.wait().flag == uec::FlagKind::kOpen);
-  CHECK_EQ(worker.wait().seen, kEpoch - 1);
-  CHECK_EQ(sender.memory[sender.slot_offset], 0);
-  sender.peer_is_at(kEpoch);
-  CHECK(run(worker) == Step::kFinished);
 }
 
 // Either side stops when the other has failed.
@@ -277,9 +230,6 @@ void check_sides_see_each_other() {
 
 int main() {
   check_sides_see_each_other();
-  check_gate();
-  check_peer_ahead();
   check_overtaken_worker();
-  check_wait_for_an_own_group();
   check_drain_of_a_full_ring();
 }

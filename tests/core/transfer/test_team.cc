@@ -1,6 +1,5 @@
-// Steps run by a team of several threads: they do and report what a team of one does, also while
-// peers change flags between the looks of two members.
-#include <atomic>
+// Steps run by a team of several threads: they do and report what a team of one does. The tests of
+// tests/device have peers that change flags between the looks of two members.
 #include <memory>
 #include <utility>
 #include <vector>
@@ -355,139 +354,10 @@ void check_same_reports() {
     CHECK(unfinished[flag] > 0 && failed_late[flag] > 0);
 }
 
-// ---- all at once --------------------------------------------------------------------------------
-
-constexpr int32_t kFetchTeam = 3, kStoreTeam = 2;
-
-// What the two sides of a rank share, as two warps of a block would.
-struct Both {
-  FiberBarrier barrier{kFetchTeam + kStoreTeam};
-  std::atomic<Fault> fault{Fault::kNone};  // the first
-};
-
-// Runs one side, or the wait for peers, until it has finished or the rank has failed.
-template <class Side>
-bool drive(TeamMemory<Crowd>& memory, const Call& call, Side& side, Both& both) {
-  for (;;) {
-    if (Crowd::broadcast(both.fault.load()) != Fault::kNone) return false;
-    const Step step = side.step();
-    agree_on<Crowd>(side, step);
-    if (step == Step::kFinished) return true;
-    if (step == Step::kFailed || step == Step::kWaitsForPeer) {
-      const uec::Report report = report_step(memory, call, side.fault(), side.wait());
-      Crowd::agree(static_cast<uint64_t>(report.fault));
-      Fault first = Fault::kNone;
-      if (Crowd::leader()) both.fault.compare_exchange_strong(first, report.fault);
-    }
-    if (step != Step::kProgress) Fibers::pause();
-  }
-}
-
-template <class Side>
-void drain(Side& side) {
-  for (Step step = Step::kProgress; step != Step::kFinished;) {
-    step = side.drain_step();
-    Crowd::agree(static_cast<uint64_t>(step));
-  }
-}
-
-// Each returns the number of calls that it has finished.
-int32_t run_fetch_side(World& world, int32_t rank, Both& both) {
-  for (int32_t c = 0; c < world.num_calls(); ++c) {
-    Part& part = *world.parts[c][rank];
-    TeamMemory<Crowd> memory(world, rank);
-    TeamMover<Crowd> mover(part.ring);
-    both.barrier.wait();
-    uec::Fetcher fetcher(part.call, memory, mover, part.scratch.stripe, {});
-    if (!drive(memory, part.call, fetcher, both)) drain(fetcher);
-    both.barrier.wait();
-    if (both.fault.load() != Fault::kNone) return c;
-  }
-  return world.num_calls();
-}
-
-int32_t run_store_side(World& world, int32_t rank, Both& both) {
-  for (int32_t c = 0; c < world.num_calls(); ++c) {
-    Part& part = *world.parts[c][rank];
-    TeamMemory<Crowd> memory(world, rank);
-    TeamMover<Crowd> mover(part.ring);
-    part.call.reset_counters(Crowd{});
-    if (Crowd::leader()) world.fill_weights(rank, kFirstEpoch + c);
-    announce_call(part.call, memory, mover);
-    Crowd::sync();
-    both.barrier.wait();
-    announce_open(part.call, memory, mover);
-    uec::Storer storer(part.call, memory, mover, part.held);
-    if (!drive(memory, part.call, storer, both)) drain(storer);
-    both.barrier.wait();
-    if (both.fault.load() != Fault::kNone) {
-      announce_abort(part.call, memory, mover, AbortWord::make(kFirstEpoch + c, 0, -1));
-      return c;
-    }
-    uec::Finish finish(part.call, memory);
-    if (!drive(memory, part.call, finish, both)) {
-      announce_abort(part.call, memory, mover, AbortWord::make(kFirstEpoch + c, 0, -1));
-      return c;
-    }
-    if (Crowd::leader()) world.use_slots(rank, c);
-    Crowd::sync();
-  }
-  return world.num_calls();
-}
-
-// Every rank has two teams. `missing` makes no call, and is seen to be gone after that many
-// turns; -1: none.
-void run_ranks(World& world, int32_t missing, int32_t turns = 0) {
-  std::vector<Both> both(world.num_ranks());
-  Fibers sides;
-  for (int32_t r = 0; r < world.num_ranks(); ++r) {
-    if (r == missing) continue;
-    sides.spawn([&world, &both, r] {
-      Crowd::run(kFetchTeam, [&] { return run_fetch_side(world, r, both[r]); });
-    });
-    sides.spawn([&world, &both, r] {
-      Crowd::run(kStoreTeam, [&] { return run_store_side(world, r, both[r]); });
-    });
-  }
-  if (missing >= 0)
-    sides.spawn([&world, missing, turns] {
-      for (int32_t i = 0; i < turns; ++i) Fibers::pause();
-      world.gone[missing] = true;
-      Turns::act();
-    });
-  sides.wait();
-  for (int32_t r = 0; r < world.num_ranks(); ++r)
-    CHECK_EQ(both[r].fault.load() != Fault::kNone, missing >= 0 && r != missing);
-}
-
-void check_all_at_once() {
-  Random random(11);
-  for (int repeat = 0; repeat < scaled(24); ++repeat) {
-    PlanCase group = make_group(3, 6, 2);
-    World world(group, {(3 << 16) + 100}, 32 << 10);
-    for (int32_t c = 0; c < 3; ++c) {
-      draw_plan(group, random);
-      world.add_call(group.slot_expert, static_cast<Mode>((repeat + c) % uec::kNumModes));
-    }
-    run_ranks(world, -1);
-    for (const auto& counts : world.counts)
-      for (const auto& count : counts) CHECK(count.load() <= 3);
-  }
-  for (int repeat = 0; repeat < scaled(24); ++repeat) {
-    PlanCase group = make_group(3, 3, 2);
-    for (int32_t e = 0; e < 3; ++e)  // all ranks need each other
-      for (int32_t r = 0; r < 3; ++r) group.place(e, r);
-    World world(group, {5 << 16}, 32 << 10);
-    world.add_call(group.slot_expert, static_cast<Mode>(repeat % uec::kNumModes));
-    run_ranks(world, repeat % 3, draw(random, 0, 100));
-  }
-}
-
 }  // namespace
 
 int main() {
   const Watchdog watchdog("a step does not end: members of a team went different ways?");
   check_same_call();
   check_same_reports();
-  check_all_at_once();
 }
