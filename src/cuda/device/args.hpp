@@ -58,27 +58,27 @@ struct alignas(16) RankState {
   SymmetricLayout layout;
   DevicePtr<uint8_t> memory = 0;        // its own symmetric memory
   DevicePtr<uint8_t* const> bases = 0;  // [G] addresses; 0: no load/store access
-  DevicePtr<const uint8_t> far = 0;  // [G] bytes, 1: reached by puts and signals; 0: there are none
-  DevicePtr<const int32_t> pes = 0;  // [G] int32, NVSHMEM's numbers of the ranks
+  DevicePtr<const uint8_t> far = 0;     // [G], 1: reached by puts and signals; 0: there are none
+  DevicePtr<const int32_t> pes = 0;     // [G], NVSHMEM's numbers of the ranks
   DevicePtr<uint8_t> staging = 0;  // symmetric memory for puts: kNumFarStages tiles for each worker
-  DevicePtr<const int64_t> segment_bytes = 0;  // [segments] int64
-  DevicePtr<const int32_t> home = 0;           // [E] int32
-  DevicePtr<const int32_t> domain = 0;         // [G] int32
-  DevicePtr<const int32_t> local_idx = 0;      // [E] int32, index among the home's local experts
+  DevicePtr<const int64_t> segment_bytes = 0;  // [segments]
+  DevicePtr<const int32_t> home = 0;           // [E]
+  DevicePtr<const int32_t> domain = 0;         // [G]
+  DevicePtr<const int32_t> local_idx = 0;      // [E], index among the home's local experts
   int64_t tile_bytes = 0;
   CostModel cost;
   int32_t allow_cross_domain = 0;
-  DevicePtr<Status> status = 0;             // of Status
+  DevicePtr<Status> status = 0;
   uint64_t call_limit_ns = 0;               // until every rank of the plan has called; 0: no limit
   uint64_t wait_limit_ns = 0;               // of each wait from then on; 0: no limit
-  DevicePtr<const int64_t> grad_bytes = 0;  // [grad segments] int64, of one expert in a slot
-  DevicePtr<const GradType> grad_type = 0;  // [grad segments] GradType, in a slot
-  DevicePtr<int32_t> counts = 0;   // [E] int32, sums of a load's blocks: zero between launches
-  DevicePtr<BankTable> banks = 0;  // [banks] BankTable
-  DevicePtr<const int64_t> offsets = 0;  // as BankTables has them
-  DevicePtr<uint64_t> slot_words = 0;    // [banks][S] of ready.cuh
-  DevicePtr<const void> tables_end =
-      0;                         // of the tables that calls point to, which begin with the bases
+  DevicePtr<const int64_t> grad_bytes = 0;  // [grad segments], of one expert in a slot
+  DevicePtr<const GradType> grad_type = 0;  // [grad segments], in a slot
+  DevicePtr<int32_t> counts = 0;            // [E], sums of a load's blocks: zero between launches
+  DevicePtr<BankTable> banks = 0;           // [banks]
+  DevicePtr<const int64_t> offsets = 0;     // as BankTables has them
+  DevicePtr<uint64_t> slot_words = 0;       // [banks][S] of ready.cuh
+  // Of the tables that calls point to, which begin with the bases.
+  DevicePtr<const void> tables_end = 0;
   PrepareArrays scratch_layout;  // as if PrepareShared lay there
   int64_t tiles_at = 0;          // tiles_offset()
   // Changes with every call: read by each block as it begins, written by the last to finish.
@@ -100,18 +100,18 @@ struct alignas(16) RankState {
 // A rank's call whose plan is in device memory: its first block checks the plan and makes the
 // call's block, as the host does for plans in host memory.
 struct DeviceCall {
-  DevicePtr<const int32_t> slot_expert = 0;  // [G, S] int32; 0: the host has made the block
-  DevicePtr<const int32_t> slot_quota = 0;   // [G, S] int32, or 0
-  DevicePtr<const int32_t> home_quota = 0;   // [E] int32, or 0
-  DevicePtr<const int32_t> home = 0;         // [E] int32, to be the group's; 0: it is
+  DevicePtr<const int32_t> slot_expert = 0;  // [G, S]; 0: the host has made the block
+  DevicePtr<const int32_t> slot_quota = 0;   // [G, S], or 0
+  DevicePtr<const int32_t> home_quota = 0;   // [E], or 0
+  DevicePtr<const int32_t> home = 0;         // [E], to be the group's; 0: it is
   // [segments of the group][M] addresses of main weights; of a reduction:
   // [grad segments][M] of main gradients.
   DevicePtr<const uint8_t* const> main_ptrs = 0;
   union {
-    DevicePtr<const uint64_t> region_at =
-        0;  // of the region that these fill, as take_region() has it; 0: no pull
-    DevicePtr<uint64_t>
-        in_use;  // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
+    // Of the region that these fill, as take_region() has it; 0: no pull.
+    DevicePtr<const uint64_t> region_at = 0;
+    // Of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0.
+    DevicePtr<uint64_t> in_use;
   };
   // Bit i: transfers segment i; of a reduction: the GradType of main gradients of segment i.
   uint32_t segments = 0;
@@ -124,7 +124,7 @@ inline constexpr int32_t kMaxDeviceSegments = 32;
 // Arguments of the replicate and the reduce kernel. Rank i of this launch is blockIdx.y = i.
 // Nothing here changes from one replay of a captured graph to the next.
 struct LaunchArgs {
-  DevicePtr<RankState> states = 0;  // [ranks] RankState
+  DevicePtr<RankState> states = 0;  // [ranks]
   DevicePtr<std::byte> calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
   int64_t has_call_number = 1;  // 0: a captured call, which the host has no number for
@@ -168,15 +168,15 @@ struct PlanStatus {
 
 // Arguments of the plan kernel: addresses in device memory.
 struct PlanArgs {
-  DevicePtr<const int32_t> home = 0;           // [E] int32
-  DevicePtr<const int32_t> domain = 0;         // [G] int32
-  DevicePtr<const int32_t> local_begin = 0;    // [G + 1] int32, as group_local_experts() leaves it
-  DevicePtr<const int32_t> local_experts = 0;  // [E] int32, likewise
-  DevicePtr<const int32_t> load = 0;           // [sources, E] int32
-  DevicePtr<int32_t> kept_load = 0;            // [sources, E] int32, out: a copy; 0: none is wanted
-  DevicePtr<int32_t> slot_expert = 0;          // [G, S] int32, out, as in plan_replicas()
-  DevicePtr<int32_t> slot_quota = 0;           // [G, S] int32, out
-  DevicePtr<int32_t> home_quota = 0;           // [E] int32, out
+  DevicePtr<const int32_t> home = 0;           // [E]
+  DevicePtr<const int32_t> domain = 0;         // [G]
+  DevicePtr<const int32_t> local_begin = 0;    // [G + 1], as group_local_experts() leaves it
+  DevicePtr<const int32_t> local_experts = 0;  // [E], likewise
+  DevicePtr<const int32_t> load = 0;           // [sources, E]
+  DevicePtr<int32_t> kept_load = 0;            // [sources, E], out: a copy; 0: none is wanted
+  DevicePtr<int32_t> slot_expert = 0;          // [G, S], out, as in plan_replicas()
+  DevicePtr<int32_t> slot_quota = 0;           // [G, S], out
+  DevicePtr<int32_t> home_quota = 0;           // [E], out
   DevicePtr<uint64_t> fault = 0;               // of StageFaults::plan
   Objective objective;
   int32_t num_ranks = 0;
@@ -190,8 +190,8 @@ struct PlanArgs {
 // Arguments of the plan kernel for a bank.
 struct BankPlanArgs {
   PlanArgs plan;
-  DevicePtr<const BankTable> bank = 0;  // BankTable
-  DevicePtr<uint8_t> moves = 0;  // [G, S] bool, out: which slots the plan has to have written
+  DevicePtr<const BankTable> bank = 0;
+  DevicePtr<uint8_t> moves = 0;  // [G, S], out: which slots the plan has to have written
 };
 
 // A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
@@ -257,7 +257,7 @@ struct SaveArgs {
   DevicePtr<uint64_t> in_use = 0;
   uint64_t generation = 0;  // of this save; entries get later ones only. 0: clears `in_use`
   uint64_t tag = 0;         // says which save it is, for the fault
-  DevicePtr<SaveFaultBox> fault = 0;  // of SaveFaultBox
+  DevicePtr<SaveFaultBox> fault = 0;
 };
 
 // What the notice kernel publishes to the peers.

@@ -14,7 +14,7 @@ struct RankState;
 struct LoadCall {
   uint64_t ids = 0;             // [count], aligned to an id; -1 is padding; or counts [E], int32
   int64_t count = 0;            // the same in every replay of a captured graph
-  DevicePtr<int32_t> load = 0;  // [G, E] int32, out; zeros if the call fails
+  DevicePtr<int32_t> load = 0;  // [G, E], out; zeros if the call fails
   int32_t id_bytes = 8;         // 4 or 8; 0: they are counts
 };
 

@@ -73,7 +73,7 @@ struct RerouteArrays {
 // Arguments of the kernel that makes the table of shares. Each warp of a block handles one expert.
 struct SharesArgs {
   RerouteShape shape;
-  DevicePtr<RerouteState> state = 0;  // of RerouteState
+  DevicePtr<RerouteState> state = 0;
   DevicePtr<const int32_t> load = 0;  // as QuotaPlan has them
   DevicePtr<const int32_t> slot_expert = 0;
   DevicePtr<const int32_t> slot_quota = 0;
@@ -99,13 +99,13 @@ struct RerouteFaultBox {
 struct RerouteArgs {
   RerouteShape shape;
   DevicePtr<RerouteState> state = 0;
-  DevicePtr<RerouteFaultBox> fault = 0;  // of RerouteFaultBox
-  uint64_t from = 0;                     // ids, or map [tokens, E]
-  uint64_t to = 0;                       // ids, not in the same place, or map [tokens, G * P]
-  uint64_t probs = 0;                    // map only: [tokens, E]; 0: none
+  DevicePtr<RerouteFaultBox> fault = 0;
+  uint64_t from = 0;   // ids, or map [tokens, E]
+  uint64_t to = 0;     // ids, not in the same place, or map [tokens, G * P]
+  uint64_t probs = 0;  // map only: [tokens, E]; 0: none
   uint64_t physical_probs = 0;
-  DevicePtr<int32_t> instances =
-      0;                   // map only: [tokens, E] int32, where a token goes, -1: nowhere; 0: none
+  // Map only: [tokens, E], where a token goes, -1: nowhere; 0: none.
+  DevicePtr<int32_t> instances = 0;
   int64_t count = 0;       // ids, or tokens
   int32_t prob_bytes = 0;  // 1, 2, 4 or 8
   Routing routing = Routing::kNone;
