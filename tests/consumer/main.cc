@@ -13,13 +13,13 @@ namespace host = uec::host;
 
 int main() {
   constexpr int64_t kExpertBytes = 300'001;
-  EngineConfig config;
+  uec::EngineConfig config;
   config.num_experts = 2;
   config.slots_per_rank = 1;
   config.home = {0, 1};
   config.domain = {0, 0};
   config.segment_bytes = {kExpertBytes};
-  const EngineLayout layout(config);
+  const uec::EngineLayout layout(config);
 
   const auto bytes = static_cast<size_t>(layout.symmetric.total);
   auto* const memory = static_cast<uint8_t*>(std::aligned_alloc(uec::kSlotAlign, 2 * bytes));
@@ -32,7 +32,7 @@ int main() {
 
   bool ok[2] = {};
   const auto run = [&](int32_t rank) {
-    EngineConfig own = config;
+    uec::EngineConfig own = config;
     own.rank = rank;
     host::Engine engine(own);
     const uint64_t main = reinterpret_cast<uint64_t>(weights.data());
