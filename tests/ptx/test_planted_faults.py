@@ -14,7 +14,7 @@ from ptx_machine import RACE_FREE, VIOLATED, PtxMachine
 
 pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90", "ptx_example_90")
 
-SEEDS = (1, 2, 3)
+SEEDS = range(1, 9)  # a fault shows in a part of the interleavings only
 
 
 @pytest.fixture(scope="module")
