@@ -19,7 +19,7 @@ from cubin_files import (
 
 DEFAULT_ARCHS = [90, 100]
 BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
-TRANSFERS = [f"ultraep_replicate{bank}{far}" for bank in ("", "_bank") for far in ("", "_far")]
+TRANSFERS = ["ultraep_replicate", "ultraep_replicate_far"]
 REDUCTION = "ultraep_reduce"
 LOADS = ["ultraep_load", "ultraep_load_far", "ultraep_load_plan"]
 PLANS = {"ultraep_plan", "ultraep_load_plan"}
