@@ -498,7 +498,9 @@ PeerStates Engine::peer_states() const {
 }
 
 // Only this rank's own memory is read, where the peers' devices have put what they say: no peer has
-// to be alive for that. If that fails, its own report is all that is known.
+// to be alive for that. A copy has no order with their stores, and needs none: the low half of an
+// abort word says all that the chain is made of, and what has not arrived is read again. If reading
+// fails, this rank's own report is all that is known.
 PeerStates Engine::read_peer_states(const Report& own) const {
   const SymmetricLayout& layout = layout_.symmetric;
   const size_t ranks = config_.bases.size();
