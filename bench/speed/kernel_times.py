@@ -134,6 +134,11 @@ def stages(ranks: int, experts: int, tokens: int) -> list[dict[str, Any]]:
     ):
         call = partial(replicate, groups, weights, given, "auto")
         records += record(f"{size}: {name}", call)
+    on_top = partial(uec.plan_replicas, reuse=True)
+    held = [on_top(load, group=group) for group in groups]
+    replicate(groups, weights, held, "auto")
+    drifted = load + load.roll(7, dims=1) // 10
+    records += record(f"{size}: plan on held slots", partial(on_top, drifted, group=groups[0]))
     for group in groups:
         group.close()
     return records

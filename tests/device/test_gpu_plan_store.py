@@ -123,7 +123,7 @@ def test_a_saved_plan_is_the_groups_own_copy(loopback_engine: str, groups: list[
         handles.append(group.save(plan))
         for name, tensor in plan.tensors().items():
             if name not in ("home", "domains"):  # on a device they are the group's
-                write(group, tensor, torch.full_like(tensor, 1))
+                write(group, tensor, torch.ones(tensor.shape, dtype=tensor.dtype))
     finish(groups[0])
     for group, handle in zip(groups, handles, strict=True):
         assert is_on_device(handle.plan.slot_expert, group) == is_on_device(there, group)

@@ -243,7 +243,10 @@ GRAD_FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "shared rows": (lambda w: {"w": w[:1].expand(2, 5, 4)}, "share memory"),
     "a row twice": (lambda w: {"w": [w[0], w[0]]}, "share memory"),
     "two dtypes": (lambda w: {"w": [w[0], w[1].bfloat16()]}, "torch.bfloat16"),
-    "of another group": (lambda w: small_groups("host")[0].bind_grads({"w": w}), "another group"),
+    "of another group": (
+        lambda w: small_groups("host")[0].bind_grads({"w": w.cpu()}),
+        "another group",
+    ),
 }
 
 

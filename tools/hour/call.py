@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hour.running import Budget, Stage, replacing, run_stage, write_whole
 from hour.stages import Plan
 
 ARCHIVE = "results.tgz"
+VERSION = re.compile(r'(\bcommit"?:? "?)v\d+\.\d+\.\d+\b')
 MAX_BYTES = 15 << 20  # of all files together, before they are compressed
 
 
@@ -62,6 +64,7 @@ class Results:
         """Write the summary and the archive, without the largest files if they are too many."""
         summary = {**self.header, "python": platform.python_version(), "stages": records}
         write_whole(self.files / "summary.json", json.dumps(summary, indent=1) + "\n")
+        self.name_commit()
         self.out.mkdir(parents=True, exist_ok=True)
         sizes = sorted((p.stat().st_size, p.name) for p in self.files.iterdir() if p.is_file())
         room = MAX_BYTES
@@ -73,6 +76,15 @@ class Results:
                 room -= size
                 if room >= 0:
                     archive.add(self.files / name, name)
+
+    def name_commit(self) -> None:
+        """Name the commit where benchmarks of an installed copy know only its version."""
+        commit = self.header["commit"]
+        name = commit.removesuffix("+")[:12] + ("-dirty" if commit.endswith("+") else "")
+        for path in self.files.glob("*.json"):
+            text = path.read_text()
+            if text != (named := VERSION.sub(rf"\g<1>{name}", text)):
+                write_whole(path, named)
 
 
 def run_stages(

@@ -289,8 +289,11 @@ class DeviceAdder : public DeliveryPolicy {
   UEC_DEVICE DeviceAdder(AddRing& ring, const uint8_t** sources, int32_t num_ranks)
       : ring_(ring), sources_(sources), num_ranks_(num_ranks) {}
 
-  UEC_DEVICE bool vacant() {
-    return taken_ - done_ < kAdditions || try_delivered(taken_ - kAdditions + 1, [](Delivered) {});
+  // Each phase of each place is waited for, also where a later place's says as much: synccheck asks
+  // for it.
+  UEC_DEVICE bool vacant() const {
+    return taken_ < kAdditions ||
+           is_complete(ring_.empty[taken_ % kAdditions], taken_ / kAdditions - 1);
   }
 
   template <class Source>

@@ -28,7 +28,7 @@ gpu_hour: Any = module_from_spec(
 )
 gpu_hour.__spec__.loader.exec_module(gpu_hour)
 from hour import load_kernels, machine, report, running, stages  # noqa: E402
-from hour.call import ARCHIVE  # noqa: E402
+from hour.call import ARCHIVE, Results  # noqa: E402
 from hour.rehearsal import make_wheel  # noqa: E402
 from hour.running import Command, Stage  # noqa: E402
 
@@ -210,6 +210,20 @@ def test_results_are_kept(run: Any, tmp_path: Path) -> None:
     assert "SHUFFLE=31" in clock
     assert "REMOTE=1584  # not measured" in clock
     assert [path.name for path in (tmp_path / "out").iterdir()] == [ARCHIVE]
+
+
+@pytest.mark.parametrize(
+    ("commit", "name"), [("e4dfa74df4ef61", "e4dfa74df4ef"), ("1a+", "1a-dirty")]
+)
+def test_results_name_the_commit_that_was_built(tmp_path: Path, commit: str, name: str) -> None:
+    file = tmp_path / "bench_links.json"
+    file.write_text(
+        '{"header": ["# ultraep_comm 0.1.0, commit v0.1.0: links"], "commit": "v0.1.0"}'
+    )
+    Results(tmp_path, tmp_path, {"commit": commit}).name_commit()
+    found = json.loads(file.read_text())
+    assert found["commit"] == name
+    assert found["header"] == [f"# ultraep_comm 0.1.0, commit {name}: links"]
 
 
 # ---- the report ----------------------------------------------------------------------------------
