@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ultraep_comm.bench.report import print_records
 from ultraep_comm.bench.table import Column
 
 CALLS = 10
+STEPS = 40  # of a load that drifts
 RANKS = 4
 PLANS = {  # slots by rank, of experts whose home is rank 0
     "one replica": [[-1], [0], [-1], [-1]],
@@ -33,12 +34,22 @@ PLANS = {  # slots by rank, of experts whose home is rank 0
 SIZES = ((8, 32, 4096), (64, 256, 1024))  # ranks, experts, tokens of a rank
 
 
-def kernel_times(call: Callable[[], object]) -> dict[str, list[float]]:
+def drifting(ranks: int, experts: int, tokens: int) -> Iterator[torch.Tensor]:
+    """Return loads ``[G, E]`` of 8 experts a token, each a little like the one before."""
+    draw = torch.Generator().manual_seed(1)
+    skew = torch.randn(experts, generator=draw)
+    while True:
+        share = torch.softmax(skew, 0) * tokens * 8
+        yield share.round().int().repeat(ranks, 1)
+        skew = 0.97 * skew + (1 - 0.97**2) ** 0.5 * torch.randn(experts, generator=draw)
+
+
+def kernel_times(call: Callable[[], object], calls: int) -> dict[str, list[float]]:
     """Return the microseconds of each run of our kernels, by kernel."""
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {}
@@ -49,11 +60,14 @@ def kernel_times(call: Callable[[], object]) -> dict[str, list[float]]:
     return found
 
 
-def record(row: str, call: Callable[[], object], moved: int = 0) -> list[dict[str, Any]]:
+def record(
+    row: str, call: Callable[[], object], moved: int = 0, calls: int = CALLS
+) -> list[dict[str, Any]]:
     """Time a call; return a record for each kernel."""
     records = []
-    for kernel, times in kernel_times(call).items():
-        us = {"p50": float(np.median(times)), "min": min(times), "max": max(times)}
+    for kernel, times in kernel_times(call, calls).items():
+        us = {f"p{p}": float(np.percentile(times, p)) for p in (50, 90)}
+        us |= {"min": min(times), "max": max(times)}
         rate = round(moved / us["p50"] / 1e3, 1) if moved else None
         records.append({"row": row, "kernel": kernel, "runs": len(times), "us": us, "gbps": rate})
     return records
@@ -134,11 +148,15 @@ def stages(ranks: int, experts: int, tokens: int) -> list[dict[str, Any]]:
     ):
         call = partial(replicate, groups, weights, given, "auto")
         records += record(f"{size}: {name}", call)
-    on_top = partial(uec.plan_replicas, reuse=True)
-    held = [on_top(load, group=group) for group in groups]
-    replicate(groups, weights, held, "auto")
-    drifted = load + load.roll(7, dims=1) // 10
-    records += record(f"{size}: plan on held slots", partial(on_top, drifted, group=groups[0]))
+    steps = iter(drifting(ranks, experts, tokens))
+
+    def plan_on_held() -> None:
+        load = next(steps).cuda()
+        held = [uec.plan_replicas(load, group=group, reuse=True) for group in groups]
+        replicate(groups, weights, held, "auto")
+
+    for row in record(f"{size}: plan on held slots", plan_on_held, calls=STEPS):
+        records += [row] if row["kernel"] == "plan_in_bank" else []
     for group in groups:
         group.close()
     return records
@@ -147,15 +165,19 @@ def stages(ranks: int, experts: int, tokens: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", action="store_true", help="without the transfers")
     parser.add_argument("-J", "--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     shapes = itertools.product((64 << 10, 1 << 20, 4 << 20, 36 << 20), (8, 16, 24, 33))
-    records = [r for size, num_sms in shapes for r in transfers(size, num_sms)]
+    records = []
+    if not options.stages:
+        records += [r for size, num_sms in shapes for r in transfers(size, num_sms)]
     records += [r for size in SIZES for r in stages(*size)]
     columns = [
         Column("call", "", "row"),
         Column("kernel", "", "kernel"),
         Column("p50", "(us)", "us.p50", ".1f"),
+        Column("p90", "(us)", "us.p90", ".1f"),
         Column("max", "(us)", "us.max", ".1f"),
         Column("bandwidth", "(GB/s)", "gbps", ".1f"),
     ]

@@ -3,8 +3,8 @@
 Until then `planner.py` and `resident_planner.py` define what the core does.
 
 From empty slots greedy probes are asked over a fixed grid of thresholds, and the least plan wins.
-On held slots tokens first flow to what is held; then, one at a time, experts move into slots: of
-some moves that are tried, the one after which the least is in excess. Try ideas here first. All
+On held slots tokens first flow to what is held; then, one at a time, experts move into slots, by
+four variants side by side, until one leaves no rank with too many tokens. Try ideas here first. All
 decisions are made in integers and ties go to the lower id, so that all ranks have the same plan.
 """
 
@@ -319,13 +319,9 @@ class _State:
         return sum(max(over, 0) for over in self.over)
 
 
-# Four searches: the cap on transfer, and what the four trials of a step try: which hot rank, by
-# ascending excess; which of its experts, by load per instance (True) or by tokens left.
-Trials = tuple[tuple[int, int, bool], ...]
-ENDS = (0, 0, True), (-1, 0, True), (0, 0, False), (-1, 0, False)
-FIRST = (0, 0, True), (0, 0, False), (0, 1, True), (0, 1, False)
-SPREAD = (0, 0, True), (1, 0, True), (-1, 0, True), (-2, 0, True)
-SEARCHES = (1, ENDS), (1, FIRST), (1, SPREAD), (2, ENDS)
+# Variants of a search: which hot rank is first, that with the least excess or (True) with the most;
+# and which of its experts, by tokens left or (True) by load per instance.
+VARIANTS = (False, True), (True, True), (False, False), (True, False)
 MAX_STEPS, MAX_RISES = 32, 2
 FIRST_PHASES, PHASES = 16, 2  # of a flow
 
@@ -455,44 +451,39 @@ class _Held:
     # ---- moves
 
     def search(self, threshold: int) -> _State | None:
-        """Search four ways, step by step, and return the best of the first plans."""
+        """Search step by step in all variants, and return the best of the first plans."""
         first = self.start(threshold)
         self.flow(first, FIRST_PHASES)
-        states: list[_State | None] = [first] * len(SEARCHES)
-        rises = [0] * len(SEARCHES)
+        if first.excess == 0:
+            return self.undo(first)
+        states, rises = [first.copy() for _ in VARIANTS], [0] * len(VARIANTS)
+        going = list(range(len(VARIANTS)))
         for _ in range(MAX_STEPS):
-            done = [s for s in states if s and s.excess == 0]
-            waits = any(
-                s and s.excess for s, (cap, _) in zip(states, SEARCHES, strict=True) if cap == 1
-            )
-            if done and (not waits or min(map(self.score, done))[1] <= 1):
+            for i in going[:]:
+                s, before = states[i], states[i].excess
+                moves = self.step(s, *VARIANTS[i])
+                if s.excess >= before:
+                    rises[i] += 1
+                    if not moves or rises[i] > MAX_RISES:
+                        going.remove(i)
+            if done := [states[i] for i in going if states[i].excess == 0]:
                 return self.undo(min(done, key=self.score))
-            for i, s in enumerate(states):
-                if s and s.excess:
-                    states[i], rises[i] = self.step(s, *SEARCHES[i], rises[i])
         return None
 
-    def step(self, s: _State, cap: int, trials: Trials, rises: int) -> tuple[_State | None, int]:
-        """Return the state with the least excess after one of some moves, or none if it rises."""
+    def step(self, s: _State, from_end: bool, by_load: bool) -> bool:
+        """Move an expert, and let tokens flow; return whether one was found that could help."""
         hot = sorted((over, rank) for rank, over in enumerate(s.over) if over > 0)
-        found = []
-        for i, (at, nth, by_load) in enumerate(trials):
-            if not -len(hot) <= at < len(hot):
-                continue
-            trial, move = s.copy(), self.choose(s, hot[at][1], nth, by_load, cap)
-            if move:
-                self.put(trial, *move)
-            self.flow(trial, PHASES)
-            if trial.excess < s.excess or (move and rises < MAX_RISES):
-                found.append((trial.excess, i, trial))
-        if not found:
-            return None, rises
-        return min(found)[2], rises + (min(found)[0] >= s.excess)
+        move = self.choose(s, hot[-1 if from_end else 0][1], by_load)
+        if move:
+            self.put(s, *move)
+        self.flow(s, PHASES)
+        return move is not None
 
-    def choose(
-        self, s: _State, hot: int, nth: int, by_load: bool, cap: int
-    ) -> tuple[int, int] | None:
-        """Return a slot, and the n-th expert of those that could relieve a hot rank."""
+    def choose(self, s: _State, hot: int, by_load: bool) -> tuple[int, int] | None:
+        """Return a slot, and the first expert of those that could relieve a hot rank.
+
+        No rank sends more than one expert, or gets more.
+        """
         links, reach, size = self.links(s), {hot}, 0
         while len(reach) > size:
             size, reach = len(reach), reach.union(*(links[rank] for rank in reach))
@@ -507,16 +498,16 @@ class _Held:
         copies, excess = Counter(s.expert), sum(max(s.over[rank], 0) for rank in reach)
         experts = []
         for e, (home, quota) in enumerate(zip(self.home, s.home_quota, strict=True)):
-            if quota > 0 and home in reach and (e in sent or transfers[home] < cap):
+            if quota > 0 and home in reach and (e in sent or transfers[home] == 0):
                 need, load = min(quota, excess), self.pool.load[e] >> copies[e]
                 experts.append((-need, -load, e) if by_load else (-quota, 0, e))
-        if nth >= len(experts):
+        if not experts:
             return None
-        expert, best = sorted(experts)[nth][2], []
+        expert, best = min(experts)[2], []
         for slot, old in enumerate(s.expert):
             rank, quota = slot // self.pool.slots, s.quota[slot]
             here = {e for i in self.slots_of(rank) for e in (s.expert[i], self.residents[i])}
-            if room[rank] == 0 or rank in reach or transfers[~rank] >= cap:
+            if room[rank] == 0 or rank in reach or transfers[~rank] > 0:
                 continue
             if expert in here or old != self.residents[slot] or self.home[expert] == rank:
                 continue
@@ -531,7 +522,7 @@ class _Held:
     def undo(self, s: _State) -> _State:
         """Undo the smallest move that is unnecessary, and those without tokens; empty slots."""
         moved = [slot for slot in self.traffic(s)[0] if s.quota[slot] > 0]
-        for slot in sorted(moved, key=lambda i: (s.quota[i], i))[:16]:
+        for slot in sorted(moved, key=lambda i: (s.quota[i], i))[: len(VARIANTS)]:
             trial = s.copy()
             self.put(trial, slot, self.residents[slot])
             self.flow(trial, PHASES)
