@@ -38,7 +38,7 @@ function(ultraep_mutate family)
 endfunction()
 
 # Adds the programs of a family, and a target and a test for each mutant: mutant_<name>. Without a
-# sanitizer the test is called plain_<name>: it may miss the mutant, and `mutants` does not build it.
+# sanitizer, which some mutants need, only the copies are made: that finds texts that are gone.
 #
 # <add_program>(<target> <program> <folder with changed copies>) adds the executable of a program.
 # With arguments, such as --mutant, the program is run with them and the mutant's name, reports
@@ -58,9 +58,8 @@ function(ultraep_add_mutants family add_program)
       ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests
     COMMAND_ERROR_IS_FATAL ANY)
 
-  set(kind mutant)
   if(NOT ARGN AND NOT ULTRAEP_SANITIZE)
-    set(kind plain)
+    return()
   endif()
   get_property(names GLOBAL PROPERTY ${key})
   foreach(name IN LISTS names)
@@ -72,35 +71,33 @@ function(ultraep_add_mutants family add_program)
       cmake_language(CALL ${add_program} ${target} ${program} ${copies})
       target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests/mutant.cc)
       set_property(GLOBAL APPEND PROPERTY ULTRAEP_MUTATED ${family}/${program}.cc)
-      if(kind STREQUAL "mutant")
-        add_dependencies(mutants ${target})
-        if(ARGN)
-          add_test(NAME unmutated_${family}_${stem} COMMAND ${target} ${ARGN} none)
-          set_tests_properties(unmutated_${family}_${stem}
-            PROPERTIES PASS_REGULAR_EXPRESSION "mutant none: survived")
-        else()
-          add_test(NAME unmutated_${family}_${stem} COMMAND ${target})
-        endif()
-        set_tests_properties(unmutated_${family}_${stem} PROPERTIES TIMEOUT 300)
-        if(ULTRAEP_SANITIZE STREQUAL "thread")
-          set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL OFF)
-        else()
-          set_tests_properties(unmutated_${family}_${stem} PROPERTIES LABELS mutant)
-        endif()
+      add_dependencies(mutants ${target})
+      if(ARGN)
+        add_test(NAME unmutated_${family}_${stem} COMMAND ${target} ${ARGN} none)
+        set_tests_properties(unmutated_${family}_${stem}
+          PROPERTIES PASS_REGULAR_EXPRESSION "mutant none: survived")
+      else()
+        add_test(NAME unmutated_${family}_${stem} COMMAND ${target})
+      endif()
+      set_tests_properties(unmutated_${family}_${stem} PROPERTIES TIMEOUT 300)
+      if(ULTRAEP_SANITIZE STREQUAL "thread")
+        set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL OFF)
+      else()
+        set_tests_properties(unmutated_${family}_${stem} PROPERTIES LABELS mutant)
       endif()
     endif()
     add_custom_target(mutant_${name} DEPENDS ${target})
     set(environment UEC_MUTANT=${name})
     if(ARGN)
-      add_test(NAME ${kind}_${name} COMMAND ${target} ${ARGN} ${name})
+      add_test(NAME mutant_${name} COMMAND ${target} ${ARGN} ${name})
     else()
-      add_test(NAME ${kind}_${name} COMMAND ${CMAKE_COMMAND} -DNAME=${name}
+      add_test(NAME mutant_${name} COMMAND ${CMAKE_COMMAND} -DNAME=${name}
         -DPROGRAM=$<TARGET_FILE:${target}> -P ${PROJECT_SOURCE_DIR}/tests/run_mutant.cmake)
     endif()
     if(run)
       list(APPEND environment UEC_WATCHDOG_SECONDS=${run})
     endif()
-    set_tests_properties(${kind}_${name} PROPERTIES
+    set_tests_properties(mutant_${name} PROPERTIES
       TIMEOUT 180 LABELS mutant ENVIRONMENT "${environment}")
   endforeach()
 endfunction()
