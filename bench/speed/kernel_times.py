@@ -148,7 +148,7 @@ def stages(ranks: int, experts: int, tokens: int) -> list[dict[str, Any]]:
     ):
         call = partial(replicate, groups, weights, given, "auto")
         records += record(f"{size}: {name}", call)
-    steps = iter(drifting(ranks, experts, tokens))
+    steps = drifting(ranks, experts, tokens)
 
     def plan_on_held() -> None:
         load = next(steps).cuda()
@@ -165,13 +165,10 @@ def stages(ranks: int, experts: int, tokens: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stages", action="store_true", help="without the transfers")
     parser.add_argument("-J", "--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     shapes = itertools.product((64 << 10, 1 << 20, 4 << 20, 36 << 20), (8, 16, 24, 33))
-    records = []
-    if not options.stages:
-        records += [r for size, num_sms in shapes for r in transfers(size, num_sms)]
+    records = [r for size, num_sms in shapes for r in transfers(size, num_sms)]
     records += [r for size in SIZES for r in stages(*size)]
     columns = [
         Column("call", "", "row"),
