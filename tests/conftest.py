@@ -26,6 +26,7 @@ from tiers import cases
 import ultraep_comm as uec
 from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda import kernels as kernels_module
+from ultraep_comm.engines.cuda import stages
 
 # Tests give inductor a new cache. Into one it first builds programs that look for the CPU's vector
 # units, and precompiled headers: 10 s, and nothing to do with the library.
@@ -274,6 +275,13 @@ def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     device = EmulatedDevice(emulated_library)
     monkeypatch.setattr(device_module, "find_device", lambda: device)
     monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: device.kernels)
+    gather = stages.gather_gradient
+
+    def gather_behind_launches(grad: torch.Tensor, instances: torch.Tensor) -> torch.Tensor:
+        device.synchronize()  # torch's own operations ignore its streams
+        return gather(grad, instances)
+
+    monkeypatch.setattr(stages, "gather_gradient", gather_behind_launches)
     return device
 
 

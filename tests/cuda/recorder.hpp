@@ -119,92 +119,65 @@ inline Result launch(Handle kernel, const unsigned (&grid)[3], const unsigned (&
   return 0;
 }
 
+// The function as one of the driver's, which threads may call at once; it succeeds.
+template <auto kFunction, class... Args>
+Result locked(Args... args) {
+  const std::lock_guard lock(state().mutex);
+  kFunction(args...);
+  return uec::cuda::kSuccess;
+}
+
 inline Driver make_driver() {
   Driver d;
-  d.cuCtxPushCurrent = [](Handle) {
-    const std::lock_guard lock(state().mutex);
-    ++state().contexts;
-    return 0;
-  };
-  d.cuCtxPopCurrent = [](Handle*) {
-    const std::lock_guard lock(state().mutex);
-    --state().contexts;
-    return 0;
-  };
-  d.cuCtxSynchronize = [] {
-    const std::lock_guard lock(state().mutex);
-    note("synchronize");
-    return 0;
-  };
-  d.cuStreamSynchronize = [](Handle stream) {
-    const std::lock_guard lock(state().mutex);
+  d.cuCtxPushCurrent = locked<[](Handle) { ++state().contexts; }>;
+  d.cuCtxPopCurrent = locked<[](Handle*) { --state().contexts; }>;
+  d.cuCtxSynchronize = locked<[] { note("synchronize"); }>;
+  d.cuStreamSynchronize = locked<[](Handle stream) {
     if (stream == nullptr) deliver_staged();
-    return 0;
-  };
-  d.cuMemcpyHtoD = [](Address to, const void* from, size_t bytes) {
-    const std::lock_guard lock(state().mutex);
+  }>;
+  d.cuMemcpyHtoD = locked<[](Address to, const void* from, size_t bytes) {
     deliver_staged();
     const auto* const begin = static_cast<const char*>(from);
     state().staged.assign(begin, begin + bytes);
     state().staged_to = reinterpret_cast<void*>(to);
-    return 0;
-  };
-  d.cuMemcpyHtoDAsync = [](Address to, const void* from, size_t bytes, Handle stream) {
-    const std::lock_guard lock(state().mutex);
+  }>;
+  d.cuMemcpyHtoDAsync = locked<[](Address to, const void* from, size_t bytes, Handle stream) {
     std::memcpy(reinterpret_cast<void*>(to), from, bytes);
     note("copy " + std::to_string(bytes) + " on " + name_of(stream));
-    return 0;
-  };
+  }>;
   d.cuMemcpyDtoHAsync = [](void* to, Address from, size_t bytes, Handle) {
     if (state().read_result != 0) return state().read_result;
     std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
     return Result{0};
   };
-  d.cuMemsetD32Async = [](Address to, unsigned value, size_t count, Handle stream) {
-    const std::lock_guard lock(state().mutex);
+  d.cuMemsetD32Async = locked<[](Address to, unsigned value, size_t count, Handle stream) {
     std::fill_n(reinterpret_cast<unsigned*>(to), count, value);
     note("set " + std::to_string(count) + " on " + name_of(stream));
-    return 0;
-  };
-  d.cuEventCreate = [](Handle* event, unsigned) {
-    const std::lock_guard lock(state().mutex);
+  }>;
+  d.cuEventCreate = locked<[](Handle* event, unsigned) {
     static uintptr_t last = 1000;
     *event = reinterpret_cast<Handle>(++last);
     ++state().events;
-    return 0;
-  };
-  d.cuEventDestroy = [](Handle) {
-    const std::lock_guard lock(state().mutex);
-    --state().events;
-    return 0;
-  };
-  d.cuEventRecord = [](Handle event, Handle stream) {
-    const std::lock_guard lock(state().mutex);
+  }>;
+  d.cuEventDestroy = locked<[](Handle) { --state().events; }>;
+  d.cuEventRecord = locked<[](Handle event, Handle stream) {
     if (!state().complete) state().pending.insert(event);
     note("record " + name_of(event) + " on " + name_of(stream));
-    return 0;
-  };
-  d.cuThreadExchangeStreamCaptureMode = [](int32_t* mode) {
-    const std::lock_guard lock(state().mutex);
-    std::swap(*mode, state().mode);
-    return 0;
-  };
+  }>;
+  d.cuThreadExchangeStreamCaptureMode =
+      locked<[](int32_t* mode) { std::swap(*mode, state().mode); }>;
   d.cuEventQuery = [](Handle event) {
     const std::lock_guard lock(state().mutex);
     if (state().capturing != 0 && state().mode != 2) return uec::cuda::Result{900};
     return state().pending.count(event) ? uec::cuda::kNotReady : uec::cuda::kSuccess;
   };
-  d.cuStreamWaitEvent = [](Handle stream, Handle event, unsigned) {
-    const std::lock_guard lock(state().mutex);
+  d.cuStreamWaitEvent = locked<[](Handle stream, Handle event, unsigned) {
     note("wait for " + name_of(event) + " on " + name_of(stream));
-    return 0;
-  };
-  d.cuStreamWaitValue64 = [](Handle stream, Address at, uint64_t value, unsigned) {
-    const std::lock_guard lock(state().mutex);
+  }>;
+  d.cuStreamWaitValue64 = locked<[](Handle stream, Address at, uint64_t value, unsigned) {
     note("wait for " + std::to_string(value) + " at " + std::to_string(at) + " on " +
          name_of(stream));
-    return 0;
-  };
+  }>;
   d.cuStreamGetCaptureInfo = [](Handle, int32_t* status, uint64_t* id, void**, const void**,
                                 size_t*) {
     *status = state().capturing;
@@ -226,14 +199,8 @@ inline Driver make_driver() {
     *blocks = state().occupancy(kernel, threads, shared);
     return 0;
   };
-  d.cuGetErrorName = [](Result, const char** name) {
-    *name = "CUDA_ERROR_OF_THE_TEST";
-    return 0;
-  };
-  d.cuGetErrorString = [](Result, const char** text) {
-    *text = "as the test wants it";
-    return 0;
-  };
+  d.cuGetErrorName = locked<[](Result, const char** name) { *name = "CUDA_ERROR_OF_THE_TEST"; }>;
+  d.cuGetErrorString = locked<[](Result, const char** text) { *text = "as the test wants it"; }>;
   return d;
 }
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-from ranks import group_here, loopback, raw, start_all
+from ranks import (
+    clear_slots,
+    fill_weights,
+    group_here,
+    loopback,
+    make_weights,
+    random_plan,
+    start_all,
+    wrong_bytes,
+)
+from stage_cases import assert_same
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
 from ultraep_comm.bench import inside
-from ultraep_comm.bench.payload import SENTINEL, Payload
 from ultraep_comm.engines.cuda import device
-from ultraep_comm.group.group import is_on_device, session_of
+from ultraep_comm.group.group import is_on_device
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Slots = list[list[int]]
@@ -52,6 +59,30 @@ def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     return uec.Plan(slot_expert=put(group, plan.slot_expert), home=put(group, plan.home))
 
 
+def critical_path(
+    group: uec.Group,
+    ids: torch.Tensor,
+    weights: Any,
+    *,
+    at_once: bool = False,
+    async_op: bool = True,
+    **options: Any,
+) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+    """Make a rank's calls from ids to slots; return load, plan and physical ids."""
+    if at_once:
+        plan = uec.gather_and_plan(ids, group=group)
+        assert plan.load is not None
+        load = plan.load
+    else:
+        load = uec.gather_load(ids, group=group)
+        plan = uec.plan_replicas(load, group=group)
+    work = uec.replicate_experts(weights, plan, group=group, async_op=async_op, **options)
+    physical = uec.reroute(ids, plan, group=group)
+    if work is not None:
+        work.wait()
+    return load, plan, physical
+
+
 def hold(engine: str) -> None:
     """Keep the current stream busy for a few tenths of a second."""
     if engine == "cuda":
@@ -61,74 +92,22 @@ def hold(engine: str) -> None:
         found.delay(300_000)
 
 
-class Rank:
-    """One rank's weights and slots."""
+def at_odd_offsets(group: uec.Group, first: int, gap: int) -> dict[str, list[torch.Tensor]]:
+    """Return weights as views into one flat buffer of bytes, from ``first`` on, ``gap`` apart.
 
-    def __init__(self, group: uec.Group, payload: Payload) -> None:
-        self.group = group
-        self.payload = payload
-        self.local_experts = group.topology.local_experts(group.rank).tolist()
-
-    def content(self, name: str, epoch: int, expert: int) -> torch.Tensor:
-        data = np.empty(self.group.segments[name].nbytes, np.uint8)
-        self.payload.fill(data, epoch=epoch, expert=expert, segment=name)
-        return torch.from_numpy(data)
-
-    def stacked(self) -> dict[str, torch.Tensor]:
-        """Return weights as stacked tensors."""
-        weights = {}
-        for name, segment in self.group.segments.items():
-            size = len(self.local_experts) * segment.nbytes
-            storage = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
-            weights[name] = segment.view(storage, len(self.local_experts))
-        return weights
-
-    def at_odd_offsets(self, first: int, gap: int) -> dict[str, list[torch.Tensor]]:
-        """Weights as views into one flat buffer of bytes, from ``first`` on, ``gap`` apart.
-
-        Further apart where their type needs it.
-        """
-        sizes = [
-            s.nbytes + gap + 8 for s in self.group.segments.values() for _ in self.local_experts
-        ]
-        flat = torch.zeros(first + sum(sizes), dtype=torch.uint8, device=self.group.device)
-        weights: dict[str, list[torch.Tensor]] = {}
-        for name, segment in self.group.segments.items():
-            weights[name] = []
-            for _ in self.local_experts:
-                first += -first % segment.dtype.itemsize
-                weights[name].append(segment.view(flat.narrow(0, first, segment.nbytes), 1)[0])
-                first += segment.nbytes + gap
-        return weights
-
-    def fill(self, weights: Weights, epoch: int) -> None:
-        for name, segment in self.group.segments.items():
-            for i, expert in enumerate(self.local_experts):
-                raw(weights[name][i], segment).copy_(self.content(name, epoch, expert))
-
-    def slots(self) -> torch.Tensor:
-        """Symmetric memory from the first slot on, gaps between segments too."""
-        return (
-            session_of(self.group)
-            .engine.memory[0]
-            .local[session_of(self.group).engine.layout.slots_base :]
-        )
-
-    def expected(self, plan: uec.Plan, epoch: int, names: Sequence[str] | None) -> np.ndarray:
-        """What the slots must hold, if they were SENTINEL before the call."""
-        group, base = self.group, session_of(self.group).engine.layout.slots_base
-        image = np.full(self.slots().numel(), SENTINEL, np.uint8)
-        for name, start in zip(
-            group.segments, session_of(group).engine.layout.slot_offset, strict=True
-        ):
-            if names is not None and name not in names:
-                continue
-            size = group.segments[name].nbytes
-            for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
-                if expert >= 0:
-                    at = start - base + slot * size
-                    image[at : at + size] = self.content(name, epoch, expert)
-        return image
+    Further apart where their type needs it.
+    """
+    count = group.num_local_experts
+    size = first + count * sum(s.nbytes + gap + 8 for s in group.segments.values())
+    flat = torch.zeros(size, dtype=torch.uint8, device=group.device)
+    weights: dict[str, list[torch.Tensor]] = {}
+    for name, segment in group.segments.items():
+        weights[name] = []
+        for _ in range(count):
+            first += -first % segment.dtype.itemsize
+            weights[name].append(segment.view(flat.narrow(0, first, segment.nbytes), 1)[0])
+            first += segment.nbytes + gap
+    return weights
 
 
 class Ranks:
@@ -152,7 +131,6 @@ class Ranks:
         if engine == "emulated":
             most = max(1, EMULATED_SMS // num_ranks)
             options["num_sms"] = min(options.get("num_sms") or most, most)
-        payload = Payload(len(segments), {name: s.nbytes for name, s in expert.items()})
         self.num_experts, self.num_slots = num_experts, slots
         options = {"timeout": 30.0, **options}
         options |= {"num_experts": num_experts, "slots_per_rank": slots, "expert": expert}
@@ -164,7 +142,6 @@ class Ranks:
         else:
             options["engine"] = "cuda" if engine == "emulated" else engine
             self.groups = uec.testing.new_loopback_groups(num_ranks, **options)
-        self.ranks = [Rank(group, payload) for group in self.groups]
         self.epoch = 0
 
     def __enter__(self) -> Ranks:
@@ -190,8 +167,8 @@ class Ranks:
     def plans(self, seeds: range) -> list[uec.Plan]:
         shape = self.groups[0].num_ranks, self.num_experts, self.num_slots
         home = self.groups[0].topology.home.tolist()
-        chosen = [*hard_slots(*shape, home), *(random_slots(s, *shape, home) for s in seeds)]
-        return [self.plan(slots) for slots in chosen]
+        hard = [self.plan(slots) for slots in hard_slots(*shape, home)]
+        return hard + [random_plan(seed, *shape, home) for seed in seeds]
 
     def synchronize(self) -> None:
         """Wait for the emulated device, whose streams do not order torch's own operations."""
@@ -203,16 +180,12 @@ class Ranks:
         if self.engine in ("cuda", "emulated", "nvshmem", "torch"):
             device.find_device().synchronize()
 
-    def hold(self) -> None:
-        """Do :func:`hold` for this engine."""
-        hold(self.engine)
-
     def shared(self) -> list[dict[str, torch.Tensor]]:
         """Return weights that peers can address."""
         return [group.empty_weights() for group in self.groups]
 
     def stacked(self) -> list[dict[str, torch.Tensor]]:
-        return [rank.stacked() for rank in self.ranks]
+        return [make_weights(group) for group in self.groups]
 
     def start(
         self, weights: Sequence[Any], plan: uec.Plan | list[uec.Plan], **options: Any
@@ -246,18 +219,33 @@ class Ranks:
         """Fill all weights with the bytes of a new epoch, and all slots with SENTINEL."""
         self.synchronize()
         self.epoch += 1
-        for rank, own in zip(self.ranks, weights, strict=True):
-            rank.fill(own, self.epoch)
-            rank.slots().fill_(SENTINEL)
+        for group, own in zip(self.groups, weights, strict=True):
+            fill_weights(group, own, self.epoch)
+            clear_slots(group)
         return self.epoch
 
     def wrong(self, plan: uec.Plan, names: Sequence[str] | None = None) -> list[int]:
         """Return the number of wrong bytes in every rank's slots, including empty ones and gaps."""
         self.synchronize()
-        return [
-            int((r.slots().cpu().numpy() != r.expected(plan, self.epoch, names)).sum())
-            for r in self.ranks
-        ]
+        return [wrong_bytes(group, plan, self.epoch, names=names) for group in self.groups]
+
+    def check_path(self, ids: Sequence[torch.Tensor] | torch.Tensor, found: Sequence[Any]) -> int:
+        """Compare all that :func:`critical_path` made with the host's; return the replicas.
+
+        Args:
+            ids: of each of the group's ranks.
+            found: what the calls of this process's ranks returned.
+        """
+        self.finish()
+        load = load_of(ids, self.num_experts)
+        expected = uec.plan_replicas(load, group=self.groups[0])
+        for group, (gathered, plan, physical) in zip(self.groups, found, strict=True):
+            assert torch.equal(gathered.cpu(), load)
+            assert_same(plan, expected)
+            own = uec.reroute(ids[group.rank], expected, group=group)
+            assert torch.equal(physical.cpu(), own)
+        assert not any(self.wrong(expected))
+        return expected.num_replicas
 
     def replicate(
         self,
@@ -274,23 +262,7 @@ class Ranks:
             options["segments"] = names
             given = [{name: own[name] for name in names} for own in weights]
         self.call(given, plan, **options)
-        assert self.wrong(plan, names) == [0] * len(self.ranks), (plan.slot_expert, options)
-
-
-def random_slots(
-    seed: int, num_ranks: int, num_experts: int, slots: int, home: Sequence[int]
-) -> Slots:
-    """Return a legal plan: any expert in any slot, not at its home and not twice on a rank."""
-    draw = random.Random(seed)
-    hot = [draw.randrange(num_experts) for _ in range(2)]
-    plan = []
-    for rank in range(num_ranks):
-        legal = [e for e in range(num_experts) if home[e] != rank]
-        draw.shuffle(legal)
-        legal.sort(key=lambda e: e not in hot and draw.random() < 0.5)
-        row = [e if draw.random() < 0.8 else -1 for e in legal[:slots]]
-        plan.append(row + [-1] * (slots - len(row)))
-    return plan
+        assert self.wrong(plan, names) == [0] * len(self.groups), (plan.slot_expert, options)
 
 
 def hard_slots(num_ranks: int, num_experts: int, slots: int, home: Sequence[int]) -> list[Slots]:

@@ -16,13 +16,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from loopback_ranks import Ranks, load_of, put_plan
+from loopback_ranks import Ranks, critical_path, put_plan
 from ranks import raised
 
 import ultraep_comm as uec
@@ -122,33 +123,19 @@ def graph(fabric: str) -> None:
         bound, draw = group.bind(weights[0]), torch.Generator().manual_seed(7)
         ids = torch.zeros(200, 2, dtype=torch.int64, device=group.device)
 
-        def path() -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
-            load = uec.gather_load(ids, group=group)
-            plan = uec.plan_replicas(load, group=group)
-            work = uec.replicate_experts(bound, plan, group=group, async_op=True)
-            physical = uec.reroute(ids, plan, group=group)
-            assert work is not None
-            work.wait()
-            return load, plan, physical
-
+        path = partial(critical_path, group, ids, bound)
         path()  # load lazily loaded kernels before the capture
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            _, plan, physical = path()
+            found = path()
         for turn in range(50):
             all_ids = torch.randint(-1, EXPERTS, (group.num_ranks, 200, 2), generator=draw)
             all_ids[torch.rand(all_ids.shape, generator=draw) < 0.5] = turn % EXPERTS
             ids.copy_(all_ids[group.rank])
             ranks.fill(weights)
             captured.replay()
-            expected = uec.plan_replicas(load_of(all_ids, EXPERTS), group=group)
-            torch.cuda.synchronize()
-            assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
-            assert torch.equal(
-                physical.cpu(), uec.reroute(all_ids[group.rank], expected, group=group)
-            )
-            assert ranks.wrong(expected) == [0], (group.rank, turn)
+            ranks.check_path(all_ids, [found])
         del captured
     print(f"rank {dist.get_rank()}: 50 replays, every byte right", flush=True)
 

@@ -9,9 +9,10 @@ has not. `few`: of everything one case, as a tool may take a thousand times as l
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
-from loopback_ranks import Ranks, load_of
+from loopback_ranks import Ranks, at_odd_offsets, critical_path
 from rank_grads import RankGrads
 from ranks import close_all, loopback, random_plan
 
@@ -37,7 +38,7 @@ def run_modes(engine: str) -> int:
             engine, num_ranks, sizes, num_experts=7, num_sms=2, tile_bytes=tile_bytes, timeout=300
         ) as ranks:
             shared = ranks.shared()
-            odd = [rank.at_odd_offsets(1, 3) for rank in ranks.ranks]
+            odd = [at_odd_offsets(group, 1, 3) for group in ranks.groups]
             for plan in ranks.plans(range(1 if FEW else 2)):
                 for mode in MODES:
                     ranks.replicate(shared, plan, mode=mode)
@@ -58,25 +59,11 @@ def run_stages(engine: str) -> int:
             ids[:, :150, 0] = 2
             own = ids.to(there)
 
-            def path(
-                r: int, own: torch.Tensor = own
-            ) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
-                group = ranks.groups[r]
-                load = uec.gather_load(own[r], group=group)
-                plan = uec.plan_replicas(load, group=group)
-                uec.replicate_experts(tables[r], plan, group=group)
-                return load, plan, uec.reroute(own[r], plan, group=group)
+            def path(r: int, own: torch.Tensor = own) -> Any:
+                return critical_path(ranks.groups[r], own[r], tables[r], async_op=False)
 
             ranks.fill(weights)
-            found = loopback(3, path)
-            load = load_of(ids, num_experts)
-            expected = uec.plan_replicas(load, group=ranks.groups[0])
-            assert ranks.wrong(expected) == [0] * 3
-            for r, (gathered, plan, physical) in enumerate(found):
-                assert torch.equal(gathered.cpu(), load)
-                assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
-                here = uec.reroute(ids[r], expected, group=ranks.groups[r])
-                assert torch.equal(physical.cpu(), here)
+            ranks.check_path(ids, loopback(3, path))
             calls += 4
         routing = torch.rand((3, 150, num_experts), generator=draw) < 0.4
         load = routing.sum(dim=1)

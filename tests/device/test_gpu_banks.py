@@ -379,7 +379,7 @@ def test_who_asks_for_the_version_leaves_the_interpreter_to_others(streams: str)
     groups = new_groups(3, engine=streams)
     weights, slots = filled_weights(groups, 0), [[-1, -1], [0, -1], [0, -1]]
     bank, graphs = groups[0].banks[0], MAKERS["torch" if streams == "cuda" else "emulated"]()
-    other = graphs.new_stream()
+    other, _ = graphs.new_stream()
 
     def ask() -> None:
         with graphs.on(other):  # which holds nothing: the host polls the call

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopback_ranks import Ranks, put_plan
-from ranks import loopback, raised
+from loopback_ranks import Ranks, hold, put_plan
+from ranks import loopback, make_weights, raised
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -34,8 +34,7 @@ def _ring(ranks: Ranks) -> uec.Plan:
 
 def _start(ranks: Ranks, rank: int, plan: uec.Plan, **options: Any) -> uec.Work:
     group = ranks.groups[rank]
-    weights = ranks.ranks[rank].stacked()
-    work = uec.replicate_experts(weights, plan, group=group, async_op=True, **options)
+    work = uec.replicate_experts(make_weights(group), plan, group=group, async_op=True, **options)
     assert work is not None
     return work
 
@@ -147,7 +146,7 @@ def test_bad_input_is_rejected_before_anything_is_written(engine: str) -> None:
 def test_weights_of_another_device_are_refused(engine: str) -> None:
     ranks = _ranks(engine)
     other = "cpu" if engine == "cuda" else "meta"
-    weights = {name: t.to(other) for name, t in ranks.ranks[0].stacked().items()}
+    weights = {name: t.to(other) for name, t in make_weights(ranks.groups[0]).items()}
     with pytest.raises(errors.InvalidWeightsError, match=f"is on {other}"):
         ranks.groups[0].bind(weights)
     ranks.replicate(ranks.stacked(), _ring(ranks))  # binding is local: nothing has ended
@@ -271,7 +270,7 @@ def test_abort_of_a_call_that_the_stream_has_not_reached(streams: str) -> None:
     plan = _ring(ranks)
     ranks.replicate(ranks.stacked(), plan)
     ranks.finish()
-    ranks.hold()
+    hold(streams)
     works = [_start(ranks, rank, plan) for rank in range(3)]
     for work in works:
         work.wait()  # nothing is known yet

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from graphs import MAKERS, Graphs, on_each, on_forks
-from loopback_ranks import Ranks, load_of, put, put_plan
-from ranks import raised
-from stage_cases import assert_same
+from loopback_ranks import Ranks, at_odd_offsets, critical_path, hold, put, put_plan
+from ranks import raised, slot_memory, wrong_bytes
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -51,7 +50,9 @@ class Layer(Ranks):
         super().__init__(engine, num_ranks, SEGMENTS, num_experts=num_experts, **options)
         self.num_ranks = num_ranks
         self.graphs: Graphs = MAKERS[made]()
-        self._forks = [self.graphs.new_stream() for _ in self.groups] if forks == "forked" else None
+        self._forks = (
+            [self.graphs.new_stream()[0] for _ in self.groups] if forks == "forked" else None
+        )
         tokens = (700, 4) if engine == "cuda" else (40, 2)
         self.ids = [self.put(torch.zeros(tokens, dtype=torch.int64)) for _ in self.groups]
         self.draw = torch.Generator().manual_seed(num_ranks)
@@ -88,38 +89,14 @@ class Layer(Ranks):
             empty = torch.rand((), generator=self.draw) < 0.1
             ids.copy_(torch.full_like(drawn, -1) if empty else drawn)
 
-    def path(self, weights: list[Any], *, at_once: bool = False, **options: Any) -> Call:
+    def path(self, weights: list[Any], **options: Any) -> Call:
         """Return the calls of the critical path on one rank."""
-
-        def call(rank: int) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
-            group, ids = self.groups[rank], self.ids[rank]
-            if at_once:
-                plan = uec.gather_and_plan(ids, group=group)
-                assert plan.load is not None
-                load = plan.load
-            else:
-                load = uec.gather_load(ids, group=group)
-                plan = uec.plan_replicas(load, group=group)
-            work = uec.replicate_experts(weights[rank], plan, group=group, async_op=True, **options)
-            physical = uec.reroute(ids, plan, group=group)
-            assert work is not None
-            work.wait()
-            return load, plan, physical
-
-        return call
+        return lambda r: critical_path(self.groups[r], self.ids[r], weights[r], **options)
 
     def check(self, found: list[Any]) -> int:
         """Compare every byte and integer with the host's; return the number of replicas."""
         self.finish()
-        ids = [own.cpu().clone() for own in self.ids]
-        load = load_of(ids, self.num_experts)
-        expected = uec.plan_replicas(load, group=self.groups[0])
-        for group, own, (gathered, plan, physical) in zip(self.groups, ids, found, strict=True):
-            assert torch.equal(gathered.cpu(), load)
-            assert_same(plan, expected)
-            assert torch.equal(physical.cpu(), uec.reroute(own, expected, group=group))
-        assert self.wrong(expected) == [0] * self.num_ranks
-        return expected.num_replicas
+        return self.check_path([own.cpu().clone() for own in self.ids], found)
 
     def run(self, weights: list[Any], path: Call) -> list[Any]:
         """Change ids and weights, make every rank's calls, and compare."""
@@ -224,7 +201,7 @@ def test_every_mode(streams: str, made: str, forks: str, mode: str) -> None:
 def test_weights_that_move(streams: str, made: str, forks: str) -> None:
     replays = 60 if streams == "cuda" else 4
     with Layer(streams, made, forks, 4, 9) as layer:
-        homes = [layer.stacked(), layer.shared(), [r.at_odd_offsets(3, 5) for r in layer.ranks]]
+        homes = [layer.stacked(), layer.shared(), [at_odd_offsets(g, 3, 5) for g in layer.groups]]
 
         def move(turn: int) -> Any:
             weights = homes[turn % len(homes)]
@@ -312,21 +289,22 @@ def test_replays_submitted_ahead(streams: str, made: str, forks: str) -> None:
         layer.fill(weights)
         layer.finish()
         seen: list[list[torch.Tensor]] = []
-        empty = [torch.full_like(rank.slots(), SENTINEL) for rank in layer.ranks]
-        results = [[torch.empty_like(rank.slots()) for rank in layer.ranks] for _ in plans]
-        layer.hold()
+        held_slots = [slot_memory(group) for group in layer.groups]
+        empty = [torch.full_like(slots, SENTINEL) for slots in held_slots]
+        results = [[torch.empty_like(slots) for slots in held_slots] for _ in plans]
+        hold(streams)
         for row, result in zip(rows, results, strict=True):
-            for rank, blank in zip(layer.ranks, empty, strict=True):
-                copy(streams, rank.slots(), blank)
+            for slots, blank in zip(held_slots, empty, strict=True):
+                copy(streams, slots, blank)
             copy(streams, held.slot_expert, row)
             replay()
-            for rank, own in zip(layer.ranks, result, strict=True):
-                copy(streams, own, rank.slots())
+            for slots, own in zip(held_slots, result, strict=True):
+                copy(streams, own, slots)
             seen.append(result)
         layer.finish()
         for plan, result in zip(plans, seen, strict=True):
-            for rank, slots in zip(layer.ranks, result, strict=True):
-                assert not (slots.cpu().numpy() != rank.expected(plan, layer.epoch, None)).any()
+            for group, slots in zip(layer.groups, result, strict=True):
+                assert not wrong_bytes(group, plan, layer.epoch, found=slots)
         del replay
 
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 from loopback_ranks import finish, hold, put
 from ranks import loopback, raised
-from stage_cases import order_gathers
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.engines.cuda import device
 from ultraep_comm.group.group import is_on_device
 
 G, E, S, T, K = 3, 7, 2, 40, 2
@@ -29,12 +27,7 @@ def make_groups(engine: str, new_groups: NewGroups, **options: Any) -> list[uec.
 
 
 @pytest.fixture
-def groups(
-    loopback_engine: str, new_groups: NewGroups, monkeypatch: pytest.MonkeyPatch
-) -> list[uec.Group]:
-    if loopback_engine == "emulated":
-        found: Any = device.find_device()
-        order_gathers(found, monkeypatch)
+def groups(loopback_engine: str, new_groups: NewGroups) -> list[uec.Group]:
     return make_groups(loopback_engine, new_groups)
 
 

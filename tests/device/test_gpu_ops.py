@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import loopback, plan_alone
-from stage_cases import assert_same, order_gathers
+from stage_cases import assert_same
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.library import opcheck
 
@@ -68,7 +68,6 @@ def place(
     made = Place(new_groups)
     if streams == "emulated":
         _complete_calls(made, monkeypatch)
-        order_gathers(made.device, monkeypatch)  # type: ignore[arg-type]
         monkeypatch.setattr(type(made.device), "is_on_device", lambda self, tensor: True)
     return made
 

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from graphs import MAKERS, on_each
-from loopback_ranks import EMULATED_SMS, put, put_plan, random_slots
+from loopback_ranks import EMULATED_SMS, put, put_plan
 from rank_grads import RankGrads
 from ranks import bytes_stored, close_all, loopback, raised, start_all, synchronize_all
 from tiers import sampled
@@ -62,9 +63,7 @@ def make_groups(engine: str, num_ranks: int, **options: Any) -> list[uec.Group]:
 
 def random_plan(groups: list[uec.Group], seed: int) -> uec.Plan:
     t = groups[0].topology
-    home = t.home.tolist()
-    slots = random_slots(seed, t.num_ranks, t.num_experts, t.slots_per_rank, home)
-    return uec.Plan.from_slots(slots, num_experts=t.num_experts, home=home)
+    return ranks.random_plan(seed, t.num_ranks, t.num_experts, t.slots_per_rank, t.home.tolist())
 
 
 @pytest.mark.parametrize(

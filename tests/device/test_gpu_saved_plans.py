@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from graphs import MAKERS, on_each
-from loopback_ranks import put_plan, random_slots
+from loopback_ranks import put_plan
 from rank_grads import RankGrads
-from ranks import raised
+from ranks import raised, random_plan
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
@@ -46,8 +46,7 @@ class Passes:
 
     def plan(self, seed: int) -> uec.Plan:
         home = self.groups[0].topology.home.tolist()
-        slots = random_slots(seed, len(self.groups), 5, 2, home)
-        return uec.Plan.from_slots(slots, num_experts=5, home=home)
+        return random_plan(seed, len(self.groups), 5, 2, home)
 
     def each(self, call: Callable[[int], Any]) -> list[Any]:
         return on_each(self.graphs, len(self.groups), call)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from graphs import MAKERS
 from loopback_ranks import put
-from stage_cases import Case, assert_same, order_gathers
+from stage_cases import Case, assert_same
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -20,13 +20,6 @@ from ultraep_comm.engines.cuda import device
 from ultraep_comm.group.group import is_on_device
 
 Shape = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _gathers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.getfixturevalue("streams") == "emulated":
-        found: Any = device.find_device()
-        order_gathers(found, monkeypatch)
 
 
 def synchronize() -> None:

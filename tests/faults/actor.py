@@ -27,14 +27,15 @@ from ranks import (
     make_weights,
     prepare_forked,
     raw,
+    slot_memory,
     wrong_bytes,
 )
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.group.group import session_of
 
-GUARD = 0xA5
 E, S = 8, 2  # home map on 4 ranks: 0 0 1 1 2 2 3 3
 SMALL = {"w": Segment((700, 720), torch.bfloat16), "s": Segment((5,), torch.uint8)}
 BIG = {"w": Segment(((8 << 20) + 3,), torch.uint8), "s": Segment((5,), torch.uint8)}
@@ -92,7 +93,7 @@ class RankGroup:
         self.weights = group.empty_weights() if shared else make_weights(group)
         self._filled: set[tuple[int, int]] = set()
         fill_weights(group, self.weights, salt)
-        clear_slots(group, GUARD)
+        clear_slots(group)
 
     def replicate(self, plan: uec.Plan, **options: Any) -> Any:
         self.note(plan)
@@ -116,14 +117,14 @@ class RankGroup:
         return uec.gather_load(ids, group=self.group)
 
     def wrong(self, plan: uec.Plan) -> int:
-        return wrong_bytes(self.group, plan, self.salt, sentinel=GUARD)
+        return wrong_bytes(self.group, plan, self.salt)
 
     def stray(self) -> int:
         """Return the number of bytes that changed in main weights or slots that no plan filled."""
         group, offset = self.group, session_of(self.group).engine.layout.slots_base
         if group.slot_grads:
             return 0  # their scenes compare values
-        changed = session_of(group).engine.memory[0].local[offset:] != GUARD
+        changed = slot_memory(group) != SENTINEL
         for index, segment in enumerate(group.segments.values()):
             start = session_of(group).engine.layout.slot_offset[index] - offset
             for slot in range(group.topology.slots_per_rank):
@@ -208,7 +209,7 @@ class Actor:
         slots = own.group.slots["w"].flatten()[4096::4096]  # of every piece
 
         def watch() -> None:
-            while bool((slots == GUARD).all()):
+            while bool((slots == SENTINEL).all()):
                 time.sleep(0.0005)
             then()
 

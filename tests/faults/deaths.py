@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from actor import BIG, GUARD, Actor, RankGroup, plan_of
+from actor import BIG, Actor, RankGroup, plan_of
 from cast import Cue
 from ranks import clear_slots
 from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike, told
@@ -136,7 +136,7 @@ def any_moment(actor: Actor) -> None:
     def run() -> None:
         for number in range(10_000):
             mode = ("push", "direct", "auto")[number % 3]
-            clear_slots(own.group, GUARD)
+            clear_slots(own.group)
             own.replicate(plan, mode=mode)
             if number % 3 == 0:  # also by those whose peers have failed by now
                 actor.report.wrong += own.wrong(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actor import GUARD, Actor, plan_of
+from actor import Actor, plan_of
 from cast import Cue
 from deaths import BOTH, DEATHS
 from ranks import clear_slots
@@ -22,7 +22,7 @@ def works(actor: Actor) -> None:
     def run() -> None:
         for _ in range(CALLS):
             for own in (first, second):
-                clear_slots(own.group, GUARD)
+                clear_slots(own.group)
                 own.replicate(plan)
                 actor.report.wrong += own.wrong(plan)
 

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from actor import Actor
-from ranks import random_plan
+from ranks import (
+    clear_slots,
+    expert_bytes,
+    fill_weights,
+    random_plan,
+    raw,
+    slot_memory,
+    wrong_bytes,
+)
 from scene import ALL, Expect, Scene, everybody, start
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
-from ultraep_comm.bench.payload import Payload
-from ultraep_comm.group.group import session_of
 
 E, S = 10, 3  # uneven: home ranks have 3, 3, 2 and 2 experts
 # A tensor much longer than a tile, one of odd size, and one of a few bytes.
@@ -25,12 +31,7 @@ EXPERT = {
     "scale": Segment((3,), torch.uint8),
 }
 GRAD = {"w": ((70, 33), torch.float32), "b": ((5,), torch.float32)}
-GUARD = 0x5C
 MODES = ("auto", "push", "pull", "direct")
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 class Soak:
@@ -45,7 +46,6 @@ class Soak:
         self.reducing = uec.new_group(
             actor.world, slots_per_rank=S, expert=GRAD, grads=torch.float32, num_sms=1, **options
         )
-        self.payload = Payload(seed, {name: s.nbytes for name, s in EXPERT.items()})
         self.local_experts = self.group.topology.local_experts(self.rank).tolist()
         self.weights = self.group.empty_weights()
         self.checked = 0
@@ -63,43 +63,19 @@ class Soak:
         plan = random_plan(self.seed + epoch, self.size, E, S, fill=fill)
         names = [n for n in EXPERT if draw.random() < 0.7] or None
         mode, apart = str(draw.choice(MODES)), bool(draw.random() < 0.5)
-        for index, expert in enumerate(self.local_experts):
-            for name, tensor in self.weights.items():
-                own = _bytes(tensor[index])
-                self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
-        memory = (
-            session_of(self.group)
-            .engine.memory[0]
-            .local[session_of(self.group).engine.layout.slots_base :]
-        )
-        memory[:] = GUARD
+        fill_weights(self.group, self.weights, epoch)
+        clear_slots(self.group)
         work = uec.replicate_experts(
             self.weights, plan, group=self.group, async_op=apart, mode=mode, segments=names
         )
         if work is not None:
             work.wait()
-        return self._wrong(plan, epoch, names or list(EXPERT), memory)
-
-    def _wrong(self, plan: uec.Plan, epoch: int, names: list[str], memory: torch.Tensor) -> int:
-        expected = torch.full_like(memory, GUARD)
-        row = plan.slot_expert[self.rank].tolist()
-        for i, (name, segment) in enumerate(EXPERT.items()):
-            start = (
-                session_of(self.group).engine.layout.slot_offset[i]
-                - session_of(self.group).engine.layout.slots_base
-            )
-            for slot, expert in enumerate(row):
-                if expert >= 0 and name in names:
-                    at = start + slot * segment.nbytes
-                    out = expected[at : at + segment.nbytes].numpy()
-                    self.payload.fill(out, epoch=epoch, expert=expert, segment=name)
-        wrong = int((memory != expected).sum())
-        for index, expert in enumerate(self.local_experts):
-            for name, segment in EXPERT.items():
-                own = np.empty(segment.nbytes, np.uint8)
-                self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
-                wrong += int((_bytes(self.weights[name][index]) != own).sum())
-        self.checked += memory.numel()
+        self.checked += slot_memory(self.group).numel()
+        wrong = wrong_bytes(self.group, plan, epoch, names=names)
+        for index, (name, segment) in enumerate(EXPERT.items()):
+            for own, expert in zip(self.weights[name], self.local_experts, strict=True):
+                wanted = expert_bytes(epoch, expert, index, segment)
+                wrong += int((raw(own, segment) != wanted).sum())
         return wrong
 
     # ---- reductions and loads -------------------------------------------------------------

@@ -1,39 +1,23 @@
-// The driver's functions that tools/gpu_probes uses, with their signatures, over the PTX machine
-// ($UEC_PTX_MACHINE).
-#include <dlfcn.h>
-
+// The driver's functions that tools/gpu_probes uses, with their signatures, over the PTX machine.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
-#include "machine/api.h"
+#include "ptx/client.hpp"
 
 namespace {
 
+using ptx_machine::Client;
+
 constexpr int kInvalid = 1, kNoDevice = 100;
 char context, module_, stamp;  // handles
-
-template <class F>
-F* machine(const char* name, F*) {
-  static void* const library = dlopen(std::getenv("UEC_PTX_MACHINE"), RTLD_NOW | RTLD_GLOBAL);
-  return reinterpret_cast<F*>(dlsym(library, name));
-}
-#define MACHINE(function) machine(#function, &function)
 
 void* memory(size_t bytes, int32_t rank) {
   void* const at = std::calloc(1, bytes + 128);
   auto* const aligned =
       reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(at) + 127) / 128 * 128);
-  MACHINE(ptx_memory)(aligned, static_cast<int64_t>(bytes), rank);
+  Client::instance()->memory(aligned, static_cast<int64_t>(bytes), rank);
   return aligned;
-}
-
-int launch(void* function, unsigned blocks, unsigned threads, unsigned shared, void** args) {
-  PtxLaunch launch{static_cast<const char*>(function), blocks, 1, threads, shared, args, 0, 1};
-  void* const grid = MACHINE(ptx_begin)(&launch);
-  while (MACHINE(ptx_advance)(grid) == 0) {
-  }
-  return 0;
 }
 
 }  // namespace
@@ -41,7 +25,7 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned shared, v
 extern "C" {
 
 int cuInit(unsigned flags) {
-  return flags != 0 ? kInvalid : std::getenv("UEC_PTX_MACHINE") == nullptr ? kNoDevice : 0;
+  return flags != 0 ? kInvalid : Client::instance() == nullptr ? kNoDevice : 0;
 }
 int cuGetErrorName(int error, const char** name) {
   *name = error == kNoDevice ? "CUDA_ERROR_NO_DEVICE" : "CUDA_ERROR_INVALID_VALUE";
@@ -105,7 +89,8 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
                    void** args, void** extra) {
   if (y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || stream != nullptr || extra != nullptr)
     return kInvalid;
-  return launch(function, x, threads, shared, args);
+  Client::instance()->run({static_cast<const char*>(function), x, 1, threads, shared, args, 0, 1});
+  return 0;
 }
 int cuLaunchCooperativeKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads,
                               unsigned threads_y, unsigned threads_z, unsigned shared, void* stream,

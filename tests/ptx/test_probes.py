@@ -85,7 +85,7 @@ def test_probes_are_launched_by_the_driver(
 ) -> None:
     """What runs on a GPU, over a driver with the real one's signatures."""
     library = tmp_path / "libcuda.so.1"
-    words = ["c++", "-std=c++20", "-shared", "-fPIC", "-O1", "-o", library]
+    words = ["c++", "-std=c++20", "-shared", "-fPIC", "-O1", "-I", HERE.parent, "-o", library]
     subprocess.run([*words, HERE / "fake_cuda.cc", "-ldl"], check=True)
     program = [sys.executable, ROOT / "tools/gpu_probes/probes.py", kernels]
     names = [

@@ -67,26 +67,28 @@ def replicate(groups: list[uec.Group], weights: Any, plan: Any, **options: Any) 
     return stored(groups) - before
 
 
+def check_slot(bank: Bank, slot: int, expert: int, epoch: int) -> None:
+    """Check every byte of a slot; without an expert they are zero."""
+    for index, (name, segment) in enumerate(MIXED.items()):
+        found = raw(bank.slots[name][slot], segment).cpu()
+        if expert < 0:
+            assert not found.any()
+        else:
+            assert same_bytes(found, expert_bytes(epoch, expert, index, segment))
+
+
 def check_slots(group: uec.Group, held: Held) -> None:
-    """Check every byte of this rank's slots; those that held nothing are zero."""
+    """Check this rank's slots."""
     for bank in group.banks:
-        for index, (name, segment) in enumerate(group.segments.items()):
-            for slot in range(S):
-                found = raw(bank.slots[name][slot], segment).cpu()
-                expert, epoch = held.get((bank.index, group.rank, slot), (-1, 0))
-                if expert < 0:
-                    assert not found.any()
-                else:
-                    assert same_bytes(found, expert_bytes(epoch, expert, index, segment))
+        for slot in range(S):
+            check_slot(bank, slot, *held.get((bank.index, group.rank, slot), (-1, 0)))
 
 
 def check_residents(bank: Bank, rank: int) -> None:
-    """Check every byte of what this rank's slots are said to hold, of weights of epoch 0."""
+    """Check what this rank's slots are said to hold, of weights of epoch 0."""
     for slot, expert in enumerate(bank.residents[rank].tolist()):
-        for index, (name, segment) in enumerate(MIXED.items()):
-            if expert >= 0:
-                found = raw(bank.slots[name][slot], segment).cpu()
-                assert same_bytes(found, expert_bytes(0, expert, index, segment))
+        if expert >= 0:
+            check_slot(bank, slot, expert, 0)
 
 
 def walk(seed: int, num_ranks: int, steps: int) -> list[tuple[int, int, list[list[int]]]]:

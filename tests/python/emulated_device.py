@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from fake_bindings import FakeBindings
+from fake_device import CpuDevice
 
 import ultraep_comm as uec
 from ultraep_comm import _core
@@ -30,8 +31,10 @@ class EmulatedKernels:
         return int(handle)
 
 
-class EmulatedDevice:
-    """Streams are numbers; a thread's current one is ``stream``, or the one it is ``on``."""
+class EmulatedDevice(CpuDevice):
+    """A thread's current stream is ``stream``, or the one it is ``on``."""
+
+    warp_size = 2
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -41,69 +44,23 @@ class EmulatedDevice:
             "emulated_is_capturing": 1,
             "emulated_end_capture": 2,
             "emulated_replay": 2,
+            "emulated_delay": 2,
+            "emulated_copy": 4,
             "cuEventRecord": 2,
         }.items():
             getattr(self.library, name).argtypes = [ctypes.c_void_p] * arguments
-        self.library.emulated_launches.restype = ctypes.c_uint64
-        self.library.emulated_delay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        self.library.emulated_copy.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_uint64,
-            ctypes.c_void_p,
-        ]
-        self.torch_device = torch.device("cpu")
-        self.compute_capability = (9, 0)
+        names = _core.cuda_driver_names()
+        functions = {name: getattr(self.library, name) for name in names}
+        super().__init__(EmulatedKernels(self.library), functions)
         self.num_sms = self.library.emulated_multiprocessors()
-        self.warp_size = 2
-        self.max_shared_bytes = 227 << 10
-        self.cuda_major = 13
-        self.context = 0
-        self.stream = 1
-        self.kernels = EmulatedKernels(self.library)
-        addresses = {
-            name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0
-            for name in _core.cuda_driver_names()
-        }
-        self.driver = _core.CudaDriver(addresses)
         self.bindings = FakeBindings()
-        self._streams = 1
         self._threads = threading.local()
-        self._memory: list[torch.Tensor] = []
         self._uploads: list[torch.Tensor] = []
-        self._held: dict[
-            int, torch.Tensor
-        ] = {}  # of empty(): kept so that addresses are never reused
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # of keep(), by memory and stream
 
     def __del__(self) -> None:
         # Streams outlive it: its memory must not be freed before they are done with it.
         self.library.emulated_synchronize()
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8, device="cpu"))
-        address = self._memory[-1].data_ptr()
-        # Like memory from a device: it begins a tensor's storage.
-        return self.view(address + -address % 4096, max(1, num_bytes)).narrow(0, 0, num_bytes)
-
-    pinned = allocate
-
-    def view(self, address: int, num_bytes: int, owner: object = None) -> torch.Tensor:
-        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-        memory.owner = owner  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        count = math.prod(shape)
-        memory = torch.empty(max(1, count), dtype=dtype, device="cpu")[:count].view(tuple(shape))
-        self._held[memory.untyped_storage().data_ptr()] = memory
-        return memory
-
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        at = tensor.data_ptr()
-        return tensor.untyped_storage().data_ptr() in self._held or any(
-            memory.data_ptr() <= at < memory.data_ptr() + memory.numel() for memory in self._memory
-        )
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         stream = self.current_stream()
@@ -116,9 +73,6 @@ class EmulatedDevice:
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         self._uploads.append(values)
         self.copy(to, values)
-
-    def links(self) -> None:
-        """NVML knows of no such device."""
 
     def is_capturing(self) -> bool:
         return bool(self.library.emulated_is_capturing(self.current_stream()))
@@ -155,18 +109,11 @@ class EmulatedDevice:
         wait = self.library.cuStreamWaitEvent
         assert wait(ctypes.c_void_p(stream), event, 0) == 0
 
-    def new_stream(self) -> tuple[int, object]:
-        self._streams += 1
-        return self._streams, None
-
     def synchronize(self) -> None:
         self.library.emulated_synchronize()
 
     def synchronize_stream(self) -> None:
         self.library.emulated_synchronize_stream(self.current_stream())
-
-    def load(self, cubin: Path) -> EmulatedKernels:
-        return self.kernels
 
     def launches(self) -> int:
         """Return how many kernels were launched, or captured, so far."""
@@ -174,18 +121,23 @@ class EmulatedDevice:
 
     # ---- graphs
 
-    def begin_capture(self) -> None:
-        """Capture what is queued on the current stream from now on."""
-        self.library.emulated_begin_capture(self.current_stream())
+    @contextmanager
+    def capturing(self, stream: int | None = None) -> Iterator[Callable[[], None]]:
+        """Capture what is queued on a stream, by default the current one; yield its replay."""
+        self.synchronize()
+        stream, graph = stream or self.current_stream(), ctypes.c_void_p()
+        self.library.emulated_begin_capture(stream)
+        try:
+            yield lambda: self.library.emulated_replay(graph, self.current_stream())
+        finally:
+            result = self.library.emulated_end_capture(stream, ctypes.byref(graph))
+            assert result == 0, f"the capture ended with {result}"
 
-    def end_capture(self) -> int:
-        graph = ctypes.c_void_p()
-        result = self.library.emulated_end_capture(self.current_stream(), ctypes.byref(graph))
-        assert result == 0, f"the capture ended with {result}"
-        return graph.value or 0
-
-    def replay(self, graph: int) -> None:
-        self.library.emulated_replay(graph, self.current_stream())
+    def capture(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Return what ``call()`` returned, and how to replay what it launched."""
+        with self.capturing() as replay:
+            result = call()
+        return result, replay
 
     # ---- the caller's own work, in stream order
 

@@ -1,11 +1,12 @@
 """Virtual memory of a device, on the CPU."""
+# ruff: noqa: N802 (names of the driver's functions)
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-import types
+from types import SimpleNamespace
 from typing import Any
 
 from ultraep_comm.engines.cuda.virtual import PAGE_BYTES
@@ -24,34 +25,31 @@ class FakeBindings:
         room: allocations that can still be made.
     """
 
+    CUmemLocation = CUmemAllocationProp = CUmemAccessDesc = SimpleNamespace
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=1)
+
     def __init__(self) -> None:
         self.room = 1000
         self.ranges: dict[int, int] = {}  # reserved
         self.mapped: dict[int, tuple[int, int]] = {}  # begin -> size, descriptor
         self.handles: set[int] = set()
-        for name in ("CUmemLocation", "CUmemAllocationProp", "CUmemAccessDesc"):
-            setattr(self, name, types.SimpleNamespace)
-        for name, member in (
-            ("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE"),
-            ("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED"),
-            ("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
-        ):
-            setattr(self, name, types.SimpleNamespace(**{member: 1}))
 
-    def cuMemAddressReserve(self, size: int, *_: int) -> tuple[int, int]:  # noqa: N802
+    def cuMemAddressReserve(self, size: int, *_: int) -> tuple[int, int]:
         assert size % PAGE_BYTES == 0
         anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         start = _LIBC.mmap(None, size, _NONE, anonymous, -1, 0)
         self.ranges[start] = size
         return 0, start
 
-    def cuMemAddressFree(self, start: int, size: int) -> tuple[int]:  # noqa: N802
+    def cuMemAddressFree(self, start: int, size: int) -> tuple[int]:
         assert self.ranges.pop(start) == size
         assert not [at for at in self.mapped if start <= at < start + size]
         _LIBC.munmap(start, size)
         return (0,)
 
-    def cuMemCreate(self, size: int, _properties: Any, _flags: int) -> tuple[int, int]:  # noqa: N802
+    def cuMemCreate(self, size: int, _properties: Any, _flags: int) -> tuple[int, int]:
         assert size % PAGE_BYTES == 0
         if self.room == 0:
             return 2, 0
@@ -61,14 +59,12 @@ class FakeBindings:
         self.handles.add(handle)
         return 0, handle
 
-    def cuMemRelease(self, handle: int) -> tuple[int]:  # noqa: N802
+    def cuMemRelease(self, handle: int) -> tuple[int]:
         self.handles.remove(handle)
         os.close(handle)
         return (0,)
 
-    def cuMemMap(  # noqa: N802
-        self, begin: int, size: int, at: int, handle: int, _flags: int
-    ) -> tuple[int]:
+    def cuMemMap(self, begin: int, size: int, at: int, handle: int, _flags: int) -> tuple[int]:
         if at:  # as the driver's header says
             return (1,)
         assert handle in self.handles
@@ -77,13 +73,13 @@ class FakeBindings:
         self.mapped[begin] = size, os.dup(handle)
         return (0,)
 
-    def cuMemUnmap(self, begin: int, size: int) -> tuple[int]:  # noqa: N802
+    def cuMemUnmap(self, begin: int, size: int) -> tuple[int]:
         held, descriptor = self.mapped.pop(begin)
         assert held == size
         os.close(descriptor)
         return (0,)
 
-    def cuMemSetAccess(self, start: int, size: int, access: list[Any], count: int) -> tuple[int]:  # noqa: N802
+    def cuMemSetAccess(self, start: int, size: int, access: list[Any], count: int) -> tuple[int]:
         assert (self.ranges[start], len(access)) == (size, count)
         assert sum(s for at, (s, _) in self.mapped.items() if start <= at < start + size) == size
         return (0,)
@@ -91,9 +87,9 @@ class FakeBindings:
     def _of(self, address: int) -> tuple[int, int, int]:
         return next((at, s, fd) for at, (s, fd) in self.mapped.items() if at <= address < at + s)
 
-    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:  # noqa: N802
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:
         return 0, *self._of(address)[:2]
 
-    def cuMemRetainAllocationHandle(self, address: int) -> tuple[int, int]:  # noqa: N802
+    def cuMemRetainAllocationHandle(self, address: int) -> tuple[int, int]:
         self.handles.add(handle := os.dup(self._of(address)[2]))
         return 0, handle

@@ -14,6 +14,8 @@ import fakes
 import torch
 from token_exchange import Mesh, send
 
+from ultraep_comm.adapters import deepspeed
+
 Tensor = torch.Tensor
 
 VERSION = "0.19.8"
@@ -129,9 +131,9 @@ READ = {
 }
 
 
-def installed(**others: Any) -> Any:
-    """Let imports of DeepSpeed find the stand-in."""
-    return fakes.installed(MODULES, **others)
+def adapter(**others: Any) -> Any:
+    """Return the adapter, for which imports of DeepSpeed find the stand-in."""
+    return fakes.installed(VERSION, MODULES, others, deepspeed)
 
 
 def differences() -> list[str]:

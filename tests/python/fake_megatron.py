@@ -14,6 +14,8 @@ import fakes
 import torch
 import torch.distributed as dist
 
+from ultraep_comm.adapters import megatron
+
 Tensor = torch.Tensor
 
 
@@ -216,9 +218,9 @@ MODULES: dict[str, list[type]] = {
 }
 
 
-def installed() -> Any:
-    """Let imports of megatron-core find the stand-in."""
-    return fakes.installed(MODULES)
+def adapter() -> Any:
+    """Return the adapter, for which imports of megatron-core find the stand-in."""
+    return fakes.installed("0.16.1", MODULES, adapter=megatron)
 
 
 def groups(ep: Any) -> Any:

@@ -59,16 +59,12 @@ class FakeMemory:
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         self._step("allocate")
         size = -(-(num_bytes + self._offset) // PAGE) * PAGE
-        path = self._folder / f"{len(self._made)}-{self.rank()}"
+        path = self._folder / f"{len(self._made)}-{dist.get_rank()}"
         path.write_bytes(b"\xa5" * size)  # zeros are not guaranteed
         memory = self._map(path)
         tensor = memory[self._offset : self._offset + num_bytes]
         self._made[tensor.data_ptr()] = memory, len(self._made)
         return tensor
-
-    @staticmethod
-    def rank() -> int:
-        return dist.get_rank()
 
     @staticmethod
     def _map(path: Path) -> torch.Tensor:

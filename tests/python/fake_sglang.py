@@ -11,6 +11,7 @@ import enum
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -258,12 +259,9 @@ def faked(
         overlap=SimpleNamespace(enable_two_batch_overlap=False),
         graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(**graph)),
     )
-    modules = {
-        path: {m.__name__: changed.get(m.__name__, m) for m in members}
-        for path, members in MODULES.items()
-    }
     with (
-        fakes.plugged("ULTRAEP_SGLANG", mode, "0.5.23", modules),
+        mock.patch.dict(os.environ, ULTRAEP_SGLANG=mode),
+        fakes.installed("0.5.23", MODULES, changed),
         mock.patch.object(HookRegistry, "hooks", []),
         mock.patch.object(FusedMoE, "run_moe_core", FusedMoE.run_moe_core),  # hooks change it
     ):

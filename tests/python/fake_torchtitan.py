@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from fakes import differences_at, imported
+from fakes import differences_at, installed
 from token_exchange import Mesh, send
 
 VERSION = "0.3.0"
@@ -149,7 +149,7 @@ HERE = {
 
 def adapter(**others: Any) -> AbstractContextManager[Any]:
     """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
-    return imported(ADAPTER, VERSION, HERE, others)
+    return installed(VERSION, HERE, others, ADAPTER)
 
 
 def differences() -> list[str]:

@@ -103,7 +103,7 @@ FAKES = (EPImplementation, AllToAllEP, EPImplementationInterface)
 
 def adapter(**others: Any) -> AbstractContextManager[Any]:
     """Import the adapter on top of the fake, in which ``others`` replace what has their names."""
-    return fakes.imported(ADAPTER, VERSION, {PATH: FAKES, CONFIG: [DistributedConfig]}, others)
+    return fakes.installed(VERSION, {PATH: FAKES, CONFIG: [DistributedConfig]}, others, ADAPTER)
 
 
 def differences() -> list[str]:

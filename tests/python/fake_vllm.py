@@ -6,11 +6,13 @@ import contextlib
 import importlib
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-from fakes import differences_at, plugged
+from fakes import differences_at, installed
 
 from ultraep_comm.adapters.vllm import FACTORY, batch, eplb
 
@@ -33,8 +35,6 @@ class FakeBase:
 
     def set_stream(self, stream: Any) -> None:
         self._stream = stream
-
-    def _log_initialized(self) -> None: ...
 
 
 class FakeElastic: ...
@@ -64,9 +64,6 @@ def faked(mode: str = "eplb", more: Any = None, **changed: Any) -> Iterator[Any]
     base = type("EplbCommunicator", (FakeBase,), changed)
     factory = {"create_eplb_communicator": original}
     modules: dict[str, dict[str, Any]] = {
-        "vllm": {},
-        "vllm.distributed": {},
-        eplb: {},
         f"{eplb}.eplb_communicator": {"EplbCommunicator": base, **factory},
         f"{eplb}.eplb_state": factory,
         f"{eplb}.eplb_utils": {"device_stream": device_stream},
@@ -74,7 +71,7 @@ def faked(mode: str = "eplb", more: Any = None, **changed: Any) -> Iterator[Any]
     }
     for name, contents in (more or {}).items():
         modules[name] = modules.get(name, {}) | contents
-    with plugged("ULTRAEP_VLLM", mode, "0.33.0", modules):
+    with mock.patch.dict(os.environ, ULTRAEP_VLLM=mode), installed("0.33.0", modules):
         yield sys.modules[f"{eplb}.eplb_state"]
 
 

@@ -12,97 +12,50 @@ from types import FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from ultraep_comm.adapters import checks
 from ultraep_comm.errors import UnsupportedError
 
-
-@contextmanager
-def installed(members: Mapping[str, Sequence[Any]], **others: Any) -> Iterator[None]:
-    """Let imports of a framework find stand-ins, in which ``others`` replace those of their names.
-
-    Args:
-        members: classes and functions, by the path of their module.
-        others: by name.
-    """
-    root = next(iter(members)).partition(".")[0]
-
-    def of_framework(name: str) -> bool:
-        return name == root or name.startswith(f"{root}.")
-
-    kept = {name: module for name, module in sys.modules.items() if of_framework(name)}
-    for name in kept:
-        del sys.modules[name]
-    for path, each in members.items():
-        parts = path.split(".")
-        for i in range(1, len(parts) + 1):
-            name = ".".join(parts[:i])
-            sys.modules.setdefault(name, ModuleType(name)).__path__ = []
-        for member in each:
-            name = member.__name__
-            setattr(sys.modules[path], name, others.get(name, member))
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if of_framework(name)]:
-            del sys.modules[name]
-        sys.modules.update(kept)
+Contents = Mapping[str, Any] | Sequence[Any]  # of a module: by name, or with names of their own
 
 
 @contextmanager
-def imported(
-    adapter: str, version: str, members: Mapping[str, Sequence[Any]], others: Mapping[str, Any]
+def installed(
+    version: str,
+    modules: Mapping[str, Contents],
+    others: Mapping[str, Any] | None = None,
+    adapter: str | ModuleType = "",
 ) -> Iterator[Any]:
-    """Import an adapter anew on top of a fake of its framework.
+    """Let imports of frameworks find stand-ins, and return their adapter.
 
     Args:
-        adapter: its module.
-        version: of the framework.
-        members: as for :func:`installed`, of any number of frameworks.
-        others: likewise.
+        version: of the frameworks.
+        modules: what each has, by path.
+        others: replace what has their names.
+        adapter: imported anew on top of the stand-ins, if given by name.
     """
-    modules: dict[str, ModuleType] = {}
-    for path, each in members.items():
+    made: dict[str, Any] = {}
+    for path, contents in modules.items():
         parts = path.split(".")
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
-            modules.setdefault(name, ModuleType(name))
-        for member in each:
-            setattr(modules[path], member.__name__, others.get(member.__name__, member))
-    # Not mock.patch.dict: what else is imported in here stays.
-    kept = {name: sys.modules.pop(name, None) for name in (*modules, adapter)}
-    sys.modules.update(modules)
+            made.setdefault(name, ModuleType(name)).__path__ = []
+        named = contents if isinstance(contents, Mapping) else {m.__name__: m for m in contents}
+        vars(made[path]).update({n: (others or {}).get(n, member) for n, member in named.items()})
+    roots = {name.partition(".")[0] for name in made}
+
+    def take_out() -> dict[str, ModuleType]:
+        names = [n for n in sys.modules if n == adapter or n.partition(".")[0] in roots]
+        return {name: sys.modules.pop(name) for name in names}
+
+    kept = take_out()  # and not mock.patch.dict: what else is imported in here stays
+    sys.modules.update(made)
     try:
         with mock.patch.object(importlib.metadata, "version", return_value=version):
-            yield importlib.import_module(adapter)
+            is_new = isinstance(adapter, str) and adapter
+            yield importlib.import_module(adapter) if is_new else adapter
     finally:
-        for name, module in kept.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-@contextmanager
-def plugged(
-    variable: str, mode: str, version: str, modules: Mapping[str, Mapping[str, Any]]
-) -> Iterator[None]:
-    """Let a plugin find stand-ins for the modules of a server, and its mode in the environment.
-
-    Args:
-        variable: of the environment.
-        mode: its value.
-        version: of the server.
-        modules: what each has, by path.
-    """
-    with pytest.MonkeyPatch.context() as context:
-        context.setenv(variable, mode)
-        context.setattr(importlib.metadata, "version", lambda _: version)
-        for path, contents in modules.items():
-            module = ModuleType(path)
-            vars(module).update(contents)
-            context.setitem(sys.modules, path, module)
-        yield
+        take_out()
+        sys.modules.update(kept)
 
 
 def differences(
@@ -111,7 +64,7 @@ def differences(
     """Return where an installed release has other parameters than its stand-ins.
 
     Args:
-        members: as for :func:`installed`.
+        members: classes and functions, by the path of their module.
         own: methods of stand-ins that no adapter meets.
         exact: the release's parameters do not only begin like the stand-in's.
 

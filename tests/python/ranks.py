@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import Topology, contiguous_home
 
@@ -55,7 +56,8 @@ def expert_bytes(epoch: int, expert: int, index: int, segment: Segment) -> torch
     """Return random bytes that depend on the four arguments alone; nobody may write to them."""
     seed = ((epoch * 65_537 + expert) * 257 + index) & 0x7FFFFFFF
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (segment.nbytes,), dtype=torch.uint8, generator=generator)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-segment.nbytes // 8),), generator=generator)
+    return words.view(torch.uint8)[: segment.nbytes]
 
 
 def raw(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -97,9 +99,16 @@ def bytes_stored(group: uec.Group) -> int:
     return int(engine.bytes_stored)
 
 
-def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
-    """Set every byte of symmetric memory from the first slot on, including gaps."""
-    session_of(group).engine.memory[0].local[session_of(group).engine.layout.slots_base :] = value
+def slot_memory(group: uec.Group) -> torch.Tensor:
+    """Return symmetric memory from the first slot on, including gaps."""
+    engine: Any = session_of(group).engine
+    memory: torch.Tensor = engine.memory[0].local[engine.layout.slots_base :]
+    return memory
+
+
+def clear_slots(group: uec.Group) -> None:
+    """Set every byte of :func:`slot_memory` to SENTINEL."""
+    slot_memory(group).fill_(SENTINEL)
 
 
 def wrong_bytes(
@@ -108,16 +117,20 @@ def wrong_bytes(
     epoch: int,
     *,
     names: Sequence[str] | None = None,
-    sentinel: int = 0xA5,
+    found: torch.Tensor | None = None,
 ) -> int:
-    """Return the number of wrong bytes in symmetric memory from the first slot on."""
-    offset = session_of(group).engine.layout.slots_base
-    found = session_of(group).engine.memory[0].local[offset:].cpu()
-    expected = torch.full_like(found, sentinel)
+    """Return the number of wrong bytes in slots that were cleared before the call.
+
+    Args:
+        names: of the segments that were moved; None: all.
+        found: a copy of :func:`slot_memory`; None: what is there now.
+    """
+    found = (slot_memory(group) if found is None else found).cpu()
+    expected, layout = torch.full_like(found, SENTINEL), session_of(group).engine.layout
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
-        start = session_of(group).engine.layout.slot_offset[index] - offset
+        start = layout.slot_offset[index] - layout.slots_base
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             if expert >= 0:
                 at = start + slot * segment.nbytes

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from emulated_device import EmulatedDevice
 
 import ultraep_comm as uec
-from ultraep_comm.engines.cuda import stages as stages_module
 
 EXPERT = {"w": ((4,), torch.uint8)}
 FIELDS = ("slot_expert", "slot_quota", "home_quota", "home", "load", "domains")
-
-
-def order_gathers(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the gradient's gather after all launches: torch ignores the emulated device's streams."""
-    gather = stages_module.gather_gradient
-
-    def gather_behind_launches(grad: torch.Tensor, instances: torch.Tensor) -> torch.Tensor:
-        device.synchronize()
-        return gather(grad, instances)
-
-    monkeypatch.setattr(stages_module, "gather_gradient", gather_behind_launches)
 
 
 class Case:

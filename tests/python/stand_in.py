@@ -28,10 +28,8 @@ class Emulated(StandIn):
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         emulated: Any = device.find_device()
-        emulated.begin_capture()
-        run()
-        graph = emulated.end_capture()
-        return lambda: emulated.replay(graph)
+        _, replay = emulated.capture(run)
+        return replay  # type: ignore[no-any-return]
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         self.synchronize()

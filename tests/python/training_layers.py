@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
-from unittest import mock
 
 import fake_deepspeed
 import fake_torchtitan
@@ -15,7 +12,7 @@ import torch
 from token_exchange import Mesh
 from torch.utils.checkpoint import checkpoint
 
-from ultraep_comm.adapters import checks, deepspeed
+from ultraep_comm.adapters import checks
 
 G, E, D, F, K, LAYERS = 4, 8, 16, 32, 2, 2
 M = E // G
@@ -214,17 +211,10 @@ class OnDeepSpeed(OnTransformers):
         return layer.replica_plan
 
 
-@contextlib.contextmanager
-def deepspeed_adapter(**others: Any) -> Iterator[Any]:
-    version = mock.patch.object(importlib.metadata, "version", return_value=fake_deepspeed.VERSION)
-    with fake_deepspeed.installed(**others), version:
-        yield deepspeed
-
-
 FRAMEWORKS: dict[str, tuple[Any, Any]] = {
     "transformers": (fake_transformers.adapter, OnTransformers),
     "torchtitan": (fake_torchtitan.adapter, OnTorchtitan),
-    "deepspeed": (deepspeed_adapter, OnDeepSpeed),
+    "deepspeed": (fake_deepspeed.adapter, OnDeepSpeed),
 }
 
 

@@ -11,13 +11,13 @@ import torch
 from fake_deepspeed import AutoEPMoELayer, DeepSpeedEngine
 from ranks import RankPool, raised
 from test_training import parametrise
-from training_layers import D, F, G, K, M, OnDeepSpeed, deepspeed_adapter, on
+from training_layers import D, F, G, K, M, OnDeepSpeed, on
 
 from ultraep_comm.errors import UnsupportedError
 
 
 def replicate(engine: Any) -> None:
-    with deepspeed_adapter() as api:
+    with fake.adapter() as api:
         api.replicate(engine, engine="host", timeout=30.0)
 
 
@@ -137,5 +137,5 @@ def of_a_dispatcher(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def test_other_signatures_and_another_pass_are_errors(fields: dict[str, Any], text: str) -> None:
     other = type("AutoEPMoELayer", (AutoEPMoELayer,), fields)
     refused = pytest.raises(UnsupportedError, match=text)
-    with deepspeed_adapter(AutoEPMoELayer=other) as api, refused:
+    with fake.adapter(AutoEPMoELayer=other) as api, refused:
         api.replicate(None)

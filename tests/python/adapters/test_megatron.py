@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import fake_megatron
 import pytest
@@ -15,13 +12,6 @@ import torch
 from ranks import RankPool, raised
 
 from ultraep_comm.adapters import megatron
-
-needs_megatron = pytest.mark.skipif(
-    not list(importlib.metadata.distributions(name="megatron-core")),
-    reason="megatron-core is not installed: pip install megatron-core==0.16.1",
-)
-
-# ---- on the stand-in ----------------------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
@@ -46,15 +36,8 @@ class Model(torch.nn.Module):
         return x
 
 
-@contextlib.contextmanager
-def adapter() -> Iterator[Any]:
-    version = mock.patch.object(importlib.metadata, "version", return_value="0.16.1")
-    with fake_megatron.installed(), version:
-        yield megatron
-
-
 def on_the_stand_in(rank: int, pg: Any, run: Callable[[Any], Any]) -> Any:
-    with adapter():
+    with fake_megatron.adapter():
         return run(pg)
 
 

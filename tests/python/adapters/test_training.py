@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import fake_megatron
 import pytest
-import test_megatron
 import torch
 from new_tensors import NewTensors
 from ranks import RankPool, raised
@@ -269,7 +269,7 @@ def test_options_reach_the_layer_and_its_group(ranks: RankPool, framework: str) 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "megatron"])
 def test_other_options_are_errors(framework: str) -> None:
     adapters = {name: adapter for name, (adapter, _) in FRAMEWORKS.items()}
-    adapters["megatron"] = test_megatron.adapter
+    adapters["megatron"] = fake_megatron.adapter
     unknown = pytest.raises(InvalidArgumentError, match=r"no option \['slots'\]; expected some of")
     with adapters[framework]() as api, unknown:
         (api.configure if framework == "transformers" else partial(api.replicate, None))(slots=3)

@@ -108,7 +108,7 @@ def test_the_rate_of_a_gpus_links(
     meter = clock.Gpu.__new__(clock.Gpu)
     meter.torch_device = torch.device("cuda", 0)
     known = None if links is None else Links(pci="", links=links)
-    meter._device = FakeDevice(links=known)  # type: ignore[assignment]
+    meter._device = FakeDevice(known_links=known)  # type: ignore[assignment]
     found = meter.find_link()
     assert found[0] == pytest.approx(rate)
     assert found[1].endswith(source)

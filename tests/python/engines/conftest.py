@@ -2,13 +2,11 @@
 
 import pytest
 from emulated_device import EmulatedDevice
-from stage_cases import order_gathers
 
 from ultraep_comm.engines.cuda import stages
 
 
 @pytest.fixture
 def device(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    order_gathers(emulated, monkeypatch)
     monkeypatch.setattr(stages, "MIN_RUNS", 4)
     return emulated

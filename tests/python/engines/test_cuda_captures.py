@@ -64,22 +64,19 @@ def test_calls_beside_a_capture_of_somebody_else(
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
     plan = empty_plan(emulated, group)
     other = emulated.new_stream()[0]
-    with emulated.on(other):
-        emulated.begin_capture()
-    for _ in range(6):  # more than can be under way
-        call().wait()
-        with group.save(plan):
-            pass
-    work = call()
-    work.synchronize()
-    assert work.is_completed()
-    assert work.exception() is None
-    uec.plan_replicas(load, group=group)
-    assert session_of(group).engine is not None
-    session_of(group).engine.finish()
-    group.assert_idle()
-    with emulated.on(other):
-        emulated.end_capture()  # it is still valid
+    with emulated.capturing(other):  # it stays valid
+        for _ in range(6):  # more than can be under way
+            call().wait()
+            with group.save(plan):
+                pass
+        work = call()
+        work.synchronize()
+        assert work.is_completed()
+        assert work.exception() is None
+        uec.plan_replicas(load, group=group)
+        assert session_of(group).engine is not None
+        session_of(group).engine.finish()
+        group.assert_idle()
     assert group.health().epoch == 8
 
 
@@ -105,14 +102,13 @@ def test_calls_outside_while_the_groups_own_stream_is_in_a_capture(
 ) -> None:
     call = caller(emulated, group)
     other = emulated.new_stream()[0]
-    with emulated.on(other):
-        emulated.begin_capture()
-        captured = call()
-    call().synchronize()
-    with emulated.on(other):
-        captured.wait()
-        graph = emulated.end_capture()
-    emulated.replay(graph)
+    with emulated.capturing(other) as replay:
+        with emulated.on(other):
+            captured = call()
+        call().synchronize()
+        with emulated.on(other):
+            captured.wait()
+    replay()
     call().synchronize()
 
 
@@ -122,45 +118,44 @@ def test_calls_outside_while_the_groups_own_stream_is_in_a_capture(
 def test_waits_on_the_other_side_of_a_capture(emulated: EmulatedDevice, group: uec.Group) -> None:
     call = caller(emulated, group)
     eager = call()
-    emulated.begin_capture()
-    with pytest.raises(errors.UnsupportedError, match=r"rank 0: wait\(\) in a capture .* before"):
-        eager.wait()
-    eager.synchronize()
-    first = call()
-    first.wait()
-    with pytest.raises(errors.UnsupportedError, match="part of a CUDA graph and runs in"):
-        first.synchronize()
-    for ask in (first.is_completed, first.exception):
-        with pytest.raises(errors.UnsupportedError):
-            ask()
-    emulated.end_capture()
+    with emulated.capturing():
+        with pytest.raises(
+            errors.UnsupportedError, match=r"rank 0: wait\(\) in a capture .* before"
+        ):
+            eager.wait()
+        eager.synchronize()
+        first = call()
+        first.wait()
+        with pytest.raises(errors.UnsupportedError, match="part of a CUDA graph and runs in"):
+            first.synchronize()
+        for ask in (first.is_completed, first.exception):
+            with pytest.raises(errors.UnsupportedError):
+                ask()
     outside = r"rank 0: wait\(\) for a call that is a part of a CUDA graph, outside of the capture"
     with pytest.raises(errors.UnsupportedError, match=outside):
         first.wait()
-    emulated.begin_capture()
-    with pytest.raises(errors.UnsupportedError, match=outside):
-        first.wait()
-    call().wait()
-    with pytest.raises(errors.UnsupportedError, match=outside):
-        first.wait()
-    emulated.end_capture()
+    with emulated.capturing():
+        with pytest.raises(errors.UnsupportedError, match=outside):
+            first.wait()
+        call().wait()
+        with pytest.raises(errors.UnsupportedError, match=outside):
+            first.wait()
     call().synchronize()
 
 
 def test_two_captures_take_turns(emulated: EmulatedDevice, group: uec.Group) -> None:
     """The captures are on different streams, but the group's own stream can join only one."""
     call = caller(emulated, group)
-    emulated.begin_capture()
-    first = call()
-    other = emulated.new_stream()[0]
-    with emulated.on(other):
-        emulated.begin_capture()
-        with pytest.raises(errors.UnsupportedError, match=r"rank 0: .*capture"):
+    with emulated.capturing():
+        first = call()
+        other = emulated.new_stream()[0]
+        with (
+            emulated.on(other),
+            emulated.capturing(),
+            pytest.raises(errors.UnsupportedError, match=r"rank 0: .*capture"),
+        ):
             call()
-    first.wait()
-    emulated.end_capture()
-    with emulated.on(other):
-        emulated.end_capture()
+        first.wait()
     call().synchronize()
 
 
@@ -174,13 +169,12 @@ def test_what_says_when_to_call_it(emulated: EmulatedDevice, group: uec.Group) -
         "expert_pointers()": lambda: group.expert_pointers(weights),
         "close()": group.close,
     }
-    emulated.begin_capture()
-    for name, call in calls.items():
-        match = re.escape(f"rank 0: {name} while the current stream is being captured")
-        with pytest.raises(errors.UnsupportedError, match=match):
-            call()
-    group.assert_idle()
-    emulated.end_capture()
+    with emulated.capturing():
+        for name, call in calls.items():
+            match = re.escape(f"rank 0: {name} while the current stream is being captured")
+            with pytest.raises(errors.UnsupportedError, match=match):
+                call()
+        group.assert_idle()
     caller(emulated, group)
     for name in ("empty_weights()", "expert_pointers()"):
         calls[name]()
@@ -200,10 +194,9 @@ def test_groups_whose_plans_no_kernel_reads(
     group = make_group(slots_per_rank=slots, expert=expert)
     bound = group.bind({name: torch.zeros(4, 8) for name in expert})
     plan = empty_plan(emulated, group)
-    emulated.begin_capture()
-    with pytest.raises(errors.UnsupportedError, match=f"rank 0: replicate_experts .* {text}"):
+    refused = pytest.raises(errors.UnsupportedError, match=f"rank 0: replicate_experts .* {text}")
+    with emulated.capturing(), refused:
         uec.replicate_experts(bound, plan, group=group)
-    emulated.end_capture()
     uec.replicate_experts(bound, plan, group=group)
     group.close()
 
@@ -219,16 +212,14 @@ def test_a_capture_that_only_one_rank_has_joined(
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     held = emulated.put_plan(plan)
-    emulated.synchronize()
-    emulated.begin_capture()
-    assert groups[0].bind(weights[0]).table is None
-    start_all(groups[:1], bound, held)
-    emulated.end_capture()  # and its graph is dropped
+    with emulated.capturing():  # and its graph is dropped
+        assert groups[0].bind(weights[0]).table is None
+        start_all(groups[:1], bound, held)
     prepare_all(groups, weights, 1)
-    emulated.begin_capture()
-    for work in start_all(groups, bound, held):
-        work.wait()
-    emulated.replay(emulated.end_capture())
+    with emulated.capturing() as replay:
+        for work in start_all(groups, bound, held):
+            work.wait()
+    replay()
     emulated.synchronize()
     assert [wrong_bytes(group, plan, 1) for group in groups] == [0, 0]
 
@@ -249,20 +240,12 @@ def test_ids_to_slots_are_two_launches(
     assert emulated.launches() - before == 2  # of all ranks, which share them
 
 
-def spoil(device: EmulatedDevice) -> None:
-    """Invalidate the capture."""
-    assert device.library.cuCtxSynchronize() != 0
-
-
 def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: uec.Group) -> None:
     load = emulated.put(torch.tensor([[3, 0, 0, 0]], dtype=torch.int32))
     ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
     routing = emulated.put(torch.zeros(3, 4, dtype=torch.bool))
     plan = uec.plan_replicas(load, group=group)
     uec.reroute(ids, plan, group=group)
-    emulated.synchronize()
-    emulated.begin_capture()
-    spoil(emulated)
     calls: list[Callable[[], object]] = [
         lambda: uec.plan_replicas(load, group=group),
         lambda: uec.reroute(ids, plan, group=group),
@@ -271,11 +254,11 @@ def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: ue
         lambda: uec.gather_load(ids, group=group),
         lambda: group.save(plan),
     ]
-    for call in calls:
-        with pytest.raises(errors.UnsupportedError, match=r"rank 0: .* is invalid"):
-            call()
-    with pytest.raises(AssertionError, match="901"):
-        emulated.end_capture()
+    with pytest.raises(AssertionError, match="901"), emulated.capturing():  # noqa: PT012
+        assert emulated.library.cuCtxSynchronize() != 0  # this invalidates the capture
+        for call in calls:
+            with pytest.raises(errors.UnsupportedError, match=r"rank 0: .* is invalid"):
+                call()
     uec.plan_replicas(load, group=group)
     caller(emulated, group)
 
@@ -296,10 +279,9 @@ def test_a_stage_that_the_driver_refuses_in_a_capture_leaves_the_group(
             with pytest.raises(error, match=text):
                 uec.plan_replicas(load, group=group)
 
-    emulated.begin_capture()
-    plan(errors.UnsupportedError, r"rank 0: the capture .* failed: refused")
-    uec.plan_replicas(load, group=group)
-    emulated.end_capture()
+    with emulated.capturing():
+        plan(errors.UnsupportedError, r"rank 0: the capture .* failed: refused")
+        uec.plan_replicas(load, group=group)
     plan(errors.DeviceError, "refused")
 
 
@@ -310,12 +292,10 @@ def test_closing_behind_a_replay_of_stages_alone(emulated: EmulatedDevice) -> No
     group = make_group()
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
     uec.plan_replicas(load, group=group)
-    emulated.synchronize()
-    emulated.begin_capture()
-    uec.plan_replicas(load, group=group)
-    graph = emulated.end_capture()
+    with emulated.capturing() as replay:
+        uec.plan_replicas(load, group=group)
     load.fill_(-5)
     emulated.delay(50_000)
-    emulated.replay(graph)
+    replay()
     with pytest.raises(errors.InvalidLoadError, match="expert 0"):
         group.close()

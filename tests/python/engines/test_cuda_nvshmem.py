@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, FakeNvshmem
+from fake_device import EXPERT, PLAN, E, FakeDevice, FakeNvshmem, S, new_group
 from ranks import RankPool, make_weights
 
 import ultraep_comm as uec
@@ -22,10 +22,6 @@ from ultraep_comm.engines.cuda.kernels import DEFAULT_NUM_SMS
 from ultraep_comm.group import create
 from ultraep_comm.group.group import session_of
 from ultraep_comm.plan.topology import check_domains, find_domains
-
-E, S = 6, 2
-EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
-PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
 
 
 def test_domains_follow_from_load_store_access() -> None:
@@ -39,23 +35,12 @@ def test_domains_follow_from_load_store_access() -> None:
     check_domains(np.array([0, 1], np.int32), [[1, 0], [0, 1]])
 
 
-def _with_nvshmem(
-    process_group: Any, device: FakeDevice, runtime: FakeNvshmem, **options: Any
-) -> uec.Group:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "find_nvshmem_device", lambda: (device, runtime, device.kernels))
-        return uec.new_group(
-            process_group,
-            **{"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options},
-        )
-
-
 def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     device, runtime = FakeDevice(), FakeNvshmem()
-    group = _with_nvshmem(process_group, device, runtime)
+    group = new_group(process_group, device, nvshmem=runtime)
     assert session_of(group).engine is not None  # plans and reroutes of its own device
     uids = runtime.uids
-    other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
+    other = new_group(process_group, device, nvshmem=runtime, engine="cuda")  # beside the first
     uec.replicate_experts(make_weights(group), PLAN, group=group)
     launches = device.launches()
     load = device.empty((2, E), torch.int32).zero_()
@@ -65,7 +50,7 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     group.close()
     kept = len(runtime.freed)
     other.close()
-    third = _with_nvshmem(process_group, device, runtime, fabric="nvshmem")
+    third = new_group(process_group, device, nvshmem=runtime, fabric="nvshmem")
     freed = len(runtime.freed)
     third.close()
     assert not runtime.registered  # no kernel of these groups calls NVSHMEM
@@ -105,13 +90,13 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     pairs = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
     runtime = FakeNvshmem(pes=(3 - rank, 4), reaches=pairs[rank][::-1])
     device = FakeDevice()
-    apart = _with_nvshmem(process_group, device, runtime)
+    apart = new_group(process_group, device, nvshmem=runtime)
     crossing = uec.Plan.from_slots([[3, -1], [-1, -1], [0, -1], [-1, -1]], num_experts=E)
     with pytest.raises(errors.InvalidPlanError, match="another domain"):
         uec.replicate_experts(make_weights(apart), crossing, group=apart)
     apart.close()
     # Kernels reach no rank of the other domain: the process group exchanges loads.
-    apart = _with_nvshmem(process_group, device, runtime)
+    apart = new_group(process_group, device, nvshmem=runtime)
     ids = torch.tensor([[rank, 3]])
     here = device.empty(ids.shape, ids.dtype).copy_(ids)
     for given in (ids, here):
@@ -121,8 +106,10 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     assert uec.gather_and_plan(ids, group=apart).load is not None
     apart.close()
     with pytest.raises(errors.UnsupportedError, match="the gradients of replicas are loaded by"):
-        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True, grads=torch.float32)
-    apart = _with_nvshmem(process_group, device, runtime, grads=torch.float32)
+        new_group(
+            process_group, device, nvshmem=runtime, allow_cross_domain=True, grads=torch.float32
+        )
+    apart = new_group(process_group, device, nvshmem=runtime, grads=torch.float32)
     inside = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1], [-1, -1]], num_experts=E)
     main_grads = {
         n: torch.zeros(apart.num_local_experts, *s.shape[1:]) for n, s in apart.slot_grads.items()
@@ -131,21 +118,20 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     assert device.launches()[-1] == "ultraep_reduce"
     apart.close()
     assert not runtime.registered
-    group = _with_nvshmem(process_group, device, runtime, allow_cross_domain=True)
+    group = new_group(process_group, device, nvshmem=runtime, allow_cross_domain=True)
     assert runtime.registered == [1]
     with pytest.raises(errors.UnsupportedError, match="push"):
         group.empty_weights()
     uec.replicate_experts(make_weights(group), crossing, group=group)
     launches = device.launches()
-    state = device.memory[-1]  # begins with RankState
     group.close()
     with pytest.raises(errors.UnsupportedError, match="rank 0 has no load/store access to rank 2"):
-        _with_nvshmem(process_group, device, runtime, domains=[0, 0, 0, 0])
-    return launches[-1], group.topology.domain.tolist(), runtime.uids, len(state)
+        new_group(process_group, device, nvshmem=runtime, domains=[0, 0, 0, 0])
+    return launches[-1], group.topology.domain.tolist(), runtime.uids
 
 
 def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
-    for launch, domain, uids, _ in ranks.run(4, _far_groups):
+    for launch, domain, uids in ranks.run(4, _far_groups):
         assert launch == "ultraep_replicate_far"
         assert domain == [0, 0, 1, 1]
         assert uids == []  # other code had initialised it
@@ -160,9 +146,9 @@ def _mode_by_links(
 ) -> str:
     """Rank 0 has these links, the others none that NVML knows of."""
     own = links if rank == 0 else replace(LINKS, links=())
-    device = FakeDevice(compute_capability=capability, links=own)
+    device = FakeDevice(compute_capability=capability, known_links=own)
     large = {"w": Segment((1_800_000,), torch.uint8)}
-    with _with_nvshmem(process_group, device, FakeNvshmem(), expert=large) as group:
+    with new_group(process_group, device, nvshmem=FakeNvshmem(), expert=large) as group:
         work = uec.replicate_experts(make_weights(group), FAN_OUT, group=group, async_op=True)
         assert work is not None
         work.wait()
@@ -235,7 +221,7 @@ def test_versions_of_nvshmem_that_are_unsafe_over_the_network(
 def _on_trays(rank: int, process_group: Any, together: bool, options: Any) -> list[tuple[str, str]]:
     """Return level and text of what a rank logs on making the same group twice."""
     trays = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    runtime = FakeNvshmem(reaches=None if together else trays[rank], version=(3, 6))
+    runtime = FakeNvshmem(reaches=None if together else trays[rank], library_version=(3, 6))
     options = {"engine": "cuda", **options}  # "auto" says what it takes, too
     heard: list[logging.LogRecord] = []
     handler, logger = logging.Handler(), logging.getLogger("ultraep_comm")
@@ -246,7 +232,9 @@ def _on_trays(rank: int, process_group: Any, together: bool, options: Any) -> li
         patch.setattr(logger, "handlers", [handler])
         patch.setattr(logger, "isEnabledFor", lambda _: True)
         for _ in range(2):
-            _with_nvshmem(process_group, FakeDevice(links=RACK), runtime, **options).close()
+            new_group(
+                process_group, FakeDevice(known_links=RACK), nvshmem=runtime, **options
+            ).close()
     return [(record.levelname, record.getMessage()) for record in heard]
 
 
@@ -286,7 +274,7 @@ def _unlike_devices(rank: int, process_group: Any) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "malloc", asked_for)
-        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True).close()
+        new_group(process_group, device, nvshmem=runtime, allow_cross_domain=True).close()
     return asked
 
 
@@ -305,7 +293,7 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     def refused(error: type[Exception], part: str, **runtime: Any) -> FakeNvshmem:
         fake = FakeNvshmem(**runtime)
         with pytest.raises(error, match=part):
-            _with_nvshmem(process_group, FakeDevice(), fake)
+            new_group(process_group, nvshmem=fake)
         return fake
 
     unsupported, bootstrap = errors.UnsupportedError, errors.BootstrapError
@@ -317,14 +305,13 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     else:
         refused(bootstrap, "rank 1 failed")
 
-    broken = FakeNvshmem()
-    broken.init_error = ValueError("no transport") if rank == 0 else None
+    broken = FakeNvshmem(init_error=ValueError("no transport") if rank == 0 else None)
     with pytest.raises(bootstrap, match="no transport"):
-        _with_nvshmem(process_group, FakeDevice(), broken)
+        new_group(process_group, nvshmem=broken)
 
     small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
     with pytest.raises(bootstrap if rank == 0 else unsupported, match="shared memory"):
-        _with_nvshmem(process_group, small, FakeNvshmem())
+        new_group(process_group, small, nvshmem=FakeNvshmem())
     # A refusal of one rank's device, at any step, keeps no other rank waiting.
     for step in ("handle", "pinned"):
         device = FakeDevice()
@@ -332,7 +319,7 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
             owner = device.kernels if step == "handle" else device
             setattr(owner, step, _refuse)
         with pytest.raises(errors.DeviceError if rank == 1 else bootstrap, match="the device is"):
-            _with_nvshmem(process_group, device, FakeNvshmem())
+            new_group(process_group, device, nvshmem=FakeNvshmem())
 
 
 def _limits(rank: int, process_group: Any) -> None:
@@ -342,7 +329,7 @@ def _limits(rank: int, process_group: Any) -> None:
         runtime = FakeNvshmem()
         kind = errors.InvalidArgumentError if rank == 1 else errors.BootstrapError
         with pytest.raises(kind, match=part):
-            _with_nvshmem(process_group, device, runtime, **options)
+            new_group(process_group, device, nvshmem=runtime, **options)
         return runtime
 
     small = FakeDevice(num_sms=8 if rank == 1 else 132)
@@ -359,16 +346,16 @@ def _limits(rank: int, process_group: Any) -> None:
     runtime = FakeNvshmem()
     text = f"GPU of rank {1 - rank} has compute capability {10 - rank}.0, this rank's {9 + rank}.0"
     with pytest.raises(errors.UnsupportedError, match=text):
-        _with_nvshmem(process_group, mixed, runtime)
+        new_group(process_group, mixed, nvshmem=runtime)
     assert not runtime.made
 
     runtime = FakeNvshmem(room=5 << 20)  # both ranks alike
     large = {"w": Segment((1 << 20,), torch.uint8)}
-    first = _with_nvshmem(process_group, FakeDevice(), runtime, expert=large)
+    first = new_group(process_group, nvshmem=runtime, expert=large)
     with pytest.raises(
         errors.OutOfSharedMemoryError, match="NVSHMEM_SYMMETRIC_SIZE to at least 6M"
     ):
-        _with_nvshmem(process_group, FakeDevice(), runtime, expert=large, slots_per_rank=3)
+        new_group(process_group, nvshmem=runtime, expert=large, slots_per_rank=3)
     first.close()
 
 
@@ -399,10 +386,10 @@ def test_eight_groups_of_64_ranks_fit_in_the_default_heap() -> None:
 def _finalised(rank: int, process_group: Any) -> None:
     """An NVSHMEM that was finalised is initialised again."""
     runtime = FakeNvshmem()
-    _with_nvshmem(process_group, FakeDevice(), runtime).close()
+    new_group(process_group, nvshmem=runtime).close()
     runtime.initialized = False
     runtime.made.clear()
-    _with_nvshmem(process_group, FakeDevice(), runtime).close()
+    new_group(process_group, nvshmem=runtime).close()
     assert len(runtime.uids) == 2
     assert not runtime.freed  # which has been, with everything else
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,21 +61,19 @@ def test_replays_save_the_plan_that_is_there(
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     given = emulated.put_plan(plan_of(0))
-    emulated.synchronize()
-    emulated.begin_capture()
-    handles = [group.save(given, layer=3) for group in groups]
-    emulated.upload(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
-    for work in start_all(groups, bound, handles):
-        work.wait()
-    for handle in handles:
-        handle.release()
-    graph = emulated.end_capture()
+    with emulated.capturing() as replay:
+        handles = [group.save(given, layer=3) for group in groups]
+        emulated.upload(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
+        for work in start_all(groups, bound, handles):
+            work.wait()
+        for handle in handles:
+            handle.release()
     taken = handles[0].stored.slot_expert.data_ptr()
     for epoch in range(1, 4):
         index = epoch % 3
         emulated.upload(given.slot_expert, plan_of(index).slot_expert)
         prepare_all(groups, weights, epoch)
-        emulated.replay(graph)
+        replay()
         emulated.synchronize()
         assert [wrong_bytes(group, plan_of(index), epoch) for group in groups] == [0, 0]
         for group in groups:  # other plans do not get the graph's memory
@@ -88,11 +87,9 @@ def test_captured_handles_in_another_order_do_not_match(
 ) -> None:
     bound = [group.bind(make_weights(group)) for group in groups]
     plan = emulated.put_plan(plan_of(0))
-    emulated.synchronize()
-    emulated.begin_capture()
-    handles = [group.save(plan, layer=3 + group.rank) for group in groups]
-    error = raised(lambda: [work.wait() for work in start_all(groups, bound, handles)])
-    emulated.end_capture()
+    with emulated.capturing():
+        handles = [group.save(plan, layer=3 + group.rank) for group in groups]
+        error = raised(lambda: [work.wait() for work in start_all(groups, bound, handles)])
     assert isinstance(error, errors.PlanMismatchError)
     assert "replicate_experts of layer 3, microbatch 0" in str(error)
 
@@ -105,26 +102,23 @@ def test_a_capture_has_memory_of_its_graph(
     with group.save(plan):  # an entry of the store, which is free again
         pass
     monkeypatch.setattr(session_of(group).plans, "_unused_marks", iter((0, 1)))
-    emulated.synchronize()
-    emulated.begin_capture()
-    with monkeypatch.context() as patch:
-        patch.setattr(emulated, "has_graph_pool", lambda: False)
-        with pytest.raises(
-            errors.UnsupportedError, match=r"rank 0: save .* with torch\.cuda\.graph"
-        ):
-            group.save(plan)
-    held = [group.save(plan, layer=layer) for layer in (1, 2)]
-    with pytest.raises(errors.UnsupportedError, match="CUDA graphs have saved"):
-        group.save(plan, layer=3)
-    held[0].release()  # in the capture: the memory stays with the graph
-    with pytest.raises(errors.UnsupportedError, match="CUDA graphs have saved"):
-        group.save(plan, layer=3)
-    emulated.end_capture()
+    with emulated.capturing():
+        with monkeypatch.context() as patch:
+            patch.setattr(emulated, "has_graph_pool", lambda: False)
+            with pytest.raises(
+                errors.UnsupportedError, match=r"rank 0: save .* with torch\.cuda\.graph"
+            ):
+                group.save(plan)
+        held = [group.save(plan, layer=layer) for layer in (1, 2)]
+        with pytest.raises(errors.UnsupportedError, match="CUDA graphs have saved"):
+            group.save(plan, layer=3)
+        held[0].release()  # in the capture: the memory stays with the graph
+        with pytest.raises(errors.UnsupportedError, match="CUDA graphs have saved"):
+            group.save(plan, layer=3)
     assert held[1].is_live
     held[0].release()
-    emulated.begin_capture()
-    again = group.save(plan, layer=3)
-    emulated.end_capture()
+    with emulated.capturing():
+        again = group.save(plan, layer=3)
     assert [handle.generation for handle in (*held, again)] == [2, 3, 4]
     assert again.mark is held[0].mark
     with pytest.raises(errors.GroupBusyError, match="2 saved plans"):
@@ -143,21 +137,19 @@ def test_handles_of_outside_are_refused_in_a_capture(
     ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
     routing = emulated.put(torch.zeros(3, E, dtype=torch.bool))
     handles = [group.save(plan, layer=3) for group in groups]
-    emulated.synchronize()
-    emulated.begin_capture()
-    group, handle = groups[0], handles[0]
-    calls: dict[str, Callable[[], object]] = {
-        "replicate_experts": lambda: uec.replicate_experts(bound[0], handle, group=group),
-        "reduce_expert_grads": lambda: uec.reduce_expert_grads({}, handle, group=group),
-        "reroute": lambda: uec.reroute(ids, handle, group=group),
-        "reroute_map": lambda: uec.reroute_map(routing, None, handle, group=group),
-        "PlanHandle.plan": lambda: handle.plan,
-    }
-    for name, call in calls.items():
-        match = f"rank 0: {name} in a capture .* of layer 3, microbatch 0, .* save the plan in"
-        with pytest.raises(errors.UnsupportedError, match=match):
-            call()
-    emulated.end_capture()
+    with emulated.capturing():
+        group, handle = groups[0], handles[0]
+        calls: dict[str, Callable[[], object]] = {
+            "replicate_experts": lambda: uec.replicate_experts(bound[0], handle, group=group),
+            "reduce_expert_grads": lambda: uec.reduce_expert_grads({}, handle, group=group),
+            "reroute": lambda: uec.reroute(ids, handle, group=group),
+            "reroute_map": lambda: uec.reroute_map(routing, None, handle, group=group),
+            "PlanHandle.plan": lambda: handle.plan,
+        }
+        for name, call in calls.items():
+            match = f"rank 0: {name} in a capture .* of layer 3, microbatch 0, .* save the plan in"
+            with pytest.raises(errors.UnsupportedError, match=match):
+                call()
     synchronize_all(start_all(groups, bound, handles))  # the group and its peers still work
     for each in handles:
         each.release()
@@ -169,20 +161,15 @@ def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
 ) -> None:
     group = groups[0]
     given, other = emulated.put_plan(plan_of(0)), emulated.put_plan(plan_of(1))
-    emulated.synchronize()
-    emulated.begin_capture()
-    handle = group.save(given)
-    run = ExpertPass(handle, {})
-    graph = emulated.end_capture()
-    if other_capture:
-        emulated.begin_capture()
-    del run
-    gc.collect()
-    if other_capture:
-        emulated.end_capture()
+    with emulated.capturing() as replay:
+        handle = group.save(given)
+        run = ExpertPass(handle, {})
+    with emulated.capturing() if other_capture else nullcontext():
+        del run
+        gc.collect()
     assert handle.is_live
     eager = group.save(other)
-    emulated.replay(graph)
+    replay()
     emulated.synchronize()
     assert eager.plan.slot_expert.tolist() == PLANS[1]
     assert handle.plan.slot_expert.tolist() == PLANS[0]
@@ -195,13 +182,11 @@ def test_a_pass_that_is_dropped_in_a_capture_is_no_part_of_it(
 ) -> None:
     handle = groups[0].save(emulated.put_plan(plan_of(0)))
     run = ExpertPass(handle, {})
-    emulated.synchronize()
-    emulated.begin_capture()
-    launches = emulated.launches()
-    del run
-    gc.collect()
-    assert emulated.launches() == launches
-    emulated.end_capture()
+    with emulated.capturing():
+        launches = emulated.launches()
+        del run
+        gc.collect()
+        assert emulated.launches() == launches
     assert not handle.is_live
 
 
@@ -212,23 +197,20 @@ def test_a_save_that_is_refused_keeps_no_entry(
     plan = emulated.put_plan(plan_of(0))
     with group.save(plan) as handle:
         at = handle.plan.slot_expert.data_ptr()
-    emulated.synchronize()
 
     def refuse(*_: object) -> None:
         raise errors.DeviceError("refused")
 
     for captured in (False, True):
+        with emulated.capturing() if captured else nullcontext():
+            with monkeypatch.context() as patch:
+                patch.setattr(session_of(group).engine, "save", refuse)
+                for _ in range(2):
+                    with pytest.raises(errors.DeviceError, match="refused"):
+                        group.save(plan)
+            with group.save(plan) as handle:
+                assert captured or handle.plan.slot_expert.data_ptr() == at
         if captured:
-            emulated.begin_capture()
-        with monkeypatch.context() as patch:
-            patch.setattr(session_of(group).engine, "save", refuse)
-            for _ in range(2):
-                with pytest.raises(errors.DeviceError, match="refused"):
-                    group.save(plan)
-        with group.save(plan) as handle:
-            assert captured or handle.plan.slot_expert.data_ptr() == at
-        if captured:
-            emulated.end_capture()
             handle.release()
 
 

@@ -75,19 +75,18 @@ def test_captures_order_their_own_streams_and_no_others(device: EmulatedDevice) 
     there = [device.put(load) for load in loads]
     ids_there = [device.put(i) for i in ids]
     uec.plan_replicas(there[0], group=case.group)  # outside, on the same stream
-    device.begin_capture()
-    main = device.stream
-    device.wait_stream(55, main)
-    first = uec.plan_replicas(there[0], group=case.group)
-    outs = [uec.reroute(ids_there[0], first, group=case.group)]
-    device.stream = 55
-    second = uec.plan_replicas(there[1], group=case.group)
-    outs.append(uec.reroute(ids_there[1], second, group=case.group))
-    device.wait_stream(main, 55)
-    device.stream = main
-    graph = device.end_capture()
+    with device.capturing() as replay:
+        main = device.stream
+        device.wait_stream(55, main)
+        first = uec.plan_replicas(there[0], group=case.group)
+        outs = [uec.reroute(ids_there[0], first, group=case.group)]
+        device.stream = 55
+        second = uec.plan_replicas(there[1], group=case.group)
+        outs.append(uec.reroute(ids_there[1], second, group=case.group))
+        device.wait_stream(main, 55)
+        device.stream = main
     outside = uec.plan_replicas(there[1], group=case.group)
-    device.replay(graph)
+    replay()
     device.synchronize()
     for load, i, out in zip(loads, ids, outs, strict=True):
         here = uec.plan_replicas(load, group=case.group)

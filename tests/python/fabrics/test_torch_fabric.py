@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_device import EmulatedDevice
-from fake_device import FakeDevice, FakeNvshmem
+from fake_device import PLAN, E, FakeDevice, FakeNvshmem, S, new_group
 from fake_memory import FABRIC, POSIX, FakeMemory
 from ranks import (
     MIXED,
@@ -28,47 +28,20 @@ from ranks import (
 )
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, errors
+from ultraep_comm import errors
 from ultraep_comm.engines.cuda import kernels, make
 from ultraep_comm.fabrics import torch_memory
 from ultraep_comm.fabrics.torch_memory import SymmetricMemory
 from ultraep_comm.group.group import session_of
 from ultraep_comm.system import read_version
 
-E, S = 6, 2
-EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
-PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
 NO_GPU = not torch.cuda.is_available()
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-def _new_group(
-    process_group: Any, memory: Any, device: Any = None, nvshmem: Any = None, **options: Any
-) -> uec.Group:
-    """Create a group with this memory and device; an error given in their place is raised."""
-    device = device or FakeDevice()
-    kernels = device.kernels
-
-    def found(what: Any) -> Any:
-        if isinstance(what, Exception):
-            raise what
-        return device, what, kernels
-
-    missing = errors.UnsupportedError("no NVSHMEM here")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "find_nvshmem_device", lambda: found(nvshmem or missing))
-        patch.setattr(make, "find_torch_device", lambda: found(memory))
-        return uec.new_group(
-            process_group,
-            **{
-                "num_experts": E,
-                "slots_per_rank": S,
-                "expert": EXPERT,
-                "timeout": 20.0,
-                "engine": "cuda",
-                **options,
-            },
-        )
+def _new_group(process_group: Any, memory: Any, device: Any = None, **options: Any) -> uec.Group:
+    options = {"engine": "cuda", **options}
+    return new_group(process_group, device, memory=memory, **options)
 
 
 # ---- real kernels, real bytes --------------------------------------------------------------------
@@ -121,9 +94,8 @@ def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -
         work.wait()
         return load, plan, physical
 
-    device.begin_capture()
-    captured = path()
-    graph = device.end_capture()
+    with device.capturing() as replay:
+        captured = path()
     replicas = 0
     for epoch in range(1, 7):
         ids = torch.randint(-1, E, (num_ranks, 40, 2), generator=draw)
@@ -136,7 +108,7 @@ def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -
         if epoch % 3 == 0:
             found = path()
         else:
-            device.replay(graph)
+            replay()
         device.synchronize()
         load, plan, physical = found
         rows = [torch.bincount(own.flatten() + 1, minlength=E + 1)[1:].int() for own in ids]
@@ -308,34 +280,6 @@ def what_fails_on_one_rank_ends_the_group_everywhere(
         )
 
 
-def what_a_device_refuses_ends_the_group_everywhere(
-    rank: int, process_group: Any, folder: Path
-) -> None:
-    bootstrap, unsupported = errors.BootstrapError, errors.UnsupportedError
-    small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
-    _refused(
-        process_group,
-        FakeMemory(folder),
-        bootstrap if rank == 0 else unsupported,
-        "shared memory",
-        device=small,
-    )
-    broken = FakeDevice()
-    if rank == 1:
-        broken.pinned = _out_of_order  # type: ignore[method-assign]
-    _refused(
-        process_group,
-        FakeMemory(folder),
-        errors.DeviceError if rank == 1 else bootstrap,
-        "out of order",
-        device=broken,
-    )
-
-
-def _out_of_order(num_bytes: int) -> torch.Tensor:
-    raise errors.DeviceError("the device is out of order")
-
-
 def weights_without_room_end_the_group_everywhere(
     rank: int, process_group: Any, folder: Path
 ) -> None:
@@ -454,7 +398,6 @@ def all_ranks_take_the_first_fabric_that_all_have(
         (2, given_domains_are_kept),
         (2, why_nvshmem_was_passed_over_is_said),
         (2, what_fails_on_one_rank_ends_the_group_everywhere),
-        (2, what_a_device_refuses_ends_the_group_everywhere),
         (2, weights_without_room_end_the_group_everywhere),
         (2, ranks_that_torch_could_not_connect_are_told_so_before),
         (3, groups_that_overlap_do_not_hang),
