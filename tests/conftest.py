@@ -62,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
 # Modules whose tests run on both engines of the CPU: c10d does what the host engine does.
 # Without --exhaustive only the quick ones do.
 ON_BOTH_ENGINES = {
-    "test_replicate": True,
     "test_banks": True,
     "test_reroute_calls": True,
     "test_reduce": False,

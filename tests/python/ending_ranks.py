@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm import _core, nn
+from ultraep_comm.group.layers import group_for
 
 LIMIT = 60.0  # seconds for a program
 SLOW_MS = int(os.environ.get("SLOW_GLOO_MS", "0"))  # slow_gloo.cc is preloaded
@@ -88,6 +89,16 @@ def _closes() -> None:
     KEPT[0].group.close()
 
 
+def _shares() -> None:
+    """A group of `group_for`, with a plan that is still saved; rank 0 leaves no process group."""
+    like = {"w": torch.ones(E // dist.get_world_size(), H)}
+    group, _ = group_for(like=like, slots_per_rank=S, grads=torch.float32, engine=ENGINE)
+    KEPT.append(group.save(uec.gather_and_plan(torch.zeros(8, 1).long(), group=group)))
+    uec.replicate_experts(like, KEPT[0], group=group)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+
+
 def _destroys() -> None:
     _keeps()
     dist.destroy_process_group()
@@ -104,12 +115,6 @@ def _raises() -> None:
     _keeps()
     work = KEPT[0].start()
     raise KeyError(work)
-
-
-def _raises_in_context() -> None:
-    _keeps()
-    with KEPT[0].group as group:
-        raise KeyError(group)
 
 
 def _fails() -> None:
@@ -189,12 +194,10 @@ def _leaves_cycle() -> None:
 PROGRAMS: dict[str, Callable[[], None]] = {
     "drops the group": _nothing,
     "keeps the group": _keeps,
-    "closes": _closes,
+    "shares a group": _shares,
     "destroys": _destroys,
     "closes and destroys": _closes_and_destroys,
     "raises": _raises,
-    "raises in context": _raises_in_context,
-    "fails": _fails,
     "fails and goes on": _fails_and_goes_on,
     "forgets work": _forgets_work,
     "leaves a call": _leaves_call,

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import ultraep_comm as uec
-from ultraep_comm import errors, ops
+from ultraep_comm import errors
 from ultraep_comm.calls.traced import ORDER, flatten, unflatten
 from ultraep_comm.weights.binding import Binding
 
@@ -93,65 +93,6 @@ def layer(
     return (out * mine[..., None]).sum(1), physical, before
 
 
-def two_layers(
-    tokens: torch.Tensor,
-    topk_ids: list[torch.Tensor],
-    weights: list[Weights],
-    group: uec.Group,
-    async_op: bool,
-) -> list[torch.Tensor]:
-    """Run layers on one group's slots; each changes its weights when it has used them."""
-    results = []
-    for ids, own in zip(topk_ids, weights, strict=True):
-        results += layer(tokens, ids, own, group, async_op)
-        own["w"].add_(1)
-    return results
-
-
-def run_two_layers(
-    fn: Callable[..., list[torch.Tensor]], groups: list[uec.Group], seed: int, async_op: bool
-) -> list[list[torch.Tensor]]:
-    """Return results and weights of every rank; the number of tokens follows from the seed."""
-    tokens = 24 + 3 * seed
-
-    def run(rank: int) -> list[torch.Tensor]:
-        weights = [make_weights(rank, seed), make_weights(rank, seed + 50)]
-        ids = [make_ids(rank, seed, tokens), make_ids(rank, seed + 1, tokens)]
-        with torch.no_grad():
-            results = fn(make_tokens(rank, seed, tokens), ids, weights, groups[rank], async_op)
-        return [*results, *(own["w"] for own in weights)]
-
-    return loopback(len(groups), run)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("async_op", [False, True])
-def test_compiled_layers_give_what_eager_ones_do(
-    backend: str, async_op: bool, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[int] = []
-
-    def spy(*arguments: Any) -> ops.Copies:
-        found = find_copies(*arguments)
-        copies.append(len(found))
-        return found
-
-    find_copies = ops._find_copies
-    monkeypatch.setattr(ops, "_find_copies", spy)
-    inductor = backend == "inductor"
-    compiled = torch.compile(two_layers, fullgraph=True, backend=backend, dynamic=inductor or None)
-    others = make_groups()
-    for seed in range(4):
-        got = run_two_layers(compiled, groups, seed, async_op)
-        expected = run_two_layers(two_layers, others, seed, async_op)
-        assert_same(got, expected)
-        assert_same([dict(g.slots) for g in groups], [dict(g.slots) for g in others])
-    assert any((group.slots["w"] != 0).any() for group in others)
-    # inductor transfers into the slots themselves, the other backend into copies.
-    assert copies
-    assert any(copies) is not inductor
-
-
 # ---- operators -----------------------------------------------------------------------------
 
 
@@ -159,27 +100,16 @@ def plan_fields(plan: uec.Plan) -> tuple[torch.Tensor | None, ...]:
     return plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota
 
 
-def test_local_operators(alone: uec.Group) -> None:
+def test_probabilities_have_gradients(alone: uec.Group) -> None:
+    """`tests/device/test_gpu_ops.py` checks the local operators without."""
     ids = make_ids(0, 0, 24)
     load = uec.gather_load(ids, group=alone)
     plan = uec.plan_replicas(load, group=alone)
-    fields = (*plan_fields(plan), plan.load)
-    columns = alone.topology.instances_per_rank
-    for costs in ([], [1.0, 1e-6, 0.0], [1.0, 1e-6, 0.0, 100.0]):
-        for given in (load, load.sum(0)):
-            opcheck(
-                OPERATORS.plan_replicas.default,
-                (given, 1, EXPERTS, SLOTS, 1.01, costs, alone.name),
-            )
-    opcheck(OPERATORS.reroute.default, (ids, *fields, alone.name))
     routing = torch.zeros(24, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
     probs = torch.rand(24, EXPERTS, requires_grad=True)
-    for given_probs in (probs, probs.detach().bfloat16(), None):
-        opcheck(OPERATORS.reroute_map.default, (routing, given_probs, *fields, columns, alone.name))
-    opcheck(
-        OPERATORS.reroute_map_backward.default,
-        (torch.rand(24, columns), routing, *fields, alone.name),
-    )
+    rest = (*plan_fields(plan), plan.load, alone.topology.instances_per_rank, alone.name)
+    for given in (probs, probs.detach().bfloat16()):
+        opcheck(OPERATORS.reroute_map.default, (routing, given, *rest))
 
 
 def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> None:
@@ -290,24 +220,6 @@ def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
     result = torch.compile(calls, fullgraph=True, backend=backend)(ids, weights, plan)
     assert alone.health().epoch == before + 5
     assert torch.equal(result, 2 * uec.gather_load(ids, group=alone))
-
-
-def test_backward_makes_no_call_again(alone: uec.Group) -> None:
-    ids, weights = make_ids(0, 0, 24), make_weights(0, 0, 1)
-    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
-    tokens = make_tokens(0, 0, 24).requires_grad_()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    before = alone.health().epoch
-    out, *_ = compiled(tokens, ids, parameters, alone, True)
-    out.sum().backward()
-    assert alone.health().epoch == before + 2
-    assert tokens.grad is not None
-    got, got_w = tokens.grad.clone(), parameters["w"].grad
-    tokens.grad = parameters["w"].grad = None
-    layer(tokens, ids, parameters, alone, True)[0].sum().backward()
-    assert torch.equal(tokens.grad, got)
-    assert got_w is not None
-    assert torch.equal(parameters["w"].grad, got_w)
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -430,23 +342,6 @@ def test_errors_keep_their_types(groups: list[uec.Group]) -> None:
         compiled(replicate)(make_weights(0, 0), by_hand, group)
 
 
-def test_bad_weights_and_segments_keep_their_errors(alone: uec.Group) -> None:
-    plan = uec.Plan.from_slots([[-1] * SLOTS], num_experts=EXPERTS)
-
-    def calls(weights: Weights, segments: tuple[str, ...] | None) -> None:
-        uec.replicate_experts(weights, plan, group=alone, segments=segments)
-
-    compiled = torch.compile(calls, fullgraph=True, backend="aot_eager")
-    with pytest.raises(errors.InvalidWeightsError, match="segment 'x'"):
-        compiled({"x": torch.zeros(EXPERTS, 4)}, None)
-    (other,) = make_groups(1)
-    alone = other
-    torch._dynamo.reset()
-    with pytest.raises(errors.InvalidArgumentError, match="not a selection"):
-        compiled(make_weights(0, 0, 1), ("w", "y"))
-    other.close()
-
-
 def test_operators_get_the_weights_that_were_given() -> None:
     """A rank without experts of its own lists none."""
     given = {"none": [], "stacked": torch.ones(2, 3), "listed": [torch.zeros(3), torch.ones(3)]}
@@ -457,16 +352,6 @@ def test_operators_get_the_weights_that_were_given() -> None:
     assert found["stacked"] is given["stacked"]
     for name in ("none", "listed"):
         assert list(map(id, found[name])) == list(map(id, given[name]))
-
-
-def test_gather_and_plan_is_traced_as_its_two_calls(alone: uec.Group) -> None:
-    ids = make_ids(0, 0, 8)
-
-    def plan(ids: torch.Tensor) -> torch.Tensor:
-        return uec.gather_and_plan(ids, group=alone).home_quota
-
-    compiled = torch.compile(plan, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(ids), plan(ids))
 
 
 def test_a_group_that_is_gone_or_closed(alone: uec.Group) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_grads import RankGrads
-from ranks import close_all, loopback, raised, start_all
+from ranks import close_all, loopback, raised, synchronize_all
 from reference.reduce_oracle import reduced, same_bits
 
 import ultraep_comm as uec
@@ -43,8 +43,13 @@ def test_many_replicas_of_one_expert() -> None:
         slots[0] = 1
         plan = uec.Plan.from_slots(slots, num_experts=num_ranks)
         groups = make_groups(num_ranks, num_experts=num_ranks, slots_per_rank=1, tile_bytes=1024)
+        grads = RankGrads(groups, GRADS)
         for mode in ("pull", "direct"):  # each against the sums of the definition
-            RankGrads(groups, GRADS).reduce(plan, 3, mode=mode)
+            grads.fill(3)
+            works = grads.start(plan, mode=mode)
+            synchronize_all(works)
+            assert {work.mode for work in works} == {mode}
+            grads.check(plan)
         close_all(groups)
 
 
@@ -69,18 +74,6 @@ def test_main_gradients_may_be_any_memory() -> None:
     assert same_bits(spaced, wanted[1])
     changed = (flat != rest).nonzero().flatten().tolist()
     assert set(changed) <= {*range(101, 116), *range(7, 22)}
-    close_all(groups)
-
-
-def test_the_chosen_mode_is_told_and_work_can_be_waited_for_later() -> None:
-    groups = make_groups(3)
-    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, -1]], num_experts=7)
-    grads = RankGrads(groups, GRADS).main_grads
-    for work in start_all(groups, grads, plan, call=uec.reduce_expert_grads, mode="pull"):
-        assert work.mode == "pull"
-        work.wait()
-        assert work.is_completed()
-        assert work.exception() is None
     close_all(groups)
 
 
@@ -122,20 +115,3 @@ def test_bad_input_names_the_saved_plan(operation: str) -> None:
     for handle, group in zip(handles, groups, strict=True):
         handle.release()
         group.close()
-
-
-def test_layers_reduced_in_another_order_do_not_match() -> None:
-    groups = make_groups(2, num_experts=4)
-    plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)  # the same for both layers
-    handles = [[group.save(plan, layer=layer) for layer in (3, 4)] for group in groups]
-    grads = RankGrads(groups, GRADS).main_grads
-
-    def call(rank: int) -> BaseException | None:
-        return raised(
-            lambda: uec.reduce_expert_grads(grads[rank], handles[rank][rank], group=groups[rank])
-        )
-
-    for rank, error in enumerate(loopback(2, call)):
-        assert isinstance(error, errors.PlanMismatchError | errors.TransferAbortedError)
-        assert f"rank {rank}: reduce_expert_grads of layer {3 + rank}, microbatch 0" in str(error)
-    close_all(groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,9 @@ def test_map_and_ids_agree_and_meet_the_quotas(
         assert physical_map.shape == physical_probs.shape == (len(routing_map), G * P)
         assert (physical_map.dtype, physical_probs.dtype) == (torch.bool, dtype)
         assert torch.equal(physical_map.sum(dim=1), routing_map.sum(dim=1))  # every token leaves
+        alone, nothing = uec.reroute_map(routing_map, None, plan, group=group)
+        assert nothing is None
+        assert torch.equal(alone, physical_map)
 
         # The definition moves the bits, which NumPy has a type for whatever the dtype is.
         expected_map, expected_bits = reroute_dense(
@@ -126,45 +130,22 @@ def test_map_and_ids_agree_and_meet_the_quotas(
 
 
 def test_gradients_flow_to_the_probabilities(groups: list[uec.Group]) -> None:
-    maps = random_maps(3, 20)
+    maps = random_maps(3, 5)
     plan = plan_of(maps)
     for group, routing_map in zip(groups, maps, strict=True):
-        logits = torch.randn(routing_map.shape, dtype=torch.float64, requires_grad=True)
-        probs = logits.exp()
-        physical_map, physical = uec.reroute_map(routing_map, probs, plan, group=group)
-        assert physical is not None
-        weight = torch.randn(physical.shape, dtype=torch.float64)
-        (physical * weight).sum().backward()
-        # By hand: every entry of the map has the weight of the place that it moved to.
-        unmoved = torch.zeros_like(probs)
-        moved_to = {p.item(): i for i, p in enumerate(physical[physical_map])}
-        assert len(moved_to) == int(routing_map.sum())  # all values differ
-        weights = weight[physical_map]
-        for t, e in routing_map.nonzero().tolist():
-            unmoved[t, e] = weights[moved_to[probs[t, e].item()]]
-        assert torch.equal(logits.grad, unmoved * probs.detach())
-        assert not physical_map.requires_grad
 
-    with torch.no_grad():
-        assert not uec.reroute_map(maps[0], torch.ones(maps[0].shape), plan, group=groups[0])[
-            1
-        ].requires_grad  # type: ignore[union-attr]
-    gradcheck_probs = torch.rand(maps[1].shape, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda p: uec.reroute_map(maps[1], p, plan, group=groups[1])[1], gradcheck_probs
-    )
-    assert torch.autograd.gradgradcheck(
-        lambda p: uec.reroute_map(maps[1], p, plan, group=groups[1])[1], gradcheck_probs
-    )
+        def physical(
+            probs: torch.Tensor, routing_map: Any = routing_map, group: Any = group
+        ) -> Any:
+            physical_map, found = uec.reroute_map(routing_map, probs, plan, group=group)
+            assert not physical_map.requires_grad
+            return found
 
-
-def test_maps_without_probabilities(groups: list[uec.Group]) -> None:
-    maps = random_maps(4, 9)
-    plan = plan_of(maps)
-    alone, nothing = uec.reroute_map(maps[2], None, plan, group=groups[2])
-    with_probs, _ = uec.reroute_map(maps[2], torch.ones(maps[2].shape), plan, group=groups[2])
-    assert nothing is None
-    assert torch.equal(alone, with_probs)
+        probs = torch.rand(routing_map.shape, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(physical, probs)
+        assert torch.autograd.gradgradcheck(physical, probs)
+        with torch.no_grad():
+            assert not physical(probs).requires_grad
 
 
 def test_inputs_may_lie_in_memory_as_they_like(groups: list[uec.Group]) -> None:
@@ -191,28 +172,6 @@ def test_inputs_may_lie_in_memory_as_they_like(groups: list[uec.Group]) -> None:
         assert torch.equal(physical.long(), uec.reroute(ids, plan, group=group))
 
 
-def test_no_tokens_and_one_rank() -> None:
-    (group,) = make_groups(1, [0, 0, 0])
-    plan = uec.plan_replicas(torch.zeros((1, 3), dtype=torch.int32), group=group)
-    assert plan.local_share == 1.0
-    for dtype in (torch.float32, torch.float8_e5m2):
-        nothing = torch.zeros((0, 3), dtype=torch.bool)
-        found = uec.reroute_map(nothing, torch.zeros((0, 3), dtype=dtype), plan, group=group)
-        assert [tuple(t.shape) for t in found if t is not None] == [(0, 5), (0, 5)]
-    assert uec.reroute(torch.zeros((0, 8), dtype=torch.int32), plan, group=group).shape == (0, 8)
-    unrouted = uec.reroute_map(torch.zeros((4, 3), dtype=torch.bool), None, plan, group=group)[0]
-    assert unrouted.shape == (4, 5)
-    assert not unrouted.any()
-
-    plan = uec.plan_replicas(torch.tensor([[2, 0, 1]]), group=group)
-    routing_map = torch.tensor([[True, False, True], [True, False, False]])
-    physical_map, _ = uec.reroute_map(routing_map, None, plan, group=group)
-    assert torch.equal(physical_map[:, :3], routing_map)
-    assert not physical_map[:, 3:].any()
-    assert plan.local_share == 1.0
-    group.close()
-
-
 def test_what_is_wrong_with_a_map_is_said(groups: list[uec.Group]) -> None:
     maps = random_maps(6, 12)
     plan, routing_map, group = plan_of(maps), maps[1], groups[1]
@@ -224,12 +183,9 @@ def test_what_is_wrong_with_a_map_is_said(groups: list[uec.Group]) -> None:
 
     rejects("rank 1: routing_map is torch.uint8 on cpu", routing_map.byte(), probs)
     rejects(r"rank 1: routing_map has shape \(5,\); expected \[T, 5\]", routing_map[0], probs)
-    rejects(r"routing_map has shape \(\d+, 4\)", routing_map[:, 1:], probs)
     rejects("routing_map is a list", routing_map.tolist(), probs)
     rejects(r"probs has shape \(\d+, 4\); expected that of routing_map", routing_map, probs[:, 1:])
-    rejects("probs has shape", routing_map, probs[1:])
     rejects("rank 1: probs is torch.int64 on cpu", routing_map, probs.long())
-    rejects("probs is torch.complex64", routing_map, probs.to(torch.complex64))
     rejects("probs is torch.float32 on meta", routing_map, probs.to("meta"))
     rejects("probs is a float", routing_map, 1.0)
 
@@ -240,13 +196,10 @@ def test_what_is_wrong_with_a_map_is_said(groups: list[uec.Group]) -> None:
     changed[token, expert] = False
     says = f"routing_map has expert {expert} {counts[expert] - 1} times, but .* {counts[expert]};"
     rejects(says, changed, probs)
-    one_more = torch.cat([routing_map, torch.ones((1, E), dtype=torch.bool)])
-    rejects(f"routing_map has expert 0 {counts[0] + 1} times", one_more, None)
     ids = torch.arange(E).expand(changed.shape).where(changed, -1)
     for bad, says in (
         (ids, f"expert {expert} {counts[expert] - 1} times.* reroute what gather_load counted"),
         (torch.tensor([[0, 9]]), "id 9 at position 1"),
-        (torch.tensor([[0.5]]), "topk_ids is torch.float32"),
     ):
         with pytest.raises(errors.InvalidLoadError, match=says):
             uec.reroute(bad, plan, group=group)

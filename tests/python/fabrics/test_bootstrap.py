@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -108,29 +106,6 @@ def test_a_rank_that_is_behind_reads_the_old_failures_and_catches_up() -> None:
     assert _exchange(groups) == [[["é", 0], ["é", 1]]] * 2
 
 
-def test_a_failure_between_steps_ends_the_next_one_for_all() -> None:
-    groups = _together(dist.HashStore(), 3)
-
-    def run(rank: int) -> BaseException | None:
-        rendezvous = Rendezvous(groups[rank])
-
-        def steps() -> None:
-            with rendezvous.failure_scope():
-                rendezvous.exchange()
-                with rendezvous.failure_scope():
-                    if rank == 1:
-                        raise KeyboardInterrupt
-                rendezvous.exchange()
-
-        return raised(steps)
-
-    found = loopback(3, run)
-    assert isinstance(found[1], KeyboardInterrupt)
-    for rank in (0, 2):
-        text = f"rank {rank}: cannot continue, because rank 1 failed: KeyboardInterrupt"
-        assert (type(found[rank]), str(found[rank])) == (errors.BootstrapError, text)
-
-
 def test_a_peers_own_report_takes_precedence() -> None:
     groups = _together(dist.HashStore())
 
@@ -138,7 +113,7 @@ def test_a_peers_own_report_takes_precedence() -> None:
         rendezvous = Rendezvous(groups[rank])
 
         def steps() -> None:
-            with rendezvous.failure_scope():
+            with rendezvous.failure_scope(), rendezvous.failure_scope():
                 rendezvous.exchange()
                 if rank == 0:  # at once
                     raise PeerFailureError("rank 1 closed the connection", failed_rank=1)
@@ -274,28 +249,8 @@ def _once(where: str, action: Callable[[], Any]) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _end(number: int = signal.SIGKILL) -> None:
-    os.kill(os.getpid(), number)
-
-
-def _dies(rank: int, where: str) -> Any:
-    dist.barrier()
-    threads = _resources()[1]
-    with _once(where, _end) if rank == 1 else contextlib.nullcontext():
-        error = raised(_make)
-    assert isinstance(error, errors.BootstrapError), error
-    error.__traceback__ = None
-    assert _resources()[1] <= threads
-    return str(error), error.failed_rank
-
-
-@pytest.mark.parametrize("where", sampled([*POINTS], "engine".__eq__))  # faults/ has the others
-def test_a_rank_that_dies_in_new_group_is_named_everywhere(tmp_path: Path, where: str) -> None:
-    results = run_ranks(tmp_path, 5, _dies, where, silent=(1,))
-    for rank in (0, 2, 3, 4):
-        text, failed = results[rank]
-        assert failed == 1, text
-        assert "rank 1" in text
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _dies_with_the_store(rank: int, folder: Path, who: int, where: str) -> Any:
@@ -336,12 +291,12 @@ def _late(rank: int) -> Any:
 
     bootstrap.PrefixStore = Asked  # type: ignore[misc]
     if rank == 2:
-        time.sleep(1.5)
+        time.sleep(0.5)
     with _make():
         first = list(asked)
         asked.clear()
         if rank == 1:
-            time.sleep(1)
+            time.sleep(0.5)
         with _make():
             return first, asked
 
@@ -362,103 +317,27 @@ def _refuse() -> None:
     raise OSError(24, "Too many open files (pretended)")
 
 
-def _fails(rank: int, process_group: Any, where: str) -> tuple[str, str, int]:
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _fails(rank: int, process_group: Any, where: str, action: Any) -> tuple[str, str, int]:
     assert _works(process_group)
-    with _once(where, _refuse) if rank == 1 else contextlib.nullcontext():
+    with _once(where, action) if rank == 1 else contextlib.nullcontext():
         found = _failure(partial(_make, process_group))
     assert _works(process_group)
     return found
 
 
 @pytest.mark.parametrize("where", POINTS)
+@pytest.mark.parametrize("action", [_refuse, _interrupt])
 def test_a_rank_that_fails_in_new_group_is_named_and_all_can_continue(
-    ranks: RankPool, where: str
+    ranks: RankPool, where: str, action: Any
 ) -> None:
-    for rank, (kind, text, failed) in enumerate(ranks.run(4, _fails, where)):
-        assert rank == 1 or (kind, failed) == ("BootstrapError", 1), text
-        assert "pretended" in text
-
-
-def _interrupted(rank: int, where: str) -> tuple[str, str, int]:
-    assert _works()
-    with _once(where, partial(_end, signal.SIGINT)) if rank == 1 else contextlib.nullcontext():
-        found = _failure()
-    assert _works()
-    return found
-
-
-@pytest.mark.parametrize("where", sampled([*POINTS], "engine".__eq__))
-def test_ctrl_c_in_new_group_is_told_and_all_can_continue(tmp_path: Path, where: str) -> None:
-    for rank, (kind, text, _) in enumerate(run_ranks(tmp_path, 3, _interrupted, where)):
-        assert kind == ("KeyboardInterrupt" if rank == 1 else "BootstrapError"), text
-        assert rank == 1 or "rank 1 failed: KeyboardInterrupt" in text
-
-
-def _waits_for_a_late_rank(rank: int, interrupted: Path) -> str:
-    assert _works()
-    if rank == 1:
-        threading.Timer(0.5, partial(_end, signal.SIGINT)).start()
-    while rank == 2 and not interrupted.exists():  # no rank sends a step to it before
-        time.sleep(0.02)
-    error = raised(_make)
-    if rank == 1:
-        interrupted.touch()
-    assert _works()
-    return type(error).__name__
-
-
-def test_ctrl_c_ends_the_wait_for_a_late_rank(tmp_path: Path) -> None:
-    found = run_ranks(tmp_path, 3, _waits_for_a_late_rank, tmp_path / "interrupted")
-    assert found == ["BootstrapError", "KeyboardInterrupt", "BootstrapError"]
-
-
-# ---- descriptors, and memory, that cannot be had ------------------------------------------------
-
-
-def _make_within(limit: int, value: int) -> uec.Group:
-    kept = resource.getrlimit(limit)
-    resource.setrlimit(limit, (value, kept[1]))
-    try:
-        return _make()
-    finally:
-        resource.setrlimit(limit, kept)
-
-
-def _few_descriptors(rank: int, spare: int) -> tuple[str, str, int]:
-    assert _works()
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    used = len(os.listdir("/proc/self/fd")) - 1
-    holes = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest + 1 - used)]
-    top = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    few = partial(_make_within, resource.RLIMIT_NOFILE, top + spare)
-    found = _failure(few if rank == 1 else _make)
-    for fd in holes:
-        os.close(fd)
-    assert _works()
-    return found
-
-
-@pytest.mark.parametrize("spare", [0, 1, 3, 6])
-def test_a_rank_without_descriptors_says_so(tmp_path: Path, spare: int) -> None:
-    for kind, text, _ in run_ranks(tmp_path, 3, _few_descriptors, spare, hosted=True):
-        assert kind == "BootstrapError", text
-        assert "rank 1" in text
-        assert "ulimit -n" in text
-
-
-def _no_room(rank: int) -> tuple[str, str, int]:
-    """The file size limit applies to shared memory too, and to a store in a file."""
-    assert _works()
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    few = partial(_make_within, resource.RLIMIT_FSIZE, 4096)
-    found = _failure(few if rank == 1 else _make)
-    signal.signal(signal.SIGXFSZ, handler)
-    assert _works()
-    return found
-
-
-def test_memory_that_cannot_be_reserved(tmp_path: Path) -> None:
-    for rank, (kind, text, _) in enumerate(run_ranks(tmp_path, 3, _no_room, hosted=True)):
-        assert kind == ("OutOfSharedMemoryError" if rank == 1 else "BootstrapError")
-        assert "rank 1: " in text
-        assert "could not be reserved" in text
+    said = "pretended" if action is _refuse else "rank 1 failed: KeyboardInterrupt"
+    for rank, (kind, text, failed) in enumerate(ranks.run(4, _fails, where, action)):
+        if rank == 1 and action is _interrupt:
+            assert kind == "KeyboardInterrupt"
+        else:
+            assert said in text
+            assert rank == 1 or (kind, failed) == ("BootstrapError", 1), text

@@ -11,7 +11,8 @@ import torch
 from ranks import RankPool, raised
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, system
+from ultraep_comm import Segment, errors, system
+from ultraep_comm.engines import host
 from ultraep_comm.fabrics import shm
 from ultraep_comm.group import create
 from ultraep_comm.group.group import session_of
@@ -43,8 +44,6 @@ def _make(
         patch.setattr(create._LOGGER, "log", lambda _, text, *args: said.append(text % args))
         if fault == "cloned" and (rank in odd) != (0 in odd):
             patch.setattr(shm, "find_shared", _find_nothing)
-        elif rank in odd and fault == "pid namespace":
-            patch.setattr(system, "pid_namespace", lambda: 1)
         elif rank in odd and fault == "unknown":
             patch.setattr(system, "_BOOT_ID", "")
         elif rank in odd and fault == "no descriptor":
@@ -61,10 +60,7 @@ def _make(
 @pytest.mark.parametrize(
     ("fault", "odd", "reason", "domains"),
     [
-        ("cloned", (1,), "rank 1 cannot open the memory of rank 0", [0, 0, 0]),
         ("cloned", (0,), "ranks 1-2 cannot open the memory of rank 0", [0, 0, 0]),
-        ("pid namespace", (2,), "rank 2 cannot open the memory of rank 0", [0, 0, 0]),
-        ("unknown", (1,), "rank 1: /proc has no boot id", [0, 1, 0]),
         ("unknown", (0, 1, 2), "ranks 0-2: /proc has no boot id", [0, 1, 2]),
     ],
 )
@@ -79,20 +75,23 @@ def test_auto_takes_c10d_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("fault", "odd", "reason"),
+    ("fault", "odd", "options", "reason"),
     [
-        ("cloned", (1,), "rank 1 cannot open the memory of rank 0 in /proc, though the boot id"),
-        ("cloned", (0,), "ranks 1-2 cannot open the memory of rank 0 in /proc, though the boot"),
-        ("unknown", (1,), "rank 1: /proc has no boot id"),
+        ("cloned", (0,), {"engine": "host"}, "ranks 1-2 cannot open the memory of rank 0 in /proc"),
+        ("unknown", (1,), {"fabric": "shm"}, "rank 1: /proc has no boot id"),
     ],
 )
-@pytest.mark.parametrize("options", [{"engine": "host"}, {"fabric": "shm"}], ids=str)
 def test_the_host_engine_says_what_keeps_the_ranks_apart(
-    ranks: RankPool, fault: str, odd: tuple[int, ...], reason: str, options: dict[str, Any]
+    ranks: RankPool, fault: str, odd: tuple[int, ...], options: dict[str, Any], reason: str
 ) -> None:
     for _, _, _, error in ranks.run(3, _make, fault, odd, options):
         assert error.startswith(f"UnsupportedError: {reason}")
         assert "engine='c10d'" in error
+
+
+def test_the_host_engine_is_of_one_machine() -> None:
+    with pytest.raises(errors.UnsupportedError, match="rank 0 and ranks 2-3 of 4 are on different"):
+        host.check_machines(["a", "a", "b", "b"])
 
 
 @pytest.mark.parametrize("options", [{}, {"engine": "host"}], ids=str)
@@ -100,6 +99,7 @@ def test_too_many_files_is_said_where_it_is_so(ranks: RankPool, options: dict[st
     results = ranks.run(2, _make, "no descriptor", (1,), options)
     own, told = results[1][3], results[0][3]
     assert own.startswith("BootstrapError: rank 1: files to share memory with the ranks on")
+    assert "ulimit -n" in own
     assert told.startswith("BootstrapError: rank 0: cannot continue, because rank 1 failed")
 
 

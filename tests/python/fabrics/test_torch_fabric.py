@@ -74,62 +74,11 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
     group.close()
 
 
-def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -> None:
-    """From ids to slots and physical ids on the device, each call by itself and in a graph."""
-    device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
-    num_ranks = dist.get_world_size(process_group)
-    options = {"expert": MIXED, "num_sms": 2, "timeout": 60.0}
-    group = _new_group(process_group, memory, device, fabric="torch", **options)
-    weights = make_weights(group)
-    bound = group.bind(weights)
-    held = device.put(torch.zeros(40, 2, dtype=torch.int64))
-    draw = torch.Generator().manual_seed(3)
-
-    def path() -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
-        load = uec.gather_load(held, group=group)
-        plan = uec.plan_replicas(load, group=group)
-        work = uec.replicate_experts(bound, plan, group=group, async_op=True)
-        physical = uec.reroute(held, plan, group=group)
-        assert work is not None
-        work.wait()
-        return load, plan, physical
-
-    with device.capturing() as replay:
-        captured = path()
-    replicas = 0
-    for epoch in range(1, 7):
-        ids = torch.randint(-1, E, (num_ranks, 40, 2), generator=draw)
-        ids[torch.rand(ids.shape, generator=draw) < 0.5] = epoch % E
-        held.copy_(ids[rank])
-        fill_weights(group, weights, epoch)
-        clear_slots(group)
-        dist.barrier(process_group)  # slots are cleared by hand
-        found = captured
-        if epoch % 3 == 0:
-            found = path()
-        else:
-            replay()
-        device.synchronize()
-        load, plan, physical = found
-        rows = [torch.bincount(own.flatten() + 1, minlength=E + 1)[1:].int() for own in ids]
-        assert torch.equal(load, torch.stack(rows))
-        expected = uec.plan_replicas(torch.stack(rows), group=group)
-        for name in ("slot_expert", "slot_quota", "home_quota"):
-            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
-        assert torch.equal(physical, uec.reroute(ids[rank], expected, group=group))
-        assert wrong_bytes(group, expected, epoch) == 0, (rank, epoch)
-        replicas += expected.num_replicas
-    assert replicas > 0
-    assert group.health().epoch == 4
-    group.close()
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("calls", [_every_mode, _critical_path])
 def test_kernels_run_between_processes(
-    ranks: RankPool, emulated_library: Path, tmp_path: Path, num_ranks: int, calls: Any
+    ranks: RankPool, emulated_library: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    ranks.run(num_ranks, calls, tmp_path, emulated_library, timeout=300)
+    ranks.run(num_ranks, _every_mode, tmp_path, emulated_library, timeout=300)
 
 
 def _the_last_rank_never_calls(rank: int, process_group: Any, folder: Path, library: Path) -> Any:
@@ -235,13 +184,6 @@ def a_rank_beyond_reach_ends_the_group_everywhere(
     assert "use fabric='nvshmem', with allow_cross_domain=True" in str(error)
 
 
-def why_nvshmem_was_passed_over_is_said(rank: int, process_group: Any, folder: Path) -> None:
-    memory = FakeMemory(folder, unreachable=(1,) if rank == 0 else ())
-    options: dict[str, Any] = {"fabric": "auto", "nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
-    error = _refused(process_group, memory, errors.UnsupportedError, "no load/store", **options)
-    assert "which are PEs [4, 5] of 8" in str(error.__cause__)
-
-
 def what_fails_on_one_rank_ends_the_group_everywhere(
     rank: int, process_group: Any, folder: Path
 ) -> None:
@@ -278,25 +220,6 @@ def what_fails_on_one_rank_ends_the_group_everywhere(
             own if rank == 1 else bootstrap,
             part if rank == 1 else "rank 1 failed",
         )
-
-
-def weights_without_room_end_the_group_everywhere(
-    rank: int, process_group: Any, folder: Path
-) -> None:
-    memory = FakeMemory(folder)
-    group = _new_group(process_group, memory)
-
-    def full(step: str) -> None:
-        if rank == 0 and step == "allocate":
-            raise torch.OutOfMemoryError("full")
-
-    memory.on_step = full
-    kind = errors.OutOfSharedMemoryError if rank == 0 else errors.BootstrapError
-    with pytest.raises(kind):
-        group.empty_weights()
-    with pytest.raises(errors.GroupClosedError):
-        uec.replicate_experts(make_weights(group), PLAN, group=group)
-    group.close()
 
 
 def ranks_that_torch_could_not_connect_are_told_so_before(
@@ -396,9 +319,7 @@ def all_ranks_take_the_first_fabric_that_all_have(
         (2, memory_is_zeroed_and_addresses_are_the_peers),
         (2, memory_lives_as_long_as_its_group),
         (2, given_domains_are_kept),
-        (2, why_nvshmem_was_passed_over_is_said),
         (2, what_fails_on_one_rank_ends_the_group_everywhere),
-        (2, weights_without_room_end_the_group_everywhere),
         (2, ranks_that_torch_could_not_connect_are_told_so_before),
         (3, groups_that_overlap_do_not_hang),
         (2, all_ranks_take_the_first_fabric_that_all_have),

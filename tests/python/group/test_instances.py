@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_grads import RankGrads
 from ranks import (
     MIXED,
     RankPool,
@@ -25,25 +26,17 @@ from ranks import (
     start_all,
     synchronize_all,
 )
-from reference.reduce_oracle import reduced, same_bits
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.fabrics import shm
 from ultraep_comm.fabrics.loopback import host_memory
-from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.group import session_of
 
 E, S = 6, 2
-MODES = ("push", "pull", "direct", "auto")
 UNEVEN = [0, 0, 0, 2, 2, 0]  # rank 1 has no expert
 GRADS = {"w13": torch.float32, "w_t": torch.bfloat16, "bias": torch.float32}
 Tensors = dict[str, torch.Tensor]
-
-
-@cache
-def _filled(value: int, nbytes: int) -> torch.Tensor:
-    return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
 def _groups(num_ranks: int = 3, **options: Any) -> list[uec.Group]:
@@ -55,59 +48,34 @@ def _weights(group: uec.Group, instances: Mapping[str, torch.Tensor]) -> Tensors
     return {name: tensor[: group.num_local_experts] for name, tensor in instances.items()}
 
 
-def _check_weights(group: uec.Group, instances: Tensors, epoch: int) -> None:
+def _check(group: uec.Group, instances: Tensors, plan: uec.Plan, epoch: int) -> None:
+    """Compare this rank's weights of an epoch, and the slots that a plan fills."""
+    held = group.topology.local_experts(group.rank).tolist()
+    held += plan.slot_expert[group.rank].tolist()
     for index, (name, segment) in enumerate(group.segments.items()):
-        for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
-            wanted = _filled(0, segment.nbytes)
-            if epoch:
-                wanted = expert_bytes(epoch, expert, index, segment)
-            assert same_bytes(raw(instances[name][i], segment), wanted), (name, i)
-
-
-def _check_slots(group: uec.Group, instances: Tensors, plan: uec.Plan, epoch: int) -> None:
-    for index, (name, segment) in enumerate(group.segments.items()):
-        for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
-            found = raw(instances[name][group.num_local_experts + slot], segment)
-            wanted = _filled(0xA5, segment.nbytes)
+        for row, expert in zip(instances[name], held, strict=True):
             if expert >= 0:
                 wanted = expert_bytes(epoch, expert, index, segment)
-            assert same_bytes(found, wanted), (name, slot, expert)
+                assert same_bytes(raw(row, segment), wanted), (name, expert)
 
 
-def _clear(bank: Bank, group: uec.Group) -> None:
-    for name, segment in group.segments.items():
-        for row in bank.slots[name]:
-            raw(row, segment).fill_(0xA5)
-
-
-def _walk(
-    groups: Sequence[uec.Group],
-    layers: Sequence[tuple[int, Sequence[Tensors]]],
-    plans: Sequence[uec.Plan],
-    modes: Sequence[str] = MODES,
+def _transfer(
+    groups: Sequence[uec.Group], layers: Sequence[tuple[int, Sequence[Tensors]]], *modes: str
 ) -> None:
-    """Transfer each layer in each mode, and look at every byte of weights and slots of all.
-
-    ``layers``: the bank of each, and its tensors by rank.
-    """
-    first = groups[0].rank
-    for layer, (_, tensors) in enumerate(layers):
+    """Transfer each layer, of a bank and tensors by rank, and look at every byte of it."""
+    first, home = groups[0].rank, groups[0].topology.home.tolist()
+    for epoch, (bank, tensors) in enumerate(layers, 1):
+        weights = {g.rank: _weights(g, tensors[g.rank - first]) for g in groups}
         for group in groups:
-            _check_weights(group, tensors[group.rank - first], 0)
-            fill_weights(group, _weights(group, tensors[group.rank - first]), layer + 1)
-    for mode in modes:
-        for plan in plans:
-            for layer, (bank, tensors) in enumerate(layers):
-                for group in groups:
-                    _clear(group.banks[bank], group)
-                given = {g.rank: _weights(g, tensors[g.rank - first]) for g in groups}
-                synchronize_all(start_all(groups, given, plan.in_bank(bank), mode=mode))
-                for group in groups:
-                    for other, (same, aliases) in enumerate(layers):
-                        own = aliases[group.rank - first]
-                        _check_weights(group, own, other + 1)
-                        if same == bank:
-                            _check_slots(group, own, plan, layer + 1)
+            fill_weights(group, weights[group.rank], epoch)
+        for mode, plan in itertools.product(modes, _plans(3, home)):
+            synchronize_all(start_all(groups, weights, plan.in_bank(bank), mode=mode))
+            for group in groups:
+                _check(group, tensors[group.rank - first], plan, epoch)
+    nothing = uec.Plan.from_slots([[-1] * S] * 3, num_experts=E, home=home)
+    for epoch, (_, tensors) in enumerate(layers, 1):  # those of all layers stay
+        for group in groups:
+            _check(group, tensors[group.rank - first], nothing, epoch)
 
 
 def _plans(num_ranks: int, home: Any = None) -> list[uec.Plan]:
@@ -140,36 +108,10 @@ def test_local_experts_come_first_and_slots_are_the_tail() -> None:
     close_all(groups)
 
 
-@pytest.mark.parametrize("check", [False, True], ids=["", "checked"])
-def test_layers_of_one_bank_have_their_own_weights_and_its_slots(
-    request: pytest.FixtureRequest, check: bool
-) -> None:
-    if check and "c10d" in request.node.name:
-        pytest.skip("c10d does not check slots")
-    groups = _groups(banks=2, check=check)
-    layers = _layers(groups, [0, 1, 0, 0, 1])
-    tails = {own[0]["big"][-1].data_ptr() for _, own in layers}
-    assert len(tails) == 5
-    _walk(groups, layers, _plans(3))
-    close_all(groups)
-
-
-def test_pull_takes_the_weights() -> None:
-    groups = _groups(2)
-    for _, tensors in _layers(groups, [0, 0]):
-        for group, own in zip(groups, tensors, strict=True):
-            weights = _weights(group, own)
-            assert group.bind(weights).region >= 0
-            assert group.bind({"w2": weights["w2"]}).region == group.bind(weights).region
-            shifted = {name: own[name][1:][: group.num_local_experts] for name in own}
-            assert group.bind(shifted).region == -1
-    close_all(groups)
-
-
 def test_uneven_homes_are_not_pulled() -> None:
     groups = _groups(home=UNEVEN)
     layers = _layers(groups, [0, 0])
-    _walk(groups, layers, _plans(3, UNEVEN), ("push", "direct", "auto"))
+    _transfer(groups, layers, "auto")
     plan = _plans(3, UNEVEN)[0]
     for group in groups:
         weights = _weights(group, layers[1][1][group.rank])
@@ -182,6 +124,7 @@ def test_without_slots_there_are_local_experts() -> None:
     groups = uec.testing.new_loopback_groups(
         2, num_experts=E, slots_per_rank=0, expert=MIXED, instances=True, timeout=30.0
     )
+    assert groups[0].banks[0].empty_instance_grads() == {}
     for _, tensors in _layers(groups, [0, 0]):
         assert [len(t) for own in tensors for t in own.values()] == [3] * 2 * len(MIXED)
     close_all(groups)
@@ -204,45 +147,25 @@ def test_tensors_outlive_their_group() -> None:
 
 
 def test_gradients_of_all_instances_are_one_tensor() -> None:
-    groups = _groups(grads=GRADS, banks=3, grad_banks=2)
+    groups = _groups(grads=GRADS)
     plan = random_plan(3, 3, E, S)
-    draw = torch.Generator().manual_seed(5)
-    layers = [
-        (bank, [g.banks[bank].empty_instance_grads() for g in groups]) for bank in (0, 2, 1, 1)
-    ]
-    before: list[list[Tensors]] = []
-    for _, tensors in layers:
-        for group, own in zip(groups, tensors, strict=True):
+    for layer in range(2):
+        made = [group.banks[0].empty_instance_grads() for group in groups]
+        for group, own in zip(groups, made, strict=True):
             assert list(own) == list(group.slot_grads)
             for name, tensor in own.items():
                 assert tensor.dtype == GRADS[name]
                 assert tensor.shape == (group.num_local_experts + S, *MIXED[name].shape)
-                assert not tensor.any()
-    for bank, tensors in layers:
-        for group, own in zip(groups, tensors, strict=True):
-            for name, tensor in own.items():  # as a GEMM writes them, those of the slots too
-                tensor.copy_(torch.randn(tensor.shape, generator=draw))
-                assert torch.equal(group.banks[bank].slot_grads[name], tensor[-S:])
-        before.append([{name: t.clone() for name, t in own.items()} for own in tensors])
-        given = [_weights(group, own) for group, own in zip(groups, tensors, strict=True)]
-        synchronize_all(start_all(groups, given, plan.in_bank(bank), call=uec.reduce_expert_grads))
-        rows = plan.slot_expert.tolist()
-        for group, own in zip(groups, tensors, strict=True):
-            for i, expert in enumerate(group.topology.local_experts(group.rank).tolist()):
-                held = [
-                    (r, s) for r, row in enumerate(rows) for s, e in enumerate(row) if e == expert
-                ]
-                for name in own:
-                    addends = [before[-1][r][name][-S + s] for r, s in held]
-                    wanted = reduced(before[-1][group.rank][name][i], addends)
-                    assert same_bits(own[name][i], wanted), (name, expert)
+                assert not tensor[: group.num_local_experts].any()
+        grads = RankGrads(groups, GRADS)
+        grads.main_grads = [_weights(group, own) for group, own in zip(groups, made, strict=True)]
+        grads.fill(layer)
+        for group, own in zip(groups, made, strict=True):
+            for name, tensor in own.items():
+                assert torch.equal(group.slot_grads[name], tensor[-S:])
+        synchronize_all(grads.start(plan))
+        grads.check(plan)
     close_all(groups)
-
-
-def test_a_group_without_gradients_has_none() -> None:
-    (group,) = _groups(1)
-    assert group.banks[0].empty_instance_grads() == {}
-    group.close()
 
 
 # ---- memory ---------------------------------------------------------------------------------
@@ -381,8 +304,7 @@ def _in_process(
         layers = [(bank, [group.banks[bank].empty_instances()]) for bank in (0, 0, 1, 1)]
     finally:
         shm.create_memory = create
-    plans = _plans(group.num_ranks, home)
-    _walk([group], layers, plans, MODES if home is None else ("push", "direct"))
+    _transfer([group], layers, "push", "direct", *(["pull"] if home is None else []))
     sizes = [os.fstat(fd).st_blocks * 512 for fd in taken]
     for fd in taken:
         os.close(fd)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, raised, run_python
+from ranks import RankPool, raised
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
@@ -67,73 +67,39 @@ def test_layers_share_groups(ranks: RankPool) -> None:
     ranks.run(2, ask)
 
 
-def ask_for(
-    rank: int, pg: Any, likes: list[Any], num_experts: int | None, first: Any = None
-) -> str:
-    options: dict[str, Any] = {"slots_per_rank": 1, "num_experts": num_experts, "engine": "host"}
-    made = [] if first is None else [group_for(pg, like=first, **options)]
-    error = raised(lambda: made.append(group_for(pg, like=likes[rank], **options)))
+def ask_for(rank: int, pg: Any, asked: list[dict[str, Any]], seen_before: bool = False) -> str:
+    options: dict[str, Any] = {"slots_per_rank": 1, "engine": "host"}
+    made = [group_for(pg, like=weights(), **options)] if seen_before else []
+    error = raised(lambda: made.append(group_for(pg, **{**options, **asked[rank]})))
     for group, _ in made:
         group.close()
     return str(error)
 
 
-@pytest.mark.parametrize("seen_before", [False, True])
 @pytest.mark.parametrize(
-    ("likes", "num_experts", "own", "peers"),
+    ("own", "seen_before", "text", "peers"),
     [
-        (
-            [weights((1, 3)), weights((2, 3))],
-            None,
-            "on rank 0; expected 2",
-            "on rank 0; expected 2",
-        ),
-        ([weights((2, 3)), weights((1, 3))], 4, "on rank 1; expected 2", "on rank 1; expected 2"),
-        ([weights((2, 3)), weights((2, 5))], None, "expert['w']='(5,) ", "expert['w']='(5,) "),
-        ([weights((2, 3)), {"w": []}], None, "is an empty sequence", "rank 1 failed: like['w']"),
-        ([weights((2, 3)), None], None, "like is None", "rank 1 failed: like is None"),
+        ({"like": weights((3, 3, 4))}, True, "on rank 0; expected 3", ""),
+        ({"like": weights((2, 5))}, True, "expert['w']='(5,) ", ""),
+        ({"like": weights((2, 5))}, False, "expert['w']='(5,) ", ""),
+        ({"like": None}, False, "like is None", "rank 1 failed: "),
+        ({"slots_per_rank": -1}, False, "slots_per_rank", "rank 1 failed: "),
+        ({"num_experts": 6}, False, "like has 2 experts on rank 0; expected 3", "rank 1 failed: "),
     ],
 )
-def test_a_rank_with_other_experts_is_at_its_peers_at_once(
-    ranks: RankPool,
-    likes: list[Any],
-    num_experts: int | None,
-    own: str,
-    peers: str,
-    seen_before: bool,
+def test_a_rank_that_asks_for_something_else_is_at_its_peers_at_once(
+    ranks: RankPool, own: dict[str, Any], seen_before: bool, text: str, peers: str
 ) -> None:
-    first = weights((2, 3)) if seen_before else None  # then rank 0 has a group already
-    found = ranks.run(2, ask_for, likes, num_experts, first)
-    assert peers in found[0]
-    assert own in found[1]
-
-
-def ask_with(rank: int, pg: Any, options: list[dict[str, Any]]) -> str:
-    return str(
-        raised(
-            lambda: group_for(
-                pg, like=weights((2, 3)), engine="host", **{"slots_per_rank": 1, **options[rank]}
-            )
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("own", "text"),
-    [({"num_experts": 6}, "expected 3"), ({"slots_per_rank": -1}, "slots_per_rank")],
-)
-def test_options_that_one_rank_alone_refuses(
-    ranks: RankPool, own: dict[str, Any], text: str
-) -> None:
-    found = ranks.run(2, ask_with, [{}, own])
+    """`seen_before`: rank 0 has a group already."""
+    usual = {"like": weights()}
+    found = ranks.run(2, ask_for, [usual, usual | own], seen_before)
     assert text in found[1]
-    assert "rank 1 failed: " in found[0]
-    assert text in found[0]
+    assert peers + text in found[0]
 
 
 def test_ranks_without_experts(ranks: RankPool) -> None:
-    likes = [weights((1, 3)), weights((1, 3)), weights((0, 3))]
-    assert ranks.run(3, ask_for, likes, None) == ["None"] * 3
+    asked = [{"like": weights((count, 3))} for count in (1, 1, 0)]
+    assert ranks.run(3, ask_for, asked) == ["None"] * 3
 
 
 @pytest.mark.parametrize(
@@ -154,40 +120,6 @@ def test_segment_like_a_tensor() -> None:
     assert Segment.like(torch.zeros(3, 4)) == SEGMENT
     assert Segment.like(torch.zeros(4, 3).T) == Segment((3, 4), torch.float32, (1, 3))
     assert Segment.like(torch.zeros(5, 2, 3, dtype=torch.bfloat16)[1]).strides is None
-
-
-# ---- the end of the process ----------------------------------------------------------------------
-
-ENDS = """
-import os, sys, torch, torch.distributed as dist
-import ultraep_comm as uec
-from ultraep_comm.group.layers import group_for
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-like = {"w": torch.ones(2, 3)}
-group, layer = group_for(like=like, slots_per_rank=1, grads=torch.float32, engine=sys.argv[3])
-plan = group.save(uec.gather_and_plan(torch.tensor([[0]] * 8), group=group))
-uec.replicate_experts(like, plan, group=group)
-if rank == 0:
-    dist.destroy_process_group()
-"""  # a plan is still saved, and a process group is left or not
-
-
-@pytest.mark.parametrize("engine", ["host", "c10d"])
-def test_groups_end_with_the_process(tmp_path: Any, engine: str) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(2) as threads:
-        done = list(
-            threads.map(
-                lambda rank: run_python("-c", ENDS, str(rank), str(tmp_path / "store"), engine),
-                range(2),
-            )
-        )
-    for process in done:
-        assert process.returncode == 0, process.stderr
-        assert "leak" not in process.stderr
-        assert "ultraep" not in process.stderr
 
 
 # ---- process groups outside WORLD ---------------------------------------------------------------

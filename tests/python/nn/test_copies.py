@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.nn import ReplicatedExperts, Replication
 
 Forms = Callable[[Any], Any]
@@ -97,27 +96,6 @@ def test_a_bank_of_the_original_is_not_taken_for_that_of_the_copy(
         stored = bytes_stored(group)
         assert held(copied, second, plan) == 11 - rank
         assert bytes_stored(group) == stored  # a bank keeps what it holds
-
-    loopback(2, run)
-    for group in groups:
-        group.close()
-
-
-def test_a_copied_balancer_has_weights_of_its_own() -> None:
-    groups = _groups("host")
-    ids = torch.zeros(8, 1, dtype=torch.int64)
-
-    def run(rank: int) -> None:
-        weights = {"w": torch.full((1, 1), float(rank))}
-        balancer = Balancer(groups[rank], weights)
-        copied = copy.deepcopy(balancer)
-        copied.weights["w"] += 7
-        for each, added in ((balancer, 0), (copied, 7)):
-            each.begin(ids)
-            each.wait()
-            assert each.plan.num_replicas == 1
-            if rank == 1:
-                assert float(groups[1].slots["w"]) == added
 
     loopback(2, run)
     for group in groups:

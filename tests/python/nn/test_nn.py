@@ -30,8 +30,9 @@ def replicate_on_rank_1(model: Model) -> None:
     model.instances[1, 0, 0] = torch.arange(T) % 2
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("order", [ONE_AFTER_THE_OTHER, ONE_F_ONE_B], ids=["in turn", "1F1B"])
+@pytest.mark.parametrize(
+    ("num_ranks", "order"), [(2, ONE_F_ONE_B), (3, ONE_AFTER_THE_OTHER), (4, ONE_F_ONE_B)]
+)
 def test_gradients_are_those_without_replicas(
     models: Callable[..., Model], num_ranks: int, order: Order
 ) -> None:
@@ -88,16 +89,13 @@ def test_ranks_without_tokens_take_part(models: Callable[..., Model]) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("order", [ONE_AFTER_THE_OTHER, ONE_F_ONE_B], ids=["in turn", "1F1B"])
-def test_recomputed_layers(models: Callable[..., Model], reentrant: bool, order: Order) -> None:
+def test_recomputed_layers(models: Callable[..., Model], reentrant: bool) -> None:
     model = models(5)
 
     def run(module: Any, *args: Any) -> Any:
         return checkpoint(module, *args, use_reentrant=reentrant)
 
-    assert model.error(model.train(order, run), [0, 1, 2]) < 1e-5
-    for group in model.groups:
-        group.close()
+    assert model.error(model.train(ONE_F_ONE_B, run), [0, 1, 2]) < 1e-5
 
 
 def test_what_empty_slots_hold_does_no_harm(models: Callable[..., Model]) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import RankPool, loopback, raised
-from token_exchange import Exchange
+from token_exchange import Mesh, send
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.adapters.balancer import Balancer
 from ultraep_comm.nn import ReplicatedExperts, Replication
 from ultraep_comm.nn.weights import local_weights, unbind_slots
 from ultraep_comm.testing import new_loopback_groups
@@ -68,33 +66,24 @@ def layer_forward(
         run = replication.begin(weights, routing_map=routed, probs=dense, **options)
         assert run.routing_map is not None
         assert run.probs is not None
-        token, instance = run.routing_map.nonzero(as_tuple=True)
-        scale = run.probs[token, instance]
+        physical = run.routing_map.nonzero()[:, 1].view(-1, K)
+        probs = run.probs.gather(1, physical)
     else:
         run = replication.begin(weights, ids, **options)
         assert run.topk_ids is not None
-        instance, scale = run.topk_ids.flatten(), probs.flatten()
-        token = torch.arange(len(ids)).repeat_interleave(K)
+        physical = run.topk_ids
     x = run.before_dispatch(x)
-    order = instance.argsort(stable=True)
-    sent = torch.bincount(instance, minlength=G * P).view(G, P)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=pg)
-    sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
-    rows = Exchange.apply(x[token[order]], pg, sends, receives)
-    here = torch.arange(P).repeat(G).repeat_interleave(received.flatten())
-    rows, local, slots = run.before_experts(rows)
+    sent = send(x, physical, G * P, Mesh(pg))
+    rows, local, slots = run.before_experts(sent.rows)
     out = [rows.new_zeros(0, H)]
     at = [torch.empty(0, dtype=torch.int64)]
     for i in range(P):
         held, j = (local, i) if i < M else (slots, i - M)
-        at.append((here == i).nonzero()[:, 0])
+        at.append((sent.local == i).nonzero()[:, 0])
         if len(at[-1]):  # slots without tokens may hold anything
             out.append(run_expert(rows[at[-1]], *(held[n][j] for n in NAMES)))
-    y = torch.cat(out)[torch.cat(at).argsort()]
-    y = Exchange.apply(run.after_experts(y), pg, receives, sends)
-    combined = torch.zeros_like(x).index_add(0, token[order], y * scale[order][:, None])
-    return run.after_combine(x + combined)
+    y = run.after_experts(torch.cat(out)[torch.cat(at).argsort()])
+    return run.after_combine(x + (sent.give_back(y, K) * probs[..., None]).sum(1))
 
 
 def expected(num_layers: int, steps: list[int]) -> tuple[dict[Any, torch.Tensor], list[Weights]]:
@@ -117,12 +106,18 @@ def expected(num_layers: int, steps: list[int]) -> tuple[dict[Any, torch.Tensor]
     return outputs, layers
 
 
-def own_weights(form: str, rank: int, layer: int) -> Weights:
+def own_weights(form: str, rank: int, layer: int, pg: Any = None) -> Weights:
     mine = {n: w[rank * M : (rank + 1) * M].clone() for n, w in all_weights(layer).items()}
     if form == "sequences":
         return {n: [torch.nn.Parameter(row.clone()) for row in w] for n, w in mine.items()}
     if form == "flattened":
         return {n: torch.nn.Parameter(w.flatten(0, 1).contiguous()) for n, w in mine.items()}
+    if form == "distributed":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(pg, "cpu")
+        mine = {n: DTensor.from_local(w, mesh, [Shard(0)]) for n, w in mine.items()}
     return {n: torch.nn.Parameter(w) for n, w in mine.items()}
 
 
@@ -160,19 +155,7 @@ def train(
     interleaved: bool,
 ) -> None:
     num_layers, steps = len(layer_options), [0, 1, 2]
-    layers = [own_weights(form, rank, i) for i in range(num_layers)]
-    if form == "distributed":
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor, Shard
-
-        mesh = DeviceMesh.from_group(pg, "cpu")
-        layers = [
-            {
-                n: torch.nn.Parameter(DTensor.from_local(w.detach(), mesh, [Shard(0)]))
-                for n, w in own.items()
-            }
-            for own in layers
-        ]
+    layers = [own_weights(form, rank, i, pg) for i in range(num_layers)]
     outputs, reference = expected(num_layers, steps)
     with opened(pg, engine=engine, **group_options) as group:
         calls = [Replication(group, layer=i, **o) for i, o in enumerate(layer_options)]
@@ -251,43 +234,24 @@ def test_outputs_and_gradients_are_those_without_ranks(
     ranks.run(G, train, engine, *CASES[case])
 
 
-def overlap(rank: int, pg: Any, live: int) -> list[str]:
+def test_live_microbatches_have_slots_of_their_own(
+    new_groups: Callable[..., list[uec.Group]],
+) -> None:
     """Two microbatches are between begin and their experts at one time."""
-    found = []
-    with opened(pg, banks=2) as group:
-        calls = Replication(group, live=live)
-        weights = own_weights("tensors", rank, 0)
-        plans = [
-            uec.Plan.from_slots([[7, -1], [0, 1], [0, -1], [1, -1]], num_experts=E),
-            uec.Plan.from_slots([[6, 7], [0, -1], [1, 0], [2, -1]], num_experts=E),
-        ]
+    expert = {"w": ((1,), torch.float32)}
+    groups = new_groups(2, num_experts=4, slots_per_rank=1, expert=expert, banks=2)
+    plans = [uec.Plan.from_slots(rows, num_experts=4) for rows in ([[2], [0]], [[3], [1]])]
+
+    def held(rank: int, live: int) -> list[float]:
+        calls = Replication(groups[rank], live=live)
+        weights = {"w": torch.arange(2.0)[:, None] + 2 * rank}
         with torch.no_grad():
             runs = [calls.begin(weights, plan=plan) for plan in plans]
             runs[1].work.wait()
-            for plan, run in zip(plans, runs, strict=True):
-                _, _, slots = run.before_experts(torch.zeros(1))
-                right = all(
-                    torch.equal(slots[n][s], all_weights(0)[n][e])
-                    for n in NAMES
-                    for s, e in enumerate(plan.slot_expert[rank].tolist())
-                    if e >= 0
-                )
-                found.append("right" if right else "another plan's")
-        if live == 1:  # with gradients the layer says so, instead of computing with them
-            x = torch.ones((1, H), requires_grad=True)
-            runs = [calls.begin(weights, plan=plan) for plan in plans]
-            y, _, _ = runs[0].before_experts(runs[0].before_dispatch(x))
-            error = raised(lambda: runs[0].after_experts(y))
-            found.append(type(error).__name__)
-            group.abort()
-    return found
+            return [float(run.before_experts(torch.zeros(1))[2]["w"]) for run in runs]
 
-
-def test_live_microbatches_have_slots_of_their_own(ranks: RankPool) -> None:
-    assert ranks.run(G, overlap, 2) == [["right", "right"]] * G
-    found = ranks.run(G, overlap, 1)
-    assert all(own[1:] == ["right", "InvalidArgumentError"] for own in found)
-    assert any(own[0] == "another plan's" for own in found)
+    assert loopback(2, lambda rank: held(rank, 2)) == [[2, 3], [0, 1]]
+    assert loopback(2, lambda rank: held(rank, 1)) == [[3, 3], [1, 1]]  # another plan's
 
 
 @pytest.fixture
@@ -419,9 +383,10 @@ def diverge(rank: int, pg: Any, microbatch: int | None, prefetched: bool, engine
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("engine", ["host", "c10d"])
-@pytest.mark.parametrize("prefetched", [True, False])
-@pytest.mark.parametrize("microbatch", [5, None])
+@pytest.mark.parametrize(
+    ("microbatch", "prefetched", "engine"),
+    [(5, True, "host"), (None, True, "c10d"), (5, False, "c10d"), (None, False, "host")],
+)
 def test_a_recomputed_pass_that_routes_differently_is_an_error(
     ranks: RankPool, microbatch: int | None, prefetched: bool, engine: str
 ) -> None:
@@ -432,26 +397,3 @@ def test_a_recomputed_pass_that_routes_differently_is_an_error(
         assert "the recomputed forward pass of layer 3, microbatch" in text
         assert "Save the router's ids" in text
     assert all(text in own or text.startswith("PeerRejectedError") for text in found)
-
-
-def skip_a_layer(rank: int, pg: Any, engine: str) -> str:
-    """Rank 0 goes on to layer 1 while the others are at layer 0; both layers have equal plans."""
-    ids = torch.zeros((24, 1), dtype=torch.int64)
-    with opened(pg, engine=engine) as group:
-        layers = [
-            Balancer(group, own_weights("tensors", rank, number), layer=number)
-            for number in range(2)
-        ]
-
-        def run() -> None:
-            layers[rank == 0].begin(ids)
-            layers[rank == 0].wait()
-
-        return type(raised(run)).__name__
-
-
-@pytest.mark.parametrize("engine", ["host", "c10d"])
-def test_without_gradients_a_layer_is_not_taken_for_another(ranks: RankPool, engine: str) -> None:
-    found = ranks.run(G, skip_a_layer, engine)
-    assert "PlanMismatchError" in found
-    assert set(found) <= {"PlanMismatchError", "TransferAbortedError"}

@@ -144,7 +144,7 @@ def _gather(rank: int, process_group: Any) -> Any:
         return found.calls, found.bytes_of_rank(), found.run
 
 
-@pytest.mark.parametrize("capacity", [1, 3, 7, 100])
+@pytest.mark.parametrize("capacity", [3, 100])
 def test_the_ring_keeps_the_last_calls(groups: list[uec.Group], capacity: int) -> None:
     recorders = [group.start_recording(capacity) for group in groups]
     bare = uec.Plan.from_slots([[2], [-1]], num_experts=E)  # no quotas, no load
@@ -193,6 +193,7 @@ def test_the_ring_is_allocated_once(groups: list[uec.Group]) -> None:
 
 def test_without_loads(groups: list[uec.Group], tmp_path: Path) -> None:
     recorders = [group.start_recording(4, loads=False) for group in groups]
+    assert load_recording(recorders[0].dump(tmp_path / "empty.npz")).calls.shape == (0,)
     transfer(groups, plan_of(50))
     found = load_recording(recorders[0].dump(tmp_path / "r.npz"))
     assert found.load.shape == (0, G, E)
@@ -257,35 +258,25 @@ def test_bad_starts(groups: list[uec.Group]) -> None:
 
 
 def test_recording_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path / "runs"))
+    folder = tmp_path / "runs"
+    monkeypatch.setenv("ULTRAEP_RECORD", str(folder))
     monkeypatch.setenv("ULTRAEP_RECORD_CALLS", "2")
-    made = make_groups()
-    for first in (10, 20, 30):
-        transfer(made, plan_of(first))
-    close_all(made)
-    found = load_recordings([tmp_path / "runs"])
-    assert [r.rank for r in found] == [0, 1]
-    assert [r.calls["epoch"].tolist() for r in found] == [[2, 3], [2, 3]]
-    names = {path.name for path in (tmp_path / "runs").iterdir()}
-    assert names == {f"{found[0].run}-rank{rank}.npz" for rank in range(2)}
-    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", found[0].run)
-
-
-def test_groups_and_runs_have_files_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path))
     runs = set()
     for _ in range(2):
         made = make_groups()
+        for first in (10, 20, 30):
+            transfer(made, plan_of(first))
         close_all(made)
-        runs.add(session_of(made[0]).run)
+        runs.add(run := session_of(made[0]).run)
+        assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", run)
     assert len(runs) == 2
-    assert len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(errors.RecordingError, match="two groups or two runs"):
-        load_recordings([tmp_path])
     for run in runs:
-        assert len(load_recordings(sorted(tmp_path.glob(f"{run}-*")))) == 2
+        found = load_recordings([folder / f"{run}-rank{rank}.npz" for rank in range(2)])
+        assert [(r.run, r.rank) for r in found] == [(run, 0), (run, 1)]
+        assert [r.calls["epoch"].tolist() for r in found] == [[2, 3], [2, 3]]
+    assert len(list(folder.iterdir())) == 4
+    with pytest.raises(errors.RecordingError, match="two groups or two runs"):
+        load_recordings([folder])
 
 
 @pytest.mark.parametrize("action", ["error", "default"])
@@ -392,7 +383,7 @@ def test_more_calls_than_an_engine_holds_are_recorded_whole(groups: list[uec.Gro
         assert (calls["end_ns"][:-1] <= calls["begin_ns"][1:]).all()
 
 
-@pytest.mark.parametrize("value", ["0", "-4", "99999999999", "lots"])
+@pytest.mark.parametrize("value", ["0", "99999999999", "lots"])
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("ULTRAEP_RECORD_CALLS", value)
     with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_RECORD_CALLS"):
