@@ -113,48 +113,9 @@ void run(const PlanCase& group, const GroupOptions& options, const std::vector<B
   CHECK_EQ(stored, moved.load());  // and nothing that was there
 }
 
-// An invalidation is this rank's alone: the others find out before a byte moves.
-void check_one_forgets() {
-  for (const bool wiped : {false, true}) {
-    PlanCase group = make_group(3, 6, 2);
-    Ranks ranks(group, {});
-    const auto weights = ranks.make_weights();
-    CHECK(group.place(0, 1));
-    const std::vector<int32_t> segments{0}, first = group.slot_expert;
-    CHECK(group.place(0, 2));
-    const std::vector<int32_t> second = group.slot_expert;
-    std::atomic<int32_t> mismatches{0};
-    ranks.on_each([&](int32_t rank) {
-      uec::host::Engine& engine = ranks.engine(rank);
-      const std::vector<uint64_t> main_ptrs = ranks.addresses(rank, weights[rank].get());
-      const auto call = [&](const std::vector<int32_t>& plan) {
-        Mode mode;
-        return engine.wait(engine.replicate({.slot_expert = plan.data(),
-                                             .main_ptrs = main_ptrs.data(),
-                                             .segments = segments.data(),
-                                             .num_segments = 1,
-                                             .bank = {.index = 0, .version = engine.version(0)}},
-                                            false, &mode));
-      };
-      CHECK(call(first));
-      if (rank == 2 && wiped) engine.invalidate(0);
-      // In the first of these it has nothing to wait for either way, and in neither has rank 1.
-      const bool done = call(first) && call(second);
-      CHECK(done == !wiped || rank == 1);
-      if (done) return;
-      const uec::Fault fault = engine.report().fault;
-      CHECK(fault == uec::Fault::kMismatch || fault == uec::Fault::kAborted);
-      mismatches += fault == uec::Fault::kMismatch;
-      CHECK(engine.residents(0) == std::vector<int32_t>(first.size(), -1));
-    });
-    CHECK((mismatches.load() > 0) == wiped);
-  }
-}
-
 }  // namespace
 
 int main() {
-  check_one_forgets();
   for (int32_t seed = 0; seed < scaled(60); ++seed) {
     Random random(static_cast<uint32_t>(seed));
     PlanCase group = make_group(draw(random, 2, 6), draw(random, 2, 12), draw(random, 1, 3));

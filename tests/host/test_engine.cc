@@ -201,22 +201,6 @@ void check_random(int repeats, uint32_t seed) {
   }
 }
 
-// A holds [hub of y, home of x], B holds [hub of x, home of y]: a worker that blocked on its hub
-// item would wait for the other's, forever. One worker per rank, and experts of many groups.
-void check_crossed_hubs() {
-  Random random(3);
-  for (const Mode mode : {Mode::kPush, Mode::kPull, Mode::kDirect}) {
-    PlanCase group = make_group(4, 4, 2);
-    for (const int32_t rank : {1, 2, 3}) CHECK(group.place(0, rank));
-    for (const int32_t rank : {0, 2, 3}) CHECK(group.place(1, rank));
-    Run run(group, {.segment_bytes = {1 << 20}}, random);
-    const CallCase call{
-        .slot_expert = group.slot_expert, .segments = {0}, .mode = static_cast<int32_t>(mode)};
-    run.in_threads(std::vector<CallCase>(4, call), 1);
-    run.close();
-  }
-}
-
 // Wider than a flag group's switch of grain at 16 replicas, more ranks than cores.
 void check_wide() {
   Random random(4);
@@ -231,25 +215,10 @@ void check_wide() {
   }
 }
 
-// Two groups over the same ranks at once, and a group that never calls.
-void check_two_groups() {
-  Random random(5);
-  PlanCase group = make_group(3, 6, 2);
-  Run first(group, {.segment_bytes = {1000, 3}}, random), second(group, {}, random),
-      silent(group, {}, random);
-  const std::vector<CallCase> calls = draw_calls(group, 1, 6, random);
-  std::thread other([&] { second.in_threads(calls, 7); });
-  first.in_threads(calls, 8);
-  other.join();
-  first.close();
-}
-
 }  // namespace
 
 // test_engine [repeats [seed]]: for longer runs by hand.
 int main(int argc, char** argv) {
-  check_crossed_hubs();
   check_wide();
-  check_two_groups();
   check_random(argc > 1 ? std::atoi(argv[1]) : scaled(160), argc > 2 ? std::atoi(argv[2]) : 2024);
 }

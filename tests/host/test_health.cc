@@ -16,7 +16,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using uec::CallCounter;
-using uec::CallCounts;
 using uec::Fault;
 using uec::FlagKind;
 using uec::Mode;
@@ -27,8 +26,6 @@ using uec::WaitLog;
 using uec::WaitMeter;
 using uec::Waits;
 using uec::host::Engine;
-
-void sleep_ms(int ms) { std::this_thread::sleep_for(milliseconds(ms)); }
 
 // A wait passes each limit once, and adds only its new time.
 void check_meter() {
@@ -114,51 +111,6 @@ class Callers {
   std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions_;
 };
 
-// A wait for a peer that calls late counts while it lasts, and names the peer.
-void check_late_peer() {
-  Callers callers(2, {});
-  const std::vector<int32_t> plan{1, -1};  // rank 0 needs rank 1's expert
-  Engine& zero = callers.ranks.engine(0);
-  for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
-    const uint64_t first = callers.submit(0, plan);
-    if (epoch == 2) {
-      while (zero.waits().longest_for.expected < 2 || zero.waits().longer[1] == 0) sleep_ms(1);
-      CHECK(!zero.is_completed(first));
-      CHECK_EQ(zero.completed(), 1);
-      CHECK_EQ(zero.epoch(), 2);
-    }
-    const uint64_t second = callers.submit(1, plan);
-    wait_ok(zero, first);
-    wait_ok(callers.ranks.engine(1), second);
-  }
-  const Waits waits = zero.waits();
-  CHECK(waits.longer[0] >= 1 && waits.longest > milliseconds(10) && waits.total >= waits.longest);
-  CHECK_EQ(waits.longest_for.peer, 1);
-  CHECK(waits.longest_for.flag == FlagKind::kDone);
-  CHECK_EQ(waits.longest_for.expert, 1);
-  CHECK_EQ(waits.longest_for.expected, 2);
-}
-
-void check_calls() {
-  Callers callers(2, {});
-  const std::vector<int32_t> plan{1, 0};
-  callers.ranks.on_each([&](int32_t rank) {
-    Engine& engine = callers.ranks.engine(rank);
-    wait_ok(engine, callers.submit(rank, plan));
-    std::vector<int32_t> row(2), table(4);
-    wait_ok(engine, engine.gather(row.data(), table.data(), false));
-    wait_ok(engine, callers.submit(rank, plan));
-  });
-  const CallCounts calls = callers.ranks.engine(0).calls();
-  CHECK(calls.replicate == 2 && calls.gather == 1 && calls.reduce == 0 && calls.rejected == 0);
-  callers.ranks.engine(1).reject();
-  CHECK_EQ(callers.ranks.engine(1).calls().rejected, 1);
-  CHECK_EQ(callers.ranks.engine(1).calls().replicate, 2);
-  // A call on a failed group takes no epoch.
-  CHECK(!callers.ranks.engine(1).wait(callers.submit(1, plan)));
-  CHECK_EQ(callers.ranks.engine(1).calls().replicate, 2);
-}
-
 // One rank late, one closed, one whose process has ended: rank 0 distinguishes them.
 void check_peer_states() {
   int ends[2];
@@ -195,24 +147,11 @@ void check_peer_states() {
   close(ends[0]);
 }
 
-// What a rank told its peers equals its own state.
-void check_own_words() {
-  Callers callers(2, {});
-  callers.ranks.engine(0).reject();
-  CHECK(callers.ranks.engine(0).peer_states()[0].record.kind() == RecordKind::kRejected);
-  Callers closing(2, {});
-  closing.ranks.engine(1).close();
-  CHECK(closing.ranks.engine(1).peer_states()[1].record.is_farewell_of(0));
-}
-
 }  // namespace
 
 int main() {
   check_meter();
   check_meters_beside_each_other();
-  check_late_peer();
-  check_calls();
   check_peer_states();
-  check_own_words();
   return 0;
 }

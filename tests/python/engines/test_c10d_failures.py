@@ -79,9 +79,7 @@ def _call(kind: str, group: uec.Group, aborted: Path) -> None:
     rank, odd = group.rank, group.rank == ODD
     weights = make_weights(group)
     ids = torch.zeros((3, 2), dtype=torch.int64)
-    if kind == "rejects":
-        uec.replicate_experts({} if odd else weights, PLAN, group=group)
-    elif kind == "rejects behind a call":
+    if kind == "rejects behind a call":
         work = uec.replicate_experts(weights, PLAN, group=group, async_op=True)
         assert work is not None
         if odd:
@@ -92,10 +90,6 @@ def _call(kind: str, group: uec.Group, aborted: Path) -> None:
         uec.gather_load(torch.full((2, 2), E) if odd else ids, group=group)
     elif kind == "plan":
         uec.replicate_experts(weights, OTHER if odd else PLAN, group=group)
-    elif kind == "mode":
-        uec.replicate_experts(weights, PLAN, group=group, mode="direct" if odd else "push")
-    elif kind == "segments":
-        uec.replicate_experts(weights, PLAN, group=group, segments=["w"] if odd else None)
     elif kind == "operation":
         if odd:
             uec.gather_load(ids, group=group)
@@ -162,13 +156,9 @@ def _one_is_odd(rank: int, process_group: Any, kind: str, at_once: bool, aborted
 @pytest.mark.parametrize(
     ("kind", "at_once", "own", "others"),
     [
-        ("rejects", False, "InvalidWeightsError", "PeerRejectedError"),
-        ("rejects", True, "InvalidWeightsError", "PeerRejectedError"),
         ("rejects behind a call", True, "InvalidWeightsError", "PeerRejectedError"),
         ("rejects ids", False, "InvalidLoadError", "PeerRejectedError"),
         ("plan", False, "PlanMismatchError", "PlanMismatchError"),
-        ("mode", False, "PlanMismatchError", "PlanMismatchError"),
-        ("segments", False, "PlanMismatchError", "PlanMismatchError"),
         ("operation", True, "PlanMismatchError", "PlanMismatchError"),
         ("order", False, "PlanMismatchError", "PlanMismatchError"),
         ("aborts", False, "TransferAbortedError", "TransferAbortedError"),

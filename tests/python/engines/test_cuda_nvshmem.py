@@ -335,12 +335,11 @@ def _limits(rank: int, process_group: Any) -> None:
     small = FakeDevice(num_sms=8 if rank == 1 else 132)
     text = "num_sms is 16 for each of 1 ranks on this device, which has 8 multiproc.*at most 8"
     assert not refused(small, text, num_sms=16).made
-    for kernel in ("ultraep_replicate", "ultraep_reduce"):
-        full = FakeDevice(num_sms=40)
-        full.blocks_per_sm = {kernel: 0} if rank == 1 else {}
-        text = "num_sms is 40 .* holds 0 blocks of these kernels"
-        runtime = refused(full, text, grads=torch.float32)
-        assert len(runtime.made) == 1  # without load/store access there is no choice of kernels
+    full = FakeDevice(num_sms=40)
+    full.blocks_per_sm = {"ultraep_reduce": 0} if rank == 1 else {}
+    text = "num_sms is 40 .* holds 0 blocks of these kernels"
+    runtime = refused(full, text, grads=torch.float32)
+    assert len(runtime.made) == 1  # without load/store access there is no choice of kernels
 
     mixed = FakeDevice(compute_capability=(9 + rank, 0))
     runtime = FakeNvshmem()

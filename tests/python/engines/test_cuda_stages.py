@@ -9,13 +9,20 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice
 from ranks import plan_alone
-from stage_cases import FIELDS, Case, assert_same
+from stage_cases import EXPERT, FIELDS, Case, assert_same
 
 import ultraep_comm as uec
 from ultraep_comm import errors
+from ultraep_comm.calls import traced
 from ultraep_comm.engines.cuda import stages as stages_module
 from ultraep_comm.engines.cuda.device import Device
 from ultraep_comm.group.group import session_of
+
+
+@pytest.fixture
+def device(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+    monkeypatch.setattr(stages_module, "MIN_RUNS", 4)
+    return emulated
 
 
 def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) -> None:
@@ -65,18 +72,6 @@ def test_the_allocator_learns_of_each_memory_once(monkeypatch: pytest.MonkeyPatc
 # ---- plans --------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_in_the_order_of_the_current_stream(device: EmulatedDevice) -> None:
-    case = Case(0, num_ranks=3, num_experts=6, slots=2)
-    load, fresh = device.put(torch.zeros(3, 6, dtype=torch.int32)), case.load(100)
-    device.delay(20_000)
-    device.copy(load, fresh)
-    plan = uec.plan_replicas(load, group=case.group)
-    device.copy(load, device.put(torch.zeros_like(fresh)))
-    device.synchronize()
-    assert_same(plan, uec.plan_replicas(fresh, group=case.group))
-    case.close()
-
-
 def test_what_comes_from_the_cpu_is_uploaded(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +103,6 @@ def test_tensors_of_a_plan_have_one_memory_and_are_aligned(device: EmulatedDevic
         (torch.int32, {(1, 3): -1}, "entry for expert 3"),
         (torch.int64, {(0, 2): 2**31}, "entry for expert 2"),
         (torch.int64, {(0, 2): 2**32}, "entry for expert 2"),  # 0, in 32 bits
-        (torch.int64, {(0, 2): -(2**32)}, "entry for expert 2"),
         (torch.int32, {(0, 5): 2**31 - 1, (1, 5): 1}, "more than 2147483647 tokens for expert 5"),
     ],
 )
@@ -133,14 +127,12 @@ def test_faults_of_a_load_surface_at_the_next_call(
     with pytest.raises(errors.InvalidLoadError, match=text):
         uec.plan_replicas(good, group=case.group)
     uec.plan_replicas(good, group=case.group)  # it is raised only once
-    uec.plan_replicas(device.put(bad), group=case.group)
-    with pytest.raises(errors.InvalidLoadError, match=f"rank {case.rank}: .*{text}"):
-        case.group.close()
     case.close()
 
 
-def test_too_many_tokens_in_all(device: EmulatedDevice) -> None:
+def test_closing_waits_and_tells_of_too_many_tokens_in_all(device: EmulatedDevice) -> None:
     case = Case(0, num_ranks=1, num_experts=600, slots=1)
+    device.delay(50_000)
     uec.plan_replicas(
         device.put(torch.full((600,), 2**31 - 1, dtype=torch.int32)), group=case.group
     )
@@ -292,19 +284,6 @@ def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, 
     case.close()
 
 
-def test_the_first_fault_stays(device: EmulatedDevice) -> None:
-    case = Case(0, num_ranks=2, num_experts=4, slots=1)
-    plan = uec.plan_replicas(device.put(torch.zeros(2, 4, dtype=torch.int32)), group=case.group)
-    stages = session_of(case.group).engine
-    assert stages is not None
-    for bad in (77, 78):  # the second is made before the first is known
-        stages.reroute(device.put(torch.tensor([[bad]])), plan)
-    device.synchronize()
-    with pytest.raises(errors.InvalidLoadError, match="id 77"):
-        uec.reroute(device.put(torch.tensor([[-1]])), plan, group=case.group)
-    case.close()
-
-
 def test_mixed_inputs_are_copied(device: EmulatedDevice) -> None:
     case = Case(5, num_ranks=3, num_experts=6, slots=1)
     load = case.load(9)
@@ -322,6 +301,23 @@ def test_mixed_inputs_are_copied(device: EmulatedDevice) -> None:
     assert torch.equal(out, expected)
     assert device.is_on_device(out)
     assert torch.equal(found, uec.reroute_map(routing, None, plan, group=case.group)[0])
+    case.close()
+
+
+def test_memory_grows_with_the_ids(device: EmulatedDevice) -> None:
+    case = Case(1, num_ranks=2, num_experts=4, slots=1)
+    stages = session_of(case.group).engine
+    assert stages is not None
+    assert stages._stages.max_runs == 4
+    for tokens in (10, 40, 150):  # of each expert
+        load = torch.full((2, 4), tokens, dtype=torch.int32)
+        plan = uec.plan_replicas(device.put(load), group=case.group)
+        ids = case.ids(load)
+        out = uec.reroute(device.put(ids), plan, group=case.group)
+        device.synchronize()
+        on_host = uec.plan_replicas(load, group=case.group)
+        assert torch.equal(out, uec.reroute(ids, on_host, group=case.group))
+    assert stages._stages.max_runs == 16
     case.close()
 
 
@@ -349,13 +345,6 @@ def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
         with pytest.raises(errors.InvalidPlanError, match=message):
             case.group.instance_offsets(plan, pad_to=rows)
         case.group.assert_idle()
-    case.close()
-
-
-def test_closing_tells_of_an_overrun(device: EmulatedDevice) -> None:
-    case = Case(0, num_ranks=2, num_experts=4, slots=1)
-    plan = uec.plan_replicas(device.put(case.load(50)), group=case.group, target=1.0)
-    device.synchronize()
     case.group.instance_offsets(plan, pad_to=1)
     with pytest.raises(errors.InvalidPlanError, match="more than the pad_to of an earlier"):
         case.group.close()
@@ -369,3 +358,70 @@ def test_a_rank_without_instances_has_no_rows(device: EmulatedDevice) -> None:
     device.synchronize()
     assert group.instance_offsets(plan, pad_to=0).tolist() == []
     case.close()
+
+
+# ---- operators ----------------------------------------------------------------------------------
+
+
+def test_operators_stay_on_the_device(device: EmulatedDevice) -> None:
+    """A graph may write to what an operator has returned."""
+    case, operators = Case(3, num_ranks=3, num_experts=8, slots=2), torch.ops.ultraep_comm
+    load, name = device.put(case.load(9)), case.group.name
+    plan = uec.plan_replicas(load, group=case.group)
+    own = (plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains)
+    sizes = (3, 8, 2, 1.01, [])
+    made = operators.plan_replicas(load, *sizes, name)
+    *in_bank, to_fill = operators.plan_replicas_in_bank(load, *sizes, traced.ORDER, 0, name)
+    ids = device.put(torch.zeros(2, 1, dtype=torch.int64) - 1)
+    fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load)
+    assert device.is_on_device(operators.reroute(ids, *fields, name))
+    device.synchronize()
+    for tensors in (made, in_bank):
+        assert all(map(device.is_on_device, tensors))
+        for tensor, eager in zip(tensors, own, strict=True):
+            assert torch.equal(tensor, eager)
+            assert tensor.data_ptr() != eager.data_ptr()  # type: ignore[union-attr]
+    assert torch.equal(to_fill, in_bank[0] >= 0)
+    case.group.abort()  # the ids are not those of the load
+    case.close()
+
+
+def test_traced_calls_copy_nothing_to_the_cpu() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Devices(TorchDispatchMode):
+        seen: list[tuple[str, torch.device]]
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(value, torch.Tensor):
+                    self.seen.append((str(func), value.device))
+            return result
+
+    group, *others = uec.testing.new_loopback_groups(
+        2, num_experts=8, slots_per_rank=2, expert=EXPERT, num_sms=1
+    )
+    where = torch.device("cuda", 0)
+    with FakeTensorMode(allow_non_fake_inputs=True), Devices() as devices:
+        devices.seen = []
+        ids = torch.empty(5, 2, dtype=torch.int64, device=where)
+        load = traced.gather_load(ids, "topk_ids", group)
+        plan = traced.plan_replicas(load, group, 1.01, None, reuse=True)
+        assert plan.slots_to_fill is not None
+        assert plan.slots_to_fill.dtype == torch.bool
+        plan = traced.plan_replicas(load, group, 1.01, None)
+        traced.reroute(ids, plan, group)
+        routing = torch.empty(5, 8, dtype=torch.bool, device=where)
+        probs = torch.empty(5, 8, device=where)
+        traced.reroute_map(routing, probs, plan, group)
+        torch.ops.ultraep_comm.reroute_map_backward(
+            torch.empty(5, 12, device=where), routing, *traced.fields_of(plan), group.name
+        )
+    assert any("ultraep_comm.reroute_map" in name for name, _ in devices.seen)
+    assert {device for _, device in devices.seen} == {where}
+    for each in (group, *others):
+        each.close()
