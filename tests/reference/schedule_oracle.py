@@ -242,7 +242,12 @@ def slowest_link(problem: Problem, schedule: Schedule) -> Fraction:
 
 def densest(problem: Problem) -> Fraction:
     """The same T*, by trying every set of ranks: what only they can send, evenly shared."""
-    best = Fraction(max(imports(problem)))
+    return max(Fraction(max(imports(problem))), most_sent(problem))
+
+
+def most_sent(problem: Problem) -> Fraction:
+    """What the ranks of some set have to send, on average at most."""
+    best = Fraction(0)
     replicas = {e: {rank for rank, _ in at} for e, at in problem.replicas().items()}
     holders = {e: {rank for rank, _ in at} for e, at in problem.holders().items()}
     for bits in range(1, 1 << problem.num_ranks):

@@ -12,7 +12,6 @@ from ranks import loopback, raised
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.adapters.balancer import Balancer
-from ultraep_comm.adapters.checks import warn_idle
 
 G, E, S, H, T, K = 4, 8, 2, 5, 32, 2
 M, P = E // G, E // G + S
@@ -92,15 +91,3 @@ def test_a_batch_is_waited_for_before_the_next(
         assert "without begin()" in str(early)
         assert isinstance(second, errors.InvalidArgumentError)
         assert "whose replicas would be overwritten" in str(second)
-
-
-def test_a_group_of_one_rank_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    warn_idle.cache_clear()
-    for num_ranks in (2, 1):
-        assert not caplog.records
-        expert = {"w": ((1,), torch.float32)}
-        group, *_ = uec.testing.new_loopback_groups(
-            num_ranks, num_experts=2, slots_per_rank=1, expert=expert
-        )
-        Balancer(group, {"w": torch.zeros(2 // num_ranks, 1)})
-    assert "Balancer: no expert is replicated; set up a group of several ranks" in caplog.text

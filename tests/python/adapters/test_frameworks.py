@@ -79,17 +79,13 @@ RIGHT: dict[str, Any] = {
     ("change", "says"),
     [
         ({}, ""),
-        ({"losses": [[4.0, 3.5], [4.0, 3.6]]}, "a loss is 3.6; expected 3.5"),
         ({"losses": [[4.0], [float("nan")]]}, "a loss is nan; expected 4.0"),
         ({"gradients": [1e-3, 1e-6]}, "first gradients are 0.001 apart; expected less than 2e-05"),
-        ({"gradients": [1e-6, 1e-3]}, "gradients are 0.001 apart"),
         ({"gradients": [1e-6, float("nan")]}, "gradients are nan apart"),
-        ({"left": {"moments": 0.1}}, "moments are 0.1 apart"),
         ({"arrivals": [[3], [2, 3]]}, "parameters got [2, 3] gradients; expected [3]"),
         ({"from_fp32": [0.01, 0.02]}, "gradients are 0.02 from fp32; expected less than 0.013"),
         ({"imbalance": []}, "0 plans; expected some"),
         ({"imbalance": [["0", 1.5, 1.2, 2]]}, "imbalance 1.50 to 1.20; expected below 1.05"),
-        ({"imbalance": [["0", 1.04, 1.0, 2]]}, "the load was even from the start"),
     ],
 )
 def test_what_is_wrong_is_said(change: dict[str, Any], says: str) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-LM's adapter: on a stand-in everywhere, on megatron-core where it is installed."""
+"""Megatron-LM's adapter, on a stand-in of it."""
 
 from __future__ import annotations
 
@@ -195,7 +195,6 @@ UNLIKE: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda e: e.linear_fc2.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
         "linear_fc2.forward_pre_hooks",
     ),
-    "patched": (lambda e: setattr(e, "forward", lambda *x: (x[0], None)), "forward"),
     "setting": (lambda e: setattr(e, "scale", 2.0), "scale: 2.0"),
     "mode": (lambda e: e.eval(), "training: False"),
     "class": (lambda e: setattr(e, "__class__", type("Other", (type(e),), {})), "class"),

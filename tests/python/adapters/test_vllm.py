@@ -141,8 +141,6 @@ def make_bad(kind: str) -> tuple[list[list[torch.Tensor]], Any]:
         good[0][1] = good[1][1] = torch.zeros(1).expand(L)
     elif kind == "another shape":
         good[1][0] = torch.zeros(L, 5)
-    elif kind == "no rows":
-        good[0][1] = torch.zeros(())
     elif kind == "no list":
         buffer = tuple(buffer)
     elif kind == "gaps":
@@ -163,7 +161,6 @@ def set_up(rank: int, group: dist.ProcessGroup, kind: str, where: int) -> str:
         ("one scale for all", "rank 1 has a tensor 1 of layer 1 with shape (1,), without one row"),
         ("shared rows", "rank 1 has a tensor 1 of layer 0 with shape (3,), whose rows share"),
         ("another shape", "rank 1 has layer 1 with tensors"),
-        ("no rows", "rank 1 has a tensor 1 of layer 0 with shape (), without one row"),
         ("no list", "rank 1 has tuple as receive buffer"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeElastic, faked, shown
+from fake_vllm import FakeElastic, faked
 from fake_vllm_batch import (
     LAYERS,
     NAMES,
@@ -118,19 +118,6 @@ def test_outputs_are_those_without_replicas(
             assert before > 1.4
             assert after <= 1.02
             assert replicas > 0
-
-
-def join_shown(rank: int, group: Any) -> str:
-    with shown() as text, registered(rank, LAYERS, group, gathers=False) as layers:
-        for n, layer in enumerate(layers):
-            load(layer, rank, n, 0)
-        add_model(layers, group)
-    return text.getvalue()
-
-
-def test_the_log_of_vllm_says_that_layers_have_replicas(ranks: RankPool) -> None:
-    for text in ranks.run(G, join_shown):
-        assert f"{LAYERS} MoE layers have replicas for each batch" in text
 
 
 def run_lonely(rank: int, group: Any, min_tokens: int) -> list[Any]:
@@ -286,7 +273,6 @@ def parallel(layer: Any) -> Any:
     ("change", "says"),
     [
         (lambda m: setattr(m.vllm_config.parallel_config, "use_ubatching", True), "dual-batch"),
-        (lambda m: setattr(parallel(m), "pcp_size", 2), "prefill_context_parallel_size=2"),
         (
             lambda m: setattr(parallel(m), "use_moonep_kernels", True),
             "all2all_backend='allgather_reducescatter' dispatches inside",
@@ -294,10 +280,6 @@ def parallel(layer: Any) -> Any:
         (lambda m: setattr(m.moe_config, "is_lora_enabled", True), "LoRA"),
         (lambda m: setattr(m.moe_config, "num_logical_experts", G * P), "no row for a replica"),
         (lambda m: setattr(m.quant_method, "is_monolithic", True), "its kernel routes by itself"),
-        (
-            lambda m: setattr(m.expert_map_manager, "num_fused_shared_experts", 1),
-            "shared experts fused with routed ones",
-        ),
         (
             lambda m: setattr(m.expert_map_manager, "placement_strategy", "round_robin"),
             "expert_placement_strategy='round_robin'",

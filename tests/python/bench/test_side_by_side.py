@@ -61,8 +61,3 @@ def test_what_has_grown(
     assert compare(*times, "--rounds", "2", "--max-increase", limit) == status
     assert f"{here / 4 - 1:+.1%}" in capsys.readouterr().out
     assert (tmp_path / "log").read_text() == "bhhb"
-
-
-def test_other_figures_are_not_compared(compare: Compare) -> None:
-    with pytest.raises(SystemExit, match="only one side"):
-        compare({"gather": 4}, {"empty": 4}, "--rounds", "1")

@@ -26,7 +26,7 @@ def counts(tmp_path: Path) -> tuple[Path, np.ndarray]:
     return tmp_path / "counts.npz", values
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 8])
 def test_fewer_ranks_add_neighbours(counts: tuple[Path, np.ndarray], num_ranks: int) -> None:
     path, values = counts
     found = load(path, num_ranks, step=2, layer=1)
@@ -70,12 +70,10 @@ def test_topk_padding_and_no_expert_count(tmp_path: Path) -> None:
         ({"other": np.zeros(3)}, "counts_src"),
         ({"counts_src": np.zeros((2, 2, 2), np.int32)}, "shape"),
         ({"counts_src": np.zeros((1, 1, 1, 1))}, "float64"),
-        ({"counts_src": np.zeros((1, 1, 1, 0), np.int32)}, "only the first axis"),
         ({"counts_src": np.full((1, 1, 1, 4), -1)}, "outside"),
         ({"counts_src": np.full((1, 1, 2, 4), 2**30)}, "2\\*\\*31"),
         ({"counts_src": np.array([[[[object()]]]])}, "Object arrays"),
         ({"topk": np.full((4, 1, 2), 7), "n_experts": 7}, "\\[0, 7\\)"),
-        ({"topk": np.full((4, 1, 2), -2)}, "-2"),
         ({"topk": np.zeros((4, 1, 2), int), "n_experts": np.array([1.5])}, "n_experts"),
         (b"", "it is not an .npz file"),
         (b"PK\x03\x04 not really a zip", "or is damaged"),

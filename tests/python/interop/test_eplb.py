@@ -12,27 +12,12 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from plan_tokens import EPLB_ROWS, EPLB_WEIGHT, rank_tokens
+from plan_tokens import rank_tokens
 
 import ultraep_comm as uec
 from ultraep_comm import interop
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.plan.topology import contiguous_home
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_the_published_example_of_eplb(layer: int) -> None:
-    rows, sizes = torch.tensor(EPLB_ROWS)[layer], {"num_ranks": 8, "num_experts": 12}
-    with pytest.raises(InvalidPlanError, match="expert 0 has no row on its home, rank 0: its rows"):
-        interop.from_eplb(rows, **sizes)
-    home = interop.home_from_eplb(rows, **sizes)
-    local = torch.bincount(home, minlength=8)
-    assert (int(local.min()), int(local.max())) == (1, 2)  # 12 experts on 8 ranks
-    plan = interop.from_eplb(rows, **sizes, home=home, load=torch.tensor(EPLB_WEIGHT)[layer])
-    assert plan.num_replicas == 4
-    assert plan.slots_per_rank == 1
-    assert plan.load is None
-    assert rank_tokens(plan) == dealt(EPLB_ROWS[layer], 8, EPLB_WEIGHT[layer])
 
 
 def dealt(rows: Sequence[int], num_ranks: int, totals: Sequence[int]) -> list[int]:

@@ -23,19 +23,15 @@ EPLB_CASES: list[Case] = [
     (torch.tensor(TABLE) / 2, {}, "dtype torch.float32; expected integers"),
     ("rows", {}, "physical_to_logical is not a tensor"),
     ([*TABLE[:5], 4], {}, r"physical_to_logical\[5\] is 4; expected an expert in \[0, 4"),
-    ([*TABLE[:5], -2], {}, r"\[5\] is -2; expected .* or -1"),
     ([0, 1, 2, 2, 1, 0], {}, "expert 3 has no row; expected each of 4 .* the 6 rows"),
     (TABLE, {"home": [0, 1, 1, 1]}, r"expert 1 .* rank 1: its rows are \[1\], on"),
-    (TABLE, {"home": [0, 0, 1]}, r"home has shape \(3,\) .*; expected \[4\]"),
     (TABLE, {"home": [0, 0, 1, 2]}, r"home\[3\] is 2; expected a rank in \[0, 2\)"),
-    (TABLE, {"load": torch.ones(3)}, "load has shape .* dtype float32"),
     (TABLE, {"load": torch.tensor([1, 2])}, r"load has shape \(2,\) .*, or \(4,\)"),
     (TABLE, {"load": torch.tensor([1, 2, -3, 4])}, r"load\[2\] is -3"),
     (TABLE, {"load": torch.full((2, 4), 2**31 - 1)}, f"the load of expert 0 is {2**32 - 2}"),
     (TABLE, {"slots_per_rank": 0}, r"rank 0 needs 1 slots, for experts \[2\], but"),
     (TABLE, {"slots_per_rank": -1}, "slots_per_rank is -1; expected 0 to"),
     (TABLE, {"num_ranks": 0}, "num_ranks is 0; expected 1 to"),
-    (TABLE, {"num_experts": 2**24 + 1}, "num_experts is 16777217"),
 ]
 LLEP_CASES: list[Case] = [
     ([(0, 0, 1)], {}, "lpt_plan is a list; expected a mapping .* compute_llep_lpt_plan"),
@@ -44,18 +40,11 @@ LLEP_CASES: list[Case] = [
     ({0: [(2, 0, 1)]}, {}, r"lpt_plan\[0\]\[0\] is on rank 2; expected a rank in \[0, 2"),
     ({0: [(0, 1, 2)]}, {}, "on rank 0 has tokens 1 to 2; expected some from 0"),
     ({0: [(0, 0, 2), (1, 1, 3)]}, {}, r"\[0\]\[1\] on rank 1 .* 1 to 3; .* from 2 on"),
-    ({0: [(0, 0, 0)]}, {}, "has tokens 0 to 0"),
     ({0: [(0, 0, 2**70)]}, {}, rf"computes {2**70} tokens of expert 0; expected 0 to"),
-    ({0: [(0, 0, 1.5)]}, {}, r"lpt_plan\[0\]\[0\] is 1.5; expected an integer"),
     ({"a": []}, {}, "an expert is 'a'; expected an integer"),
     ({0: 7}, {}, r"lpt_plan\[0\] is 7; expected a list"),
     ({0: [5]}, {}, r"lpt_plan\[0\]\[0\] is 5; expected \(rank, start, end"),
     ({}, {"num_ranks": 3, "num_experts": 4}, "num_experts is 4 for 3 ranks; .* LLEP"),
-    (
-        {0: [(1, 0, 9)], 1: [(1, 0, 9)]},
-        {"slots_per_rank": 1},
-        r"rank 1 needs 2 slots, for experts \[0, 1\], but slots_per_rank is 1. .* LLEP's max",
-    ),
     (
         {0: [(0, 0, 9)]},
         {"load": torch.tensor([[4, 0, 0, 0], [4, 0, 0, 0]])},
@@ -66,17 +55,11 @@ MOONEP_CASES: list[Case] = [
     ([2, 3], {}, r"experts_to_copy has shape \(2,\); expected \[R, B\]"),
     ([[4], [0]], {}, r"experts_to_copy\[0\]\[0\] is 4; expected an exp"),
     ([[1], [0]], {}, r"slot_expert\[0, 0\] is 1: the slot is on .* home"),
-    ([[2, 2], [0, 1]], {}, "expert 2 is twice on rank 0"),
     ([[2], [0]], {"num_experts": 5}, "num_experts is 5 for 2 ranks; .* MoonEP"),
     (
         [[2], [0]],
         {"alloc": torch.ones(2, 4, dtype=torch.int32)},
         r"alloc\[0, 3\] is 1, but rank 0 is not the home of expert 3 .*\[0\] is \[2\]. Exp",
-    ),
-    (
-        [[2], [0]],
-        {"alloc": [[1, -1, 0, 0], [0, 0, 1, 1]]},
-        "rank 0 computes -1 tokens of expert 1; expected 0 to",
     ),
     ([[2], [0]], {"alloc": [1, 2]}, r"alloc has shape \(2,\); expec"),
     (
@@ -90,7 +73,6 @@ ULTRAEP_CASES: list[Case] = [
     ([2, -1, 3, 0, 3, 1], {}, r"\[1\], a master of rank 0, is unused; .* first 2 rows"),
     ([2, 0], {}, "a rank has 1 of 2 rows; expected its 2 masters"),
     (ROWS, {"quota": None}, "only logical_to_physical was given; expected both"),
-    (ROWS, {"logical_to_physical": None}, "only quota was given"),
     (ROWS, {"quota": [[1]] * 4}, r"shape \(4, 2\) and quota \(4, 1\); expected \["),
     (
         ROWS,
@@ -106,11 +88,6 @@ ULTRAEP_CASES: list[Case] = [
         ROWS,
         {"logical_to_physical": [[3, -1], [1, 1], [0, -1], [4, 2]]},
         r"logical_to_physical\[1, 1\] is 1: expert 1 is twice on rank 0",
-    ),
-    (
-        ROWS,
-        {"logical_to_physical": [[3, -1], [1, 5], [0, -1], [4, -9]]},
-        r"logical_to_physical\[3, 1\] is -9, which is not a row of expert 3",
     ),
     (
         ROWS,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import plan_alone, run_python
+from ranks import plan_alone
 from reference import schedule
+from reference.schedule_oracle import Problem, imports, most_sent
 from tiers import cases
 
-from studies.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
+from studies.model.published import PUBLISHED_RUNS, PublishedRun
 from studies.peers.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
 from ultraep_comm import Plan, _core
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
@@ -188,24 +188,6 @@ def test_ranks_send_what_the_schedule_says(
         assert found.sent_bytes.tolist() == sent.tolist()
 
 
-FINISHES = """
-import torch
-from ultraep_comm import Plan
-from ultraep_comm.model import predict
-slots = torch.tensor([[-1, -1], [0, 1], [0, 6], [0, 1], [2, 0]])
-plan = Plan.from_slots(slots, num_experts=10)
-found = [predict(plan, [900_000, 70_001], mode=m).finish_us.tolist() for m in ("push", "pull")]
-"""
-
-
-def test_another_process_predicts_the_same() -> None:
-    names: dict[str, list[list[float]]] = {}
-    exec(FINISHES, names)
-    other = run_python("-c", f"{FINISHES}print(found)", PYTHONHASHSEED="1")
-    assert other.stdout.strip() == repr(names["found"]), other.stderr
-    assert len(set(names["found"][0])) > 1
-
-
 def test_by_hand() -> None:
     """One replica: its rank opens, the home sends 2 tiles, learns of their end and says so."""
     plan = make_plan([[-1], [0]], 2)
@@ -261,18 +243,6 @@ def test_slower_links_between_domains() -> None:
     assert found.bound_us == pytest.approx(W / 2 / 71e3)  # of the two ranks that may receive
     with pytest.raises(UnsupportedError, match=r"rank 2 has a replica of expert 0 from rank 0"):
         predict(far, W, dataclasses.replace(machine, cross_gbps=None))
-
-
-def test_an_expert_crosses_to_a_domain_once() -> None:
-    """By its far link; the near ones, ten times as fast, hand it on."""
-    plan = make_plan([[-1]] * 4 + [[0]] * 4, 8)
-    machine = dataclasses.replace(NVL72, domain_size=4, cross_gbps=71.0)
-    found, direct = predict(plan, W, machine), predict(plan, W, machine, "direct")
-    assert found.mode == "push"
-    assert found.sent_bytes[0] == W
-    assert found.time_us < 1.1 * W / 71e3
-    assert direct.sent_bytes[0] == 4 * W
-    assert direct.time_us > 4 * W / 71e3
 
 
 def test_the_bound_of_a_resident_in_another_domain() -> None:
@@ -400,13 +370,6 @@ def test_a_kernel_makes_the_schedule_of_a_device_plan() -> None:
         assert times[1] - times[0] == pytest.approx(more)
 
 
-def test_auto_knows_what_a_relay_takes_longer() -> None:
-    plan = make_plan([[-1], [0], [0]], 3)
-    for size, mode in ((2 << 20, "direct"), (W, "push")):
-        assert predict(plan, size, "nvl72").mode == mode
-        assert predict(plan, size, NVL72).mode == "push"
-
-
 # ---- the bound ----------------------------------------------------------------------------------
 
 
@@ -420,20 +383,9 @@ def bound_by_sets(
     plan: Plan, egress: float, ingress: float, residents: list[list[int]] | None = None
 ) -> float:
     """T* of an expert of 1000 bytes in microseconds: its definition, over all sets of ranks."""
-    slots, home = plan.slot_expert.numpy(), plan.home.tolist()
-    moved = moves(plan, residents)
-    ranks = range(len(slots))
-    replicas = {e: {r for r in ranks if e in slots[r][moved[r]]} for e in range(len(home))}
-    replicas = {e: where for e, where in replicas.items() if where}
-    holders = {e: {home[e]} | {r for r in ranks if e in slots[r][~moved[r]]} for e in replicas}
-    most = Fraction(0)
-    for bits in range(1, 1 << len(slots)):
-        chosen = {r for r in ranks if bits >> r & 1}
-        sends = sum(w <= chosen for w in holders.values())
-        sends += sum(len(w) - 1 for e, w in replicas.items() if w | holders[e] <= chosen)
-        most = max(most, Fraction(sends, len(chosen)))
-    fullest = moved.sum(axis=1).max()
-    return max(float(most) / egress, fullest / ingress)
+    slots = plan.slot_expert.tolist()
+    problem = Problem(slot_expert=slots, home=plan.home.tolist(), residents=residents)
+    return max(float(most_sent(problem)) / egress, max(imports(problem)) / ingress)
 
 
 def test_the_bound_is_that_over_all_sets_of_ranks() -> None:
@@ -505,22 +457,6 @@ def test_direct_times_are_the_published_ones(run: PublishedRun) -> None:
     assert predict(plan, W, mode="direct").time_us == pytest.approx(run.direct_us, rel=0.05)
 
 
-@pytest.mark.parametrize("run", PUBLISHED_RUNS, ids=lambda run: str(run.imbalance))
-def test_the_published_relay_takes_longer_than_the_model_says(run: PublishedRun) -> None:
-    """Not reproduced, and said so: by how much belongs to docs/model.md."""
-    modelled = predict_relay(run.make_plan(), W, NVL72).time_us
-    assert 0.8 < modelled / run.relay_us < 0.9
-
-
-@pytest.mark.parametrize("published", [220, 270, 370, 470, 520])
-def test_other_published_direct_times_are_whole_numbers_of_experts(published: int) -> None:
-    """Of these runs only times are known: some number of copies from the busiest home fits each."""
-    copies = round(published * 710e3 / W)
-    plan = spread_plan(copies + 20, copies)
-    on = predict(plan, W, "nvl72-links", "direct")  # as in docs/model.md
-    assert on.time_us == pytest.approx(published, rel=0.05)
-
-
 def test_the_relay_as_published() -> None:
     wide = make_plan([[-1]] + [[0]] * 9, 10)
     parents = relay_parents(wide)
@@ -542,15 +478,6 @@ def test_the_relay_as_published() -> None:
     assert 3 * W / 710e3 < found.time_us < 3 * W / 710e3 + 2 * NVL72.hop_us + chunks
 
 
-@given(plans())
-@settings(max_examples=cases(15, 60))
-def test_relays_deliver_everything(plan: Plan) -> None:
-    found = predict_relay(plan, [400_000, 9])
-    filled = plan.slot_expert.numpy() >= 0
-    assert np.array_equal(found.received_bytes, np.where(filled, 400_009, 0))
-    assert found.time_us >= found.bound_us * (1 - 1e-9)
-
-
 def test_relays_are_chosen_by_what_they_send() -> None:
     slots = [[-1, -1], [-1, -1]] + [[0, 1]] * 8
     parents = relay_parents(make_plan(slots, 10))
@@ -564,34 +491,19 @@ def test_relays_are_chosen_by_what_they_send() -> None:
     "wrong",
     [
         {"egress_gbps": 0.0},
-        {"egress_gbps": -1.0},
         {"ingress_gbps": math.nan},
-        {"ingress_gbps": math.inf},
-        {"ingress_gbps": "710"},
         {"deliver_us": -0.1},
-        {"flag_us": math.inf},
-        {"load_us": math.nan},
-        {"cross_us": -1.0},
-        {"cross_gbps": 0.0},
-        {"write_efficiency": 0.0},
         {"read_efficiency": 1.01},
         {"num_sms": 0},
         {"num_sms": 3, "tiles_in_flight": 256},  # no multiple
         {"tiles_in_flight": 1.0},
-        {"tiles_in_flight": True},
-        {"tile_bytes": 0},
         {"domain_size": 0},
         {"fair_loads": "no"},
         {"name": None},
-        {"call_us": -1.0},
         {"parallel": 0.5},
-        {"parallel": math.nan},
-        {"parallel": "2"},
         {"parallel": 2.0, "read_gbps": 0.0},
-        {"parallel": 2.0, "group_us": -1.0},
         {"parallel": 2.0, "domain_size": 2},
         {"read_gbps": 10.0},  # without parallel
-        {"group_us": 1.0},
     ],
     ids=str,
 )
@@ -614,7 +526,7 @@ def test_unknown_names() -> None:
         Machine(710.0, 710.0)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, [], [W, 0], 1.5, "w", [1 << 37], 1 << 60], ids=str)
+@pytest.mark.parametrize("wrong", [0, [], [W, 0], 1.5, [1 << 37]], ids=str)
 def test_impossible_sizes(wrong: object) -> None:
     with pytest.raises(InvalidArgumentError, match="expert_bytes"):
         predict(make_plan([[-1], [0]], 2), wrong)

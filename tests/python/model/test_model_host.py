@@ -42,13 +42,6 @@ def time_of(plan: Plan, machine: Machine = HOST, mode: str = "direct", size: int
 # ---- by hand ------------------------------------------------------------------------------------
 
 
-def test_what_a_calibration_says() -> None:
-    assert HOST.name == "calibrated: a processor"
-    assert HOST.tile_bytes == HOST_TILE_BYTES
-    assert (HOST.call_us, HOST.hop_us, HOST.group_us) == (6, 5, 0.5)
-    assert (HOST.egress_gbps, HOST.read_gbps, HOST.parallel) == (10, 40, 2)
-
-
 def test_the_shapes_that_are_calibrated() -> None:
     """The predictions are the times that `make_costs` makes such figures of."""
     assert time_of(make_plan([[-1], [-1]], 2)) == pytest.approx(6)

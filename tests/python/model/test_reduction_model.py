@@ -86,11 +86,6 @@ def test_slots_without_quota_have_no_gradient() -> None:
     assert predict_reduction(everything, W).time_us > predict_reduction(plan, W).time_us
 
 
-def test_auto_takes_one_of_both() -> None:
-    assert predict_reduction(fan_in(1), W).mode == "direct"
-    assert predict_reduction(fan_in(7), W, LINKS).mode in ("pull", "direct")
-
-
 def test_bad_input() -> None:
     plan = fan_in(1)
     with pytest.raises(InvalidArgumentError, match="mode is 'push'"):

@@ -15,6 +15,7 @@ from ranks import plan_alone
 from reference import planner_oracle, schedule_oracle
 from reference.balance_oracle import best_balance, every_load
 from test_planner import problem_of
+from test_schedule import problems as placements
 from tiers import cases
 
 import ultraep_comm as uec
@@ -24,17 +25,11 @@ from ultraep_comm.plan.bounds import find_token_bound, find_transfer_bound
 # Home map, domains, slots, tokens; and how many of all such loads have a better bound than ours.
 SMALL: list[tuple[list[int], list[int], int, int, int]] = [
     ([0, 0, 1], [0, 0, 0], 0, 10, 0),
-    ([0, 0, 1], [0, 0], 1, 12, 0),
-    ([0, 0, 0, 1, 1], [0, 0], 1, 10, 0),
-    ([0, 0, 0, 0], [0, 0], 1, 14, 0),
     ([0, 0, 0, 0], [0, 0], 2, 14, 0),
-    ([0, 1, 2], [0, 0, 0], 1, 14, 0),
-    ([0, 0, 1, 2], [0, 0, 0], 2, 12, 0),
     ([0, 0, 0, 0, 0, 0], [0, 0, 0], 1, 10, 0),
     ([0, 0, 0, 0, 1], [0, 0, 0], 1, 11, 5),
     ([0, 0, 0, 1, 2], [0, 0, 0, 0], 1, 12, 9),
     ([0, 0, 0, 0, 1], [0, 0, 0, 0], 1, 11, 1),
-    ([0, 0, 0, 2, 3], [0, 0, 1, 1], 1, 11, 0),
     ([1, 1, 1, 0, 2], [0, 1, 1], 1, 11, 0),
 ]
 
@@ -110,26 +105,12 @@ def test_the_reason_of_the_bound(
 # ---- transfers ----------------------------------------------------------------------------------
 
 
-@st.composite
-def placed(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Slots and home of a plan in which ranks may both export and import."""
-    g, s, e = draw(st.integers(2, 7)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
-    home = draw(st.lists(st.integers(0, g - 1), min_size=e, max_size=e))
-    rows = []
-    for rank in range(g):
-        others = [x for x, h in enumerate(home) if h != rank]
-        row = draw(st.lists(st.sampled_from(others), max_size=s, unique=True)) if others else []
-        rows.append(row + [-1] * (s - len(row)))
-    return rows, home
-
-
-@given(plan=placed())
-@settings(max_examples=cases(300, 2000), deadline=None)
-def test_the_transfer_bound_is_exact(plan: tuple[list[list[int]], list[int]]) -> None:
-    slots, home = plan
-    problem = schedule_oracle.Problem(slot_expert=slots, home=home)
-    shape = (len(slots), len(slots[0]))
-    found = find_transfer_bound(np.array(slots, np.int32).reshape(shape), np.array(home))
+@given(problem=placements(max_ranks=7, max_experts=9))
+@settings(max_examples=cases(150, 2000), deadline=None)
+def test_the_transfer_bound_is_exact(problem: schedule_oracle.Problem) -> None:
+    problem = dataclasses.replace(problem, residents=None)
+    slots, home = problem.slot_expert, problem.home
+    found = find_transfer_bound(np.array(slots, np.int32), np.array(home))
     exports, imports = schedule_oracle.exports(problem), schedule_oracle.imports(problem)
     experts, reason, ranks = found[0], found[1], set(found[2])
     assert experts == schedule_oracle.densest(problem)
@@ -232,13 +213,6 @@ def test_the_text_of_other_certificates() -> None:
     assert " by domains of ranks 0, 1, 2, 3 and 1 more; " in str(uec.verify_plan(plan, load))
 
 
-def test_no_tokens_are_balanced() -> None:
-    plan = plan_alone(torch.zeros((3, 5), dtype=torch.int64), slots_per_rank=1)
-    found = uec.verify_plan(plan, [0] * 5)
-    assert (found.imbalance, found.bound_tokens, found.is_exact) == (1, 0, True)
-    assert found.transfer_reason == "none"
-
-
 def test_domains_may_be_crossed_on_request() -> None:
     crossing = by_hand(domains=[0, 1, 1], allow_cross_domain=True)
     with pytest.raises(InvalidPlanError, match="outside the domain"):
@@ -274,15 +248,12 @@ def test_broken_plans(plan: Any, part: str) -> None:
     "load, part",
     [
         ([9, 3, 6, 0], r"shape \(4,\)"),
-        ([LOAD], r"shape \(1, 3, 5\)"),
         ([[1.5] * 5] * 3, "float64"),
-        (None, "object"),
         ([[1], [2, 3]], "not an array"),
         ([9, 3, 6, -1, 11], r"load\[3\] is -1"),
         ([[0, 0, 0, 0, 2**31]] * 3, r"load\[0, 4\] is 2147483648"),
         ([[0, 0, 2**30, 0, 0]] * 3, "load of expert 2 is 3221225472"),
         ([2**70, 0, 0, 0, 0], "object"),
-        (torch.ones(5, dtype=torch.bfloat16), "not an array"),
     ],
 )
 def test_bad_loads(load: Any, part: str) -> None:

@@ -19,7 +19,7 @@ from tiers import cases
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
-from ultraep_comm.bench.loads import apportion, make_loads
+from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.plan.topology import Topology
 
 EXACT = 1_000_000  # parts per million
@@ -58,11 +58,8 @@ def loads_of(num_experts: int, most: int) -> Iterator[np.ndarray]:
 @pytest.mark.parametrize(
     ("local_counts", "most"),
     [
-        ((1, 1), 9),
         ((2, 2), 5),
         ((3, 0), 7),
-        ((4, 1), 3),
-        ((1, 1, 1), 7),
         ((2, 2, 2), 2),
         ((3, 1, 0), 4),
         ((1, 1, 1, 1), 5),
@@ -99,12 +96,6 @@ def test_where_only_the_last_style_is_exact(by_home: list[list[int]]) -> None:
     home = np.arange(len(load), dtype=np.int32) // len(by_home[0])
     tokens = rank_tokens(plan_exactly(load, home, num_ranks, slots), home, num_ranks)
     assert tokens.max() - tokens.min() <= 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "VARIANTS", planner.VARIANTS[:-1])
-        topology = {"num_ranks": num_ranks, "home": home, "domain": [0] * num_ranks}
-        plan = planner.plan_slots(load, slots_per_rank=slots, target=1.0, **topology)
-    tokens = rank_tokens(plan, home, num_ranks)
-    assert tokens.max() - tokens.min() > 1
 
 
 @given(st.data())
@@ -133,9 +124,7 @@ def test_large_loads_are_exact_with_the_certain_slots(data: st.DataObject) -> No
         assert (found == wanted).all()
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "local_counts"), [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 3), (5, 2)]
-)
+@pytest.mark.parametrize(("num_ranks", "local_counts"), [(2, 1), (2, 4), (3, 3), (5, 2)])
 def test_fewer_slots_are_not_certain(num_ranks: int, local_counts: int) -> None:
     """The load that `slots_for_exact` names: no plan at all is exact with one slot less."""
     num_experts = num_ranks * local_counts
@@ -155,38 +144,20 @@ def test_fewer_slots_are_not_certain(num_ranks: int, local_counts: int) -> None:
 
 # ---- large groups -------------------------------------------------------------------------------
 
-FAMILIES = ("zipf0.6", "zipf0.8", "zipf1.0", "zipf1.2", "zipf1.4", "lognormal", "hot")
 
-
-def family_loads(family: str, num_ranks: int, num_experts: int, seeds: int) -> list[np.ndarray]:
-    if family != "hot":
-        return make_loads(
-            family,
-            num_ranks=num_ranks,
-            num_experts=num_experts,
-            num_tokens=num_ranks * 4096,
-            topk=8,
-            seeds=seeds,
-        )
-    loads = []
-    for seed in range(seeds):  # one expert has 30%
-        random = np.random.default_rng(seed)
-        weights = random.lognormal(0, 0.5, num_experts)
-        hot = random.integers(num_experts)
-        weights[hot] = 0
-        weights[hot] = weights.sum() * 3 / 7
-        loads.append(apportion(weights, num_ranks * 4096 * 8))
-    return loads
+def drawn(family: str, num_ranks: int, num_experts: int, seeds: int) -> list[np.ndarray]:
+    tokens = {"num_tokens": num_ranks * 4096, "topk": 8}
+    return make_loads(family, num_ranks=num_ranks, num_experts=num_experts, **tokens, seeds=seeds)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["zipf0.6", "zipf1.4", "lognormal"])
 def test_exact_at_the_bounds_of_transfer(family: str, slots: int) -> None:
     """G - 1 replicas, an import a rank, and hardly an export more than a home's excess needs."""
     num_ranks, num_experts = 64, 256
     home = np.arange(num_experts, dtype=np.int32) // 4
     more = []
-    for load in family_loads(family, num_ranks, num_experts, cases(4, 16)):
+    for load in drawn(family, num_ranks, num_experts, cases(4, 16)):
         plan = plan_exactly(load, home, num_ranks, slots)
         tokens = rank_tokens(plan, home, num_ranks)
         assert tokens.max() - tokens.min() <= 1
@@ -202,12 +173,12 @@ def test_exact_at_the_bounds_of_transfer(family: str, slots: int) -> None:
     assert np.mean(more) <= 0.3
 
 
-@pytest.mark.parametrize(("num_ranks", "num_experts"), [(256, 1024), (512, 2048)])
-def test_larger_than_a_rack(num_ranks: int, num_experts: int) -> None:
+def test_larger_than_a_rack() -> None:
     """Exact with one slot in one domain; in domains of 64 at 1.01 of what their loads allow."""
+    num_ranks, num_experts = 512, 2048
     home = np.arange(num_experts, dtype=np.int32) // 4
-    for family in ("zipf1.0", "lognormal", "hot"):
-        (load,) = family_loads(family, num_ranks, num_experts, 1)
+    for family in ("zipf1.0", "lognormal"):
+        (load,) = drawn(family, num_ranks, num_experts, 1)
         tokens = rank_tokens(plan_exactly(load, home, num_ranks, 1), home, num_ranks)
         assert tokens.max() - tokens.min() <= 1
         domains = np.arange(num_ranks) // 64
@@ -230,7 +201,7 @@ def test_a_plan_says_whether_it_is_exact_and_why_not() -> None:
     loose = plan_alone(load, target=2.0, **four)
     assert not loose.is_exact
     assert loose.limited_by == "target"
-    (skewed,) = family_loads("zipf1.0", 64, 256, 1)  # with one slot, of four that make it certain
+    (skewed,) = drawn("zipf1.0", 64, 256, 1)  # with one slot, of four that make it certain
     loose = plan_alone(torch.from_numpy(skewed.copy()), num_ranks=64, slots_per_rank=1)
     assert loose.limited_by == "target"
     apart = plan_alone(load, target=1.0, domains=[0, 1], **four)
@@ -311,9 +282,8 @@ def test_a_plan_beyond_the_buffer_is_refused() -> None:
     bare = uec.Plan.from_slots([[-1, -1], [0, -1]], num_experts=6)
     with pytest.raises(errors.InvalidPlanError, match="has no quotas"):
         groups[0].instance_offsets(bare, pad_to=6)
-    for rows in (-1, 2**31):
-        with pytest.raises(errors.InvalidArgumentError, match=f"pad_to is {rows}"):
-            groups[0].instance_offsets(plan, pad_to=rows)
+    with pytest.raises(errors.InvalidArgumentError, match="pad_to is -1"):
+        groups[0].instance_offsets(plan, pad_to=-1)
     close_all(groups)
 
 
@@ -327,11 +297,10 @@ def test_no_capacity_where_plans_cannot_be_exact(options: dict[str, Any], found:
         topology.token_capacity(4, 2)
 
 
-@pytest.mark.parametrize(("num_tokens", "topk"), [(-1, 2), ([1, -2, 3], 2), (3, -1)])
-def test_capacities_of_nothing(num_tokens: Any, topk: int) -> None:
+@pytest.mark.parametrize("num_tokens", [[1, -2, 3], [1, 2], "12"])
+def test_capacities_of_nothing(num_tokens: Any) -> None:
     topology = Topology.make(num_ranks=3, num_experts=6, slots_per_rank=2)
-    with pytest.raises(errors.InvalidArgumentError, match="expected 0 or more"):
-        topology.token_capacity(num_tokens, topk)
-    for bad in ([1, 2], "12", 1.5):
-        with pytest.raises(errors.InvalidArgumentError, match="num_tokens"):
-            topology.token_capacity(bad, 2)
+    with pytest.raises(errors.InvalidArgumentError, match="num_tokens"):
+        topology.token_capacity(num_tokens, 2)
+    with pytest.raises(errors.InvalidArgumentError, match="topk"):
+        topology.token_capacity(3, -1)

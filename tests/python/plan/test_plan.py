@@ -85,9 +85,7 @@ def test_a_plan_keeps_its_own_numbers() -> None:
     "changes",
     [
         {"slot_expert": [[2], [0]]},
-        {"slot_expert": torch.zeros(2, 1)},
         {"slot_expert": torch.zeros((0, 1), dtype=torch.int32)},
-        {"home": torch.zeros(5, dtype=torch.int64)},
         {"slot_quota": torch.zeros((3, 1), dtype=torch.int32)},
         {"slot_quota": torch.zeros((3, 2), dtype=torch.int64)},
         {"home_quota": torch.zeros(1, dtype=torch.int32)},
@@ -100,29 +98,18 @@ def test_a_plan_is_made_of_contiguous_int32(changes: dict[str, Any]) -> None:
         dataclasses.replace(good, **changes)
 
 
-def test_empty_plans() -> None:
-    plan = uec.Plan.from_slots(torch.full((3, 2), -1), num_experts=5)
-    assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (0, 0, 0)
-    none = uec.Plan.from_slots(torch.empty((3, 0), dtype=torch.int32), num_experts=5)
-    assert (none.num_replicas, none.max_imports) == (0, 0)
-
-
 @pytest.mark.parametrize(
     "changes, part",
     [
         ({"slot_expert": [[5, -1], *SLOTS[1:]]}, r"slot_expert\[0, 0\] is 5"),
-        ({"slot_expert": [[-2, -1], *SLOTS[1:]]}, "-2"),
         ({"slot_expert": [[1, -1], *SLOTS[1:]]}, "the expert's home"),
         ({"slot_expert": [[2, 2], *SLOTS[1:]]}, "twice on rank 0"),
         ({"slot_expert": [1, 2, 3]}, "num_ranks, slots_per_rank"),
         ({"slot_expert": [[0.5, 1]]}, "float"),
-        ({"slot_expert": None}, "not a tensor"),
         ({"slot_expert": [[1], [2, 3]]}, "not a tensor"),
-        ({"slot_expert": torch.tensor([[2**40, -1], *SLOTS[1:]])}, "32-bit"),
         ({"home": [0, 0, 1, 1]}, "home has shape"),
         ({"home": [0, 0, 1, 1, 3]}, r"home\[4\] is 3"),
         ({"domains": [0, 0, 1]}, "outside the domain of the expert's home"),
-        ({"slot_quota": None}, "only home_quota"),
         ({"home_quota": None}, "only slot_quota"),
         ({"slot_quota": [[2, 0], [3, 5], [1, 0]]}, "expert 0 sum to 8; expected its load, 9"),
         ({"slot_quota": [[2, 1], [3, 5], [2, 0]]}, "empty"),
@@ -140,12 +127,10 @@ def test_bad_plans_are_rejected(changes: dict[str, Any], part: str) -> None:
     "load, part",
     [
         (torch.tensor([[3, 4], [5, -1]]), r"load\[1, 1\] is -1"),
-        (torch.tensor([[3, -(2**31)], [5, -1]]), r"load\[0, 1\] is -2147483648"),
         (torch.tensor([3, 2**31]), r"load\[1\] is 2147483648"),
         (torch.tensor([[0, 2**30], [0, 2**30]]), r"load\[1\] is 2147483648"),
         (torch.full((513,), 2**31 - 1), "sum of load is 1101659110911"),
         (torch.ones(2, 4), "torch.float32"),
-        (torch.ones(2, 2, 4, dtype=torch.int32), r"load is \(2, 2, 4\)"),
         (torch.ones(3, 4, dtype=torch.int32), "load"),
     ],
 )

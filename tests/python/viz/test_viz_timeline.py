@@ -243,20 +243,19 @@ def test_the_command_draws_calls(run: Path, tmp_path: Path) -> None:
     assert Path(outs[1]).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("mode", ["push", "pull", "direct"])
-def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
+def test_predictions_of_the_model(run: Path, tmp_path: Path) -> None:
     size, out = 4 << 20, tmp_path / "p.json"
-    command = ["timeline", str(run), "--predict", "1", "--expert-bytes", "4M", "--mode", mode]
+    command = ["timeline", str(run), "--predict", "1", "--expert-bytes", "4M", "--mode", "pull"]
     assert main([*command, "--out", str(out)]) == 0
     document = json.loads(out.read_text())
     events = check_trace(document)
     plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
-    found = predict(plan, size, "nvl72", mode, timeline=True)
+    found = predict(plan, size, "nvl72", "pull", timeline=True)
     moved = sum(e["args"]["bytes"] for e in events if e["cat"] == "store")
     assert moved == plan.num_replicas * size
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.time_us, abs=1e-3)
     subtitle = document["otherData"]["subtitle"]
-    assert f"mode {mode}: {found.time_us:,.1f} us, {found.over_bound:.3f} of the bound" in subtitle
+    assert f"mode pull: {found.time_us:,.1f} us, {found.over_bound:.3f} of the bound" in subtitle
 
 
 def test_predictions_are_of_what_a_call_moves(run: Path, tmp_path: Path) -> None:
@@ -300,9 +299,7 @@ BAD = [
     ("--imbalance 9", "expected 1 to 8"),
     ("--imbalance 1", "--slots 2 gets no replicas"),
     ("run --calls 7:9", "has none of these calls; it has calls 1 to 3"),
-    ("run --calls 9", "expected FIRST:LAST"),
     ("run --predict 8", "has no plan of a call 8"),
-    ("run --predict 1 --expert-bytes many", "is not a size"),
     ("run run/0.npz", "both of rank 0"),
 ]
 
