@@ -111,6 +111,17 @@ function(ultraep_compile_mutants target copies std_headers)
   target_precompile_headers(${target} REUSE_FROM ${std_headers})
 endfunction()
 
+# Adds a library that the programs of a family share, of the sources of libraries, changed copies in
+# place of originals: ultraep_add_mutated_library(<name> <copies> [<library> <folder>]...)
+function(ultraep_add_mutated_library name copies)
+  if(NOT TARGET ${name})
+    ultraep_library_sources(sources ${ARGN})
+    ultraep_changed_sources(sources ${copies} ${PROJECT_SOURCE_DIR}/src ${sources})
+    add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
+    ultraep_compile_mutants(${name} ${copies} mutants_std)
+  endif()
+endfunction()
+
 # Sets <out> to the sources of a folder, changed copies in place of originals.
 function(ultraep_changed_sources out copies folder)
   set(sources "")

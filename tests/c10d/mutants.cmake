@@ -10,11 +10,11 @@ function(ultraep_add_c10d_mutant name)
 endfunction()
 
 function(_ultraep_c10d_program target program copies)
-  ultraep_library_sources(sources ultraep_c10d c10d)
-  ultraep_changed_sources(sources ${copies} ${PROJECT_SOURCE_DIR}/src ${sources})
-  add_executable(${target} EXCLUDE_FROM_ALL c10d/${program}.cc ${sources})
+  ultraep_add_mutated_library(mutants_c10d ${copies} ultraep_c10d c10d)
+  target_link_libraries(mutants_c10d PUBLIC ultraep_engine)
+  add_executable(${target} EXCLUDE_FROM_ALL c10d/${program}.cc)
   ultraep_compile_mutants(${target} ${copies} mutants_std)
-  target_link_libraries(${target} PRIVATE ultraep_engine)
+  target_link_libraries(${target} PRIVATE mutants_c10d)
 endfunction()
 
 # ---- what a round may hold -----------------------------------------------------------------------

@@ -11,11 +11,11 @@ function(ultraep_add_cuda_mutant name)
 endfunction()
 
 function(_ultraep_cuda_program target program copies)
-  ultraep_library_sources(sources ultraep_cuda_host cuda)
-  ultraep_changed_sources(sources ${copies} ${PROJECT_SOURCE_DIR}/src ${sources})
-  add_executable(${target} EXCLUDE_FROM_ALL cuda/${program}.cc ${sources})
+  ultraep_add_mutated_library(mutants_cuda ${copies} ultraep_cuda_host cuda)
+  target_link_libraries(mutants_cuda PUBLIC ultraep_host)
+  add_executable(${target} EXCLUDE_FROM_ALL cuda/${program}.cc)
   ultraep_compile_mutants(${target} ${copies} mutants_std)
-  target_link_libraries(${target} PRIVATE ultraep_host)
+  target_link_libraries(${target} PRIVATE mutants_cuda)
 endfunction()
 
 # ---- launches of the local stages ----------------------------------------------------------------
