@@ -641,23 +641,33 @@ ultraep_add_device_mutant(device_moves_of_nothing PROGRAM test_plan
 
 ultraep_add_device_mutant(device_best_plan_forgotten PROGRAM test_plan
   FILE cuda/device/plan_bank.cuh
-  FIND [[own.scratch, !is_planned);]]
-  REPLACE [[own.scratch, true);]])
+  FIND [[search.run(is_planned)]]
+  REPLACE [[search.run(false)]])
 
-ultraep_add_device_mutant(device_offers_from_slots_stay_away PROGRAM test_plan
+ultraep_add_device_mutant(device_no_tokens_go_home PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
-  FIND [[      if (from.instance >= 0) team_.atomic_min(]]
-  REPLACE [[      if (from.instance < 0) team_.atomic_min(]])
+  FIND [[        if (s.depth[home] < base) team.atomic_min(]]
+  REPLACE [[        if (false) team.atomic_min(]])
 
-ultraep_add_device_mutant(device_reach_in_any_order PROGRAM test_plan
+ultraep_add_device_mutant(device_last_slot_leads_there PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
-  FIND [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | order;]]
-  REPLACE [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | ~order;]])
+  FIND [[if (s.depth[rank] < base) team.atomic_min(s.first + rank, static_cast<uint32_t>(i));]]
+  REPLACE [[if (s.depth[rank] < base) s.first[rank] = static_cast<uint32_t>(i);]])
 
-ultraep_add_device_mutant(device_groups_of_one PROGRAM test_plan
+ultraep_add_device_mutant(device_any_rank_with_room PROGRAM test_plan
+  FILE core/plan/resident_flow.hpp
+  FIND [[if (room > 0) team.atomic_min(s.best + way.root, order_of(r, room));]]
+  REPLACE [[if (room > 0) s.best[way.root] = order_of(r, room);]])
+
+ultraep_add_device_mutant(device_states_copied_in_part PROGRAM test_plan
+  FILE core/plan/resident_flow.hpp
+  FIND [[const auto count = static_cast<int32_t>(bytes / 8);]]
+  REPLACE [[const auto count = static_cast<int32_t>(bytes / 16);]])
+
+ultraep_add_device_mutant(device_last_variant_wins PROGRAM test_plan
   FILE core/plan/resident_search.hpp
-  FIND [[bool changes = true; changes;]]
-  REPLACE [[bool changes = false; changes;]])
+  FIND [[for (int32_t v = kResidentVariants - 1; v >= 0; --v) {]]
+  REPLACE [[for (int32_t v = 0; v < kResidentVariants; ++v) {]])
 
 ultraep_add_device_mutant(device_words_compared_apart PROGRAM test_plan
   FILE core/base/team.hpp

@@ -26,7 +26,9 @@ PLANS = {"ultraep_plan", "ultraep_load_plan"}
 # One warp of it searches with more registers, and has the search's arrays on its stack: addresses,
 # which its searches for room are given as one object.
 BANK_PLAN = "ultraep_plan_in_bank"
-BANK_PLAN_STACK = 800
+BANK_PLAN_STACK = 704
+# The flow of a plan for a bank has eleven arrays at hand, and no more registers than its caller leaves.
+FLOW_SPILLS = 72
 REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
 # What nvshmem4py's library_init asks the loaded cubin for.
 NVSHMEM_SYMBOLS = {"nvshmemi_device_state_d", "nvshmemi_device_lib_version_d"}
@@ -184,12 +186,14 @@ def test_no_kernel_has_a_stack_of_its_own(cubin: Path) -> None:
 def test_functions_save_registers_and_spill_nothing_else(
     code: dict[int, dict[str, list[str]]], cubin: Path
 ) -> None:
-    """Everything reported as spilled is stored on entry and loaded on return."""
+    """What is reported as spilled is stored on entry and loaded on return, but for one function."""
     called = {name: frame for name, frame in frames(cubin).items() if name not in BUDGET}
     assert any("prepare_call" in name for name in called)  # what makes a block
     for name, frame in called.items():
         saved = saved_bytes(code[architecture(cubin)][name])
-        assert (frame.stores, frame.loads) == (saved, saved), name
+        allowed = FLOW_SPILLS if "relieve_all" in name else 0
+        assert saved <= frame.stores <= saved + allowed, name
+        assert saved <= frame.loads <= saved + allowed, name
 
 
 def test_a_spill_is_told_from_a_saved_register() -> None:

@@ -1,13 +1,15 @@
 """The readable definition of the planner on top of residents: experts that slots still hold.
 
-`src/core/plan/resident_planner.hpp` is the fast one; the two agree in every integer. The residents
-first: if tokens can flow to them until no rank has too many, nothing moves. Otherwise one expert at
-a time moves, to where it relieves the most.
+`src/core/plan/resident_planner.hpp` is the fast one; the two agree in every integer. Tokens first
+flow to what is held: if no rank has too many then, nothing moves. Otherwise one expert at a time
+moves, by two variants side by side, until one of them leaves no rank with too many tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,71 +19,20 @@ from reference.planner import Int32Array
 
 from ultraep_comm.plan.planner import PPM
 
-MAX_TRIALS = 5
-MAX_SOURCES = 8
+# Variants of a search: which hot rank is first, that with the most excess (True) or the least; and
+# which expert, by load per instance (True) or by tokens of the main one.
+VARIANTS = (True, True), (False, False)
+MAX_STEPS, MAX_RISES, MAX_TRIALS = 32, 2, 4
+MAX_QUOTA = 2**31 - 1
 
 
 class Score(NamedTuple):
     """The objectives of a plan, in order; lower is better."""
 
-    fullest: int  # tokens of the fullest rank, at least the threshold
+    over: int  # tokens of the fullest rank above the threshold
     transfer: int  # the largest number of moves to a rank, or of experts that leave one
     moves: int
     instances: int  # slots with a quota
-
-
-class _Source(NamedTuple):
-    """An expert that may get another replica. The lowest tuple is the best."""
-
-    supply: int  # minus the tokens that could go to the replica
-    need: int  # minus its load, divided by four for each replica that it has
-    expert: int
-
-
-class _Move(NamedTuple):
-    """A candidate move. The lowest tuple is the best."""
-
-    left: int  # excess that remains
-    price: int  # room that remains, plus the cost of evicting the slot's resident
-    expert: int
-    slot: int
-
-
-@dataclass(kw_only=True)
-class _Assignment:
-    """The expert in every slot, and every instance's quota. Slot s of rank r is r * S + s."""
-
-    tokens: list[int]  # [G]
-    home_quota: list[int]  # [E]
-    slot_quota: list[int]  # [G * S]
-    slot_expert: list[int]  # [G * S]
-    slots_of: list[list[int]]  # [E], the most recently filled first
-
-    def copy(self) -> _Assignment:
-        return _Assignment(
-            tokens=self.tokens[:],
-            home_quota=self.home_quota[:],
-            slot_quota=self.slot_quota[:],
-            slot_expert=self.slot_expert[:],
-            slots_of=[slots[:] for slots in self.slots_of],
-        )
-
-
-class _Instance(NamedTuple):
-    """An expert's main instance (slot -1), or the one in a slot."""
-
-    expert: int
-    slot: int
-
-
-@dataclass
-class _Reach:
-    """The ranks that a rank can shift tokens to, in the order of the search."""
-
-    ranks: list[int]
-    before: dict[int, int] = field(default_factory=dict)
-    given: dict[int, _Instance] = field(default_factory=dict)  # the instance that gives tokens
-    taken: dict[int, _Instance] = field(default_factory=dict)  # the instance that takes them
 
 
 def plan_slots_with_residents(
@@ -143,12 +94,16 @@ def plan_slots_with_residents(
         residents=residents_.reshape(-1).tolist(),
         slots=slots,
     )
-    if not search.repair(threshold) or search.score.transfer > 1:
-        slot_expert, slot_quota, _ = from_empty()
-        search.overlay_empty_plan(threshold, slot_expert.tolist(), slot_quota.tolist())
-        if search.score.fullest > threshold:
-            search.repair(search.score.fullest)
-    best = search.best
+    best = search.run(threshold)
+    if best is None or search.score(best).transfer > 1:
+        expert, quota, _ = from_empty()
+        laid = search.overlay_empty_plan(threshold, expert.tolist(), quota.tolist())
+        extra = search.score(laid).over
+        second = search.run(threshold + extra) if extra > 0 else None
+        if second is not None:
+            second.over = [over + extra for over in second.over]
+        plans = [plan for plan in (best, laid, second) if plan is not None]
+        best = min(plans, key=search.score)
     return (
         np.array(best.slot_expert, np.int32).reshape(num_ranks, slots),
         np.array(best.slot_quota, np.int32).reshape(num_ranks, slots),
@@ -156,7 +111,36 @@ def plan_slots_with_residents(
     )
 
 
-@dataclass(kw_only=True)
+@dataclass
+class _Assignment:
+    """The expert in every slot, and every instance's quota. Slot s of rank r is r * S + s."""
+
+    over: list[int]  # [G] tokens above the threshold
+    home_quota: list[int]  # [E]
+    slot_expert: list[int]  # [G * S]
+    slot_quota: list[int]  # [G * S]
+
+    def copy(self) -> _Assignment:
+        return _Assignment(
+            self.over[:], self.home_quota[:], self.slot_expert[:], self.slot_quota[:]
+        )
+
+    @property
+    def excess(self) -> int:
+        return sum(max(over, 0) for over in self.over)
+
+
+class _Reached(NamedTuple):
+    """How tokens get to a rank. An instance is a slot, or ~expert for the main one."""
+
+    given: int  # the instances of the last step
+    taken: int
+    came_from: int  # rank
+    root: int  # the rank from which they come
+    limit: int  # tokens
+
+
+@dataclass(frozen=True)
 class _Search:
     load: list[int]  # [E]
     home: list[int]  # [E]
@@ -164,364 +148,216 @@ class _Search:
     rank_load: list[int]  # [G] without replicas
     residents: list[int]  # [G * S]
     slots: int
-    threshold: int = 0
-    now: _Assignment = field(init=False)
-    best: _Assignment = field(init=False)
-    score: Score = field(init=False)
-    imports: list[int] = field(init=False)  # [G] moves to a rank
-    exported: list[set[int]] = field(init=False)  # [G] local experts that move
 
-    def __post_init__(self) -> None:
-        ranks = range(len(self.rank_load))
-        self.local_experts = [[e for e, home in enumerate(self.home) if home == r] for r in ranks]
-        self.score = Score(2**62, 0, 0, 0)
-
-    def repair(self, threshold: int) -> bool:
-        """Keep the residents, and make the moves that bring every rank down to the threshold.
-
-        Returns whether that is possible; the cap on transfers is the lowest that allows it.
-        """
-        self.threshold = threshold
-        last_cap = max(self.slots, *map(len, self.local_experts))
-        cap = 1
-        while cap < 2 * last_cap:
-            for is_retry in (False, True):
-                self._reset_to_residents()
-                if self._move_all(cap, is_retry):
-                    self._undo_needless()
-                    self._empty_slots()
-                    self._keep_better()
-                    return True
-            cap = cap + 1 if cap < self.slots else 2 * cap
-        return False
+    def run(self, threshold: int) -> _Assignment | None:
+        """Return the first plan that a variant finds."""
+        first = self._start(threshold)
+        self._relieve_all(first)
+        if first.excess == 0:
+            return self._improve(first)
+        states, rises = [first.copy() for _ in VARIANTS], [0 for _ in VARIANTS]
+        going = list(range(len(VARIANTS)))
+        for _ in range(MAX_STEPS):
+            for i in going[:]:
+                s, before = states[i], states[i].excess
+                has_moved = self._step(s, *VARIANTS[i])
+                if s.excess >= before:
+                    rises[i] += 1
+                    if not has_moved or rises[i] > MAX_RISES:
+                        going.remove(i)
+                if s.excess == 0:
+                    return self._improve(s)
+        return None
 
     def overlay_empty_plan(
         self, threshold: int, slot_expert: list[list[int]], slot_quota: list[list[int]]
-    ) -> None:
+    ) -> _Assignment:
         """Take the plan made for empty slots, without moving what is in place already."""
-        self.threshold = threshold
-        self._reset_to_residents()
-        now = self.now
+        s = self._start(threshold)
         for rank, row in enumerate(slot_expert):
-            slots = self._slots_of_rank(rank)
+            slots = self._slots_of(rank)
             planned = [(e, q) for e, q in zip(row, slot_quota[rank], strict=True) if e >= 0]
-            held = {now.slot_expert[slot]: slot for slot in slots}
+            held = {s.slot_expert[slot]: slot for slot in slots}
             for expert, quota in planned:
                 if expert in held:
-                    self._give(held[expert], quota)
+                    self._give(s, held[expert], quota)
             for expert, quota in planned:
                 if expert not in held:
-                    free = [slot for slot in slots if now.slot_quota[slot] == 0]
-                    at = min(free, key=lambda slot: (self._eviction_cost(slot), slot))
-                    self._replace(at, expert)
-                    self._give(at, quota)
-        self._keep_better()
+                    free = [(s.slot_expert[i], i) for i in slots if s.slot_quota[i] == 0]
+                    at = min((self.load[e] if e >= 0 else -1, i) for e, i in free)[1]
+                    self._put(s, at, expert)
+                    self._give(s, at, quota)
+        return s
+
+    def score(self, s: _Assignment) -> Score:
+        moved, _, transfers = self._traffic(s)
+        used = sum(quota > 0 for quota in s.slot_quota)
+        return Score(max(0, *s.over), max(transfers.values(), default=0), len(moved), used)
 
     # ---- the assignment
 
-    def _slots_of_rank(self, rank: int) -> range:
+    def _slots_of(self, rank: int) -> range:
         return range(rank * self.slots, (rank + 1) * self.slots)
 
-    def _has_moved(self, slot: int) -> bool:
-        return self.now.slot_expert[slot] != self.residents[slot]
+    def _start(self, threshold: int) -> _Assignment:
+        over = [load - threshold for load in self.rank_load]
+        return _Assignment(over, self.load[:], self.residents[:], [0] * len(self.residents))
 
-    def _eviction_cost(self, slot: int) -> int:
-        """Return the load of the slot's expert, halved for each other replica; -1: empty."""
-        expert = self.now.slot_expert[slot]
-        if expert < 0:
-            return -1
-        return self.load[expert] >> min(len(self.now.slots_of[expert]) - 1, 32)
-
-    def _reset_to_residents(self) -> None:
-        ranks = range(len(self.rank_load))
-        self.imports = [0 for _ in ranks]
-        self.exported = [set() for _ in ranks]
-        slots_of: list[list[int]] = [[] for _ in self.load]
-        for slot, expert in enumerate(self.residents):
-            if expert >= 0:
-                slots_of[expert].append(slot)
-        self.now = _Assignment(
-            tokens=self.rank_load[:],
-            home_quota=self.load[:],
-            slot_quota=[0] * len(self.residents),
-            slot_expert=self.residents[:],
-            slots_of=slots_of,
-        )
-
-    def _give(self, slot: int, tokens: int) -> None:
+    def _give(self, s: _Assignment, slot: int, tokens: int) -> None:
         """Move tokens of the main instance to a slot that holds the expert."""
-        expert = self.now.slot_expert[slot]
-        self.now.slot_quota[slot] += tokens
-        self.now.home_quota[expert] -= tokens
-        self.now.tokens[slot // self.slots] += tokens
-        self.now.tokens[self.home[expert]] -= tokens
+        expert = s.slot_expert[slot]
+        s.slot_quota[slot] += tokens
+        s.over[slot // self.slots] += tokens
+        s.home_quota[expert] -= tokens
+        s.over[self.home[expert]] -= tokens
 
-    def _replace(self, slot: int, expert: int) -> int | None:
-        """Put an expert into a slot, whose tokens go home; return that home."""
-        old = self.now.slot_expert[slot]
-        if old >= 0:
-            self._give(slot, -self.now.slot_quota[slot])
-            self.now.slots_of[old].remove(slot)
-        self.now.slot_expert[slot] = expert
-        if expert >= 0:
-            self.now.slots_of[expert].insert(0, slot)
-        return self.home[old] if old >= 0 else None
+    def _put(self, s: _Assignment, slot: int, expert: int) -> None:
+        """Put an expert into a slot, whose tokens go home."""
+        if s.slot_quota[slot] > 0:
+            self._give(s, slot, -s.slot_quota[slot])
+        s.slot_expert[slot] = expert
+
+    def _traffic(self, s: _Assignment) -> tuple[list[int], set[int], Counter[int]]:
+        """Return the slots that move, their experts, and how many leave or (~rank) enter a rank."""
+        moved = [slot for slot, old in enumerate(self.residents) if s.slot_expert[slot] != old]
+        sent = {s.slot_expert[slot] for slot in moved}
+        at = [self.home[e] for e in sent] + [~(slot // self.slots) for slot in moved]
+        return moved, sent, Counter(at)
 
     # ---- the flow of tokens between ranks that hold the same expert
 
-    def _room(self, rank: int) -> int:
-        return self.threshold - self.now.tokens[rank]
+    def _grow(
+        self, s: _Assignment, roots: Collection[int]
+    ) -> tuple[dict[int, _Reached], list[int]]:
+        """Search breadth first, a tree from each root, up to the first ranks with room.
 
-    def _excess(self, rank: int) -> int:
-        return max(-self._room(rank), 0)
-
-    def _total_excess(self) -> int:
-        return sum(map(self._excess, range(len(self.rank_load))))
-
-    def _quota(self, instance: _Instance) -> int:
-        if instance.slot < 0:
-            return self.now.home_quota[instance.expert]
-        return self.now.slot_quota[instance.slot]
-
-    def _change_quota(self, instance: _Instance, tokens: int) -> None:
-        if instance.slot < 0:
-            self.now.home_quota[instance.expert] += tokens
-        else:
-            self.now.slot_quota[instance.slot] += tokens
-
-    def _offers(self, rank: int) -> list[tuple[_Instance, _Instance]]:
-        """Return pairs of instances: one of this rank with tokens, and one that can take them."""
-        now = self.now
-        offers = []
-        for expert in self.local_experts[rank]:
-            if now.home_quota[expert] > 0:
-                main = _Instance(expert, -1)
-                offers += [(main, _Instance(expert, to)) for to in now.slots_of[expert]]
-        for slot in self._slots_of_rank(rank):
-            if now.slot_quota[slot] > 0:
-                expert = now.slot_expert[slot]
-                others = [-1] + [to for to in now.slots_of[expert] if to != slot]
-                offers += [(_Instance(expert, slot), _Instance(expert, to)) for to in others]
-        return offers
-
-    def _search(self, start: int, stuck: set[int]) -> tuple[_Reach, int | None]:
-        """Search breadth first, and return the first rank with room."""
-        reach = _Reach([start])
-        for rank in reach.ranks:  # grows in the loop
-            for given, taken in self._offers(rank):
-                to = self.home[taken.expert] if taken.slot < 0 else taken.slot // self.slots
-                if to == start or to in reach.before or to in stuck:
-                    continue
-                reach.ranks.append(to)
-                reach.before[to], reach.given[to], reach.taken[to] = rank, given, taken
-                if self._room(to) > 0:
-                    return reach, to
-        return reach, None
-
-    def _relieve(self, rank: int, stuck: set[int] | None = None) -> _Reach | None:
-        """Shift a rank's excess to ranks with room; return its reach if some excess remains.
-
-        The ranks in reach then have no room.
+        The first instance (the main one, then by slot) of the last ranks that has tokens gives an
+        expert; a rank takes that of the first slot. Returns what is reached, and these ranks.
         """
-        while self._excess(rank) > 0:
-            reach, end = self._search(rank, stuck or set())
-            if end is None:
-                return reach
-            path = [end]
-            while path[-1] != rank:
-                path.append(reach.before[path[-1]])
-            path.pop()
-            tokens = min(self._excess(rank), self._room(end))
-            tokens = min(tokens, *(self._quota(reach.given[r]) for r in path))
-            for r in path:
-                self._change_quota(reach.given[r], -tokens)
-                self._change_quota(reach.taken[r], tokens)
-            self.now.tokens[rank] -= tokens
-            self.now.tokens[end] += tokens
-        return None
+        reached = {root: _Reached(0, 0, root, root, s.over[root]) for root in roots}
+        held = [(slot, expert) for slot, expert in enumerate(s.slot_expert) if expert >= 0]
+        last = list(roots)
+        while last:
+            givers: dict[int, tuple[int, int, int]] = {}  # instance, rank, tokens
+            for slot, e in held:
+                home, rank = self.home[e], slot // self.slots
+                if home in last and s.home_quota[e] > 0:
+                    givers[e] = (~e, home, s.home_quota[e])
+                if rank in last and s.slot_quota[slot] > 0:
+                    givers.setdefault(e, (slot, rank, s.slot_quota[slot]))
+            fresh: dict[int, _Reached] = {}
+            for slot, e in held:
+                for taker, taken in ((slot // self.slots, slot), (self.home[e], ~e)):
+                    if e in givers and not (taker in reached or taker in fresh):
+                        given, giver, tokens = givers[e]
+                        before = reached[giver]
+                        limit = min(before.limit, tokens)
+                        fresh[taker] = _Reached(given, taken, giver, before.root, limit)
+            reached |= fresh
+            last = list(fresh)
+            if room := [rank for rank in last if s.over[rank] < 0]:
+                return reached, room
+        return reached, []
 
-    def _supplies(self, reach: _Reach) -> dict[int, int]:
-        """Return how many tokens could leave each rank in reach to relieve those with excess."""
-        supply = {reach.ranks[0]: self._excess(reach.ranks[0])}
-        for r in reach.ranks[1:]:
-            passed = min(supply[reach.before[r]], self._quota(reach.given[r]))
-            supply[r] = passed + self._excess(r)
-        return supply
+    def _change_quota(self, s: _Assignment, instance: int, tokens: int) -> None:
+        if instance < 0:
+            s.home_quota[~instance] += tokens
+        else:
+            s.slot_quota[instance] += tokens
+
+    def _relieve_all(self, s: _Assignment) -> None:
+        """Shift tokens from ranks with excess to ranks with room, as many as can be.
+
+        Of the ranks that a tree reaches that with the most room, in powers of two.
+        """
+        while True:
+            reached, ends = self._grow(s, [r for r, over in enumerate(s.over) if over > 0])
+            if not ends:
+                return
+            best: dict[int, int] = {}  # by root
+            for end in sorted(ends, key=lambda r: (-min(-s.over[r], MAX_QUOTA).bit_length(), r)):
+                best.setdefault(reached[end].root, end)
+            for root, end in best.items():
+                tokens = min(s.over[root], -s.over[end], reached[end].limit)
+                s.over[root] -= tokens
+                s.over[end] += tokens
+                at = end
+                while at != root:
+                    self._change_quota(s, reached[at].given, -tokens)
+                    self._change_quota(s, reached[at].taken, tokens)
+                    at = reached[at].came_from
 
     # ---- moves
 
-    def _move_all(self, cap: int, is_retry: bool) -> bool:
-        """Relieve the hot ranks one after the other, those with the least excess first.
+    def _step(self, s: _Assignment, from_end: bool, by_load: bool) -> bool:
+        """Move an expert, and let tokens flow; return whether one was found that could help."""
+        hot = sorted((over, rank) for rank, over in enumerate(s.over) if over > 0)
+        move = self._choose(s, hot[-1 if from_end else 0][1], by_load)
+        if move:
+            self._put(s, *move)
+            self._relieve_all(s)
+        return move is not None
 
-        A retry takes those with the most first, and considers more experts for each.
+    def _choose(self, s: _Assignment, hot: int, by_load: bool) -> tuple[int, int] | None:
+        """Return a slot, and the first expert of those that could relieve a hot rank.
+
+        No rank sends more than one expert, or gets more.
         """
-        stuck: set[int] = set()
-        for rank in range(len(self.rank_load)):
-            reach = self._relieve(rank, stuck)
-            stuck |= set(reach.ranks if reach else ())
-        while self._total_excess() > 0:
-            hot_ranks = [r for r in range(len(self.rank_load)) if self._excess(r) > 0]
-            sign = -1 if is_retry else 1
-            hot = min(hot_ranks, key=lambda r: sign * self._excess(r))
-            reach = self._relieve(hot)
-            if reach is None:
+        reach, _ = self._grow(s, [hot])
+        excess = sum(max(s.over[rank], 0) for rank in reach)
+        room = self._shared_room(s)
+        _, sent, transfers = self._traffic(s)
+        copies, experts = Counter(s.slot_expert), []
+        for e, (home, quota) in enumerate(zip(self.home, s.home_quota, strict=True)):
+            if quota > 0 and home in reach and (e in sent or transfers[home] == 0):
+                need, load = min(quota, excess), self.load[e] >> copies[e]
+                experts.append((-need, -load, e) if by_load else (-quota, 0, e))
+        if not experts:
+            return None
+        expert, best = min(experts)[2], []
+        for slot, old in enumerate(s.slot_expert):
+            rank, quota = slot // self.slots, s.slot_quota[slot]
+            here = {e for i in self._slots_of(rank) for e in (s.slot_expert[i], self.residents[i])}
+            if room[rank] == 0 or rank in reach or transfers[~rank] > 0:
                 continue
-            sources = self._find_sources(reach, cap, MAX_SOURCES if is_retry else 1)
-            # A rank without room may still pass tokens on to others of its group.
-            own_room = list(map(self._room, range(len(self.rank_load))))
-            if not any(
-                self._try_moves(reach, sources, cap, room)
-                for room in (self._group_room(), own_room)
-            ):
-                return False
-        return True
-
-    def _find_sources(self, reach: _Reach, cap: int, count: int) -> list[_Source]:
-        """Return the best ``count`` experts of which ranks in reach have tokens.
-
-        All ranks with such tokens, and the expert's home, are in reach.
-        """
-        now = self.now
-        supply = self._supplies(reach)
-        excess = sum(map(self._excess, reach.ranks))
-        sources = []
-        for rank in reach.ranks:
-            for expert in self.local_experts[rank]:
-                if len(self.exported[rank]) >= cap and expert not in self.exported[rank]:
-                    continue
-                replicas = now.slots_of[expert]
-                tokens = min(supply[rank], now.home_quota[expert]) + sum(
-                    min(supply.get(slot // self.slots, 0), now.slot_quota[slot])
-                    for slot in replicas
-                )
-                if tokens > 0:
-                    need = self.load[expert] >> min(2 * len(replicas), 32)
-                    sources.append(_Source(-min(tokens, excess), -need, expert))
-        return sorted(sources)[:count]
-
-    def _group_room(self) -> list[int]:
-        """Return the room of each rank's group: the ranks that can shift tokens to each other."""
-        now = self.now
-        group = list(range(len(self.rank_load)))
-        for expert, slots in enumerate(now.slots_of):
-            ranks = [slot // self.slots for slot in slots if now.slot_quota[slot] > 0]
-            ranks += [self.home[expert]] if now.home_quota[expert] > 0 else []
-            joined = {group[r] for r in ranks}
-            group = [min(joined) if g in joined else g for g in group]
-        room = [0] * len(group)
-        for rank, g in enumerate(group):
-            room[g] += max(self._room(rank), 0)
-        return [room[g] for g in group]
-
-    def _try_moves(
-        self, reach: _Reach, sources: list[_Source], cap: int, shared_room: list[int]
-    ) -> bool:
-        """Make a move that relieves the ranks in reach; return whether there is one.
-
-        Of the best candidates, the first that relieves as much as predicted, else the one that
-        relieves most.
-        """
-        hot = [r for r in reach.ranks if self._excess(r) > 0]
-        excess, total = sum(map(self._excess, hot)), self._total_excess()
-        max_gain, best = 0, None
-        before = self.now
-        for move in self._find_moves(reach, sources, cap, shared_room):
-            self.now = before.copy()
-            self._make(move, hot)
-            gain = total - self._total_excess()
-            if gain > 0 and gain >= excess - move.left:
-                self._record(move.slot, move.expert)
-                return True
-            if gain > max_gain:
-                max_gain, best = gain, move
-        self.now = before
-        if best is None:
-            return False
-        self._make(best, hot)
-        self._record(best.slot, best.expert)
-        return True
-
-    def _make(self, move: _Move, hot: list[int]) -> None:
-        home = self._replace(move.slot, move.expert)
-        for rank in hot:
-            self._relieve(rank)
-        if home is not None:
-            self._relieve(home)
-
-    def _record(self, slot: int, expert: int) -> None:
-        self.imports[slot // self.slots] += 1
-        self.exported[self.home[expert]].add(expert)
-
-    def _find_moves(
-        self, reach: _Reach, sources: list[_Source], cap: int, shared_room: list[int]
-    ) -> list[_Move]:
-        now = self.now
-        excess = sum(map(self._excess, reach.ranks))
-        moves = []
-        for rank, shared in enumerate(shared_room):
-            if shared <= 0 or self.imports[rank] >= cap or rank in reach.ranks:
+            if expert in here or old != self.residents[slot] or self.home[expert] == rank:
                 continue
-            slots = self._slots_of_rank(rank)
-            empty = [slot for slot in slots if now.slot_expert[slot] < 0]
-            for slot in slots:
-                if self._has_moved(slot) or slot in empty[1:]:
-                    continue
-                # The resident's tokens go back to its home, which may lack room for them.
-                quota, old = now.slot_quota[slot], now.slot_expert[slot]
-                back = max(quota - max(self._room(self.home[old]), 0), 0) if quota > 0 else 0
-                room = max(self._room(rank) + quota, shared)
-                price = 2 * (quota + self._eviction_cost(slot))
-                for source in sources:
-                    expert = source.expert
-                    here = {self.residents[i] for i in slots}
-                    if self._may_hold(expert, rank) and expert not in here:
-                        gain = min(-source.supply, room)
-                        left = excess - gain + back
-                        moves.append(_Move(left, room - gain + price, expert, slot))
-        return sorted(moves)[:MAX_TRIALS]
+            if self.pool_of[self.home[expert]] == self.pool_of[rank]:
+                # What the resident has taken goes home first, where there may be no room for it.
+                back = max(quota - max(-s.over[self.home[old]], 0), 0)
+                space = max(quota - s.over[rank], room[rank])
+                gain = min(s.home_quota[expert], excess + back, space)
+                price = quota + (self.load[old] >> copies[old] - 1 if old >= 0 else -1)
+                best.append((excess + back - gain, space - gain + 2 * price, slot))
+        return (min(best)[2], expert) if best else None
 
-    def _may_hold(self, expert: int, rank: int) -> bool:
-        home = self.home[expert]
-        return home != rank and self.pool_of[home] == self.pool_of[rank]
+    def _shared_room(self, s: _Assignment) -> list[int]:
+        """Return each rank's room, or that of one to which it can pass tokens in two steps."""
+        room = [min(max(-over, 0), MAX_QUOTA) for over in s.over]
+        for _ in range(2):
+            before = room[:]
+            for slot, expert in enumerate(s.slot_expert):
+                if expert >= 0:
+                    rank, home = slot // self.slots, self.home[expert]
+                    room[rank] = max(room[rank], min(s.slot_quota[slot], before[home]))
+                    room[home] = max(room[home], min(s.home_quota[expert], before[rank]))
+        return room
 
     # ---- improvements, once no rank has excess
 
-    def _undo_needless(self) -> None:
-        """Undo moves that later ones have made unnecessary.
-
-        A move whose quota is large next to all ranks' room hardly ever is: it is not tried.
-        """
-        all_room = sum(map(self._room, range(len(self.rank_load))))
-        for slot, resident in enumerate(self.residents):
-            if self._has_moved(slot) and 4 * self.now.slot_quota[slot] <= all_room:
-                before = self.now.copy()
-                home = self._replace(slot, resident)
-                assert home is not None  # the slot held an expert
-                if self._relieve(home) is not None:
-                    self.now = before
-
-    def _empty_slots(self) -> None:
-        """Return residents' tokens to homes that have room, so that fewer slots are in use."""
-        for slot, quota in enumerate(self.now.slot_quota):
-            if quota == 0 or self._has_moved(slot):
-                continue
-            if self._room(self.home[self.now.slot_expert[slot]]) >= quota:
-                self._give(slot, -quota)
-
-    def _keep_better(self) -> None:
-        score = self._score()
-        if score < self.score:
-            self.score, self.best = score, self.now
-
-    def _score(self) -> Score:
-        ranks = range(len(self.rank_load))
-        self.imports, self.exported = [0 for _ in ranks], [set() for _ in ranks]
-        moved = [slot for slot in range(len(self.residents)) if self._has_moved(slot)]
-        for slot in moved:
-            self._record(slot, self.now.slot_expert[slot])
-        return Score(
-            fullest=max(self.threshold, *self.now.tokens),
-            transfer=max(*self.imports, *map(len, self.exported)),
-            moves=len(moved),
-            instances=sum(quota > 0 for quota in self.now.slot_quota),
-        )
+    def _improve(self, s: _Assignment) -> _Assignment:
+        """Undo the smallest move that is unnecessary, and those without tokens; empty slots."""
+        moved = [slot for slot in self._traffic(s)[0] if s.slot_quota[slot] > 0]
+        for slot in sorted(moved, key=lambda i: (s.slot_quota[i], i))[:MAX_TRIALS]:
+            trial = s.copy()
+            self._put(trial, slot, self.residents[slot])
+            self._relieve_all(trial)
+            if trial.excess == 0:
+                s = trial
+                break
+        for slot, old in enumerate(self.residents):
+            if s.slot_quota[slot] == 0:
+                s.slot_expert[slot] = old
+            elif s.slot_expert[slot] == old and s.slot_quota[slot] <= -s.over[self.home[old]]:
+                self._put(s, slot, old)
+        return s

@@ -32,10 +32,12 @@ struct PlannerScratch {
   int32_t* sorted;         // [G] while pools are made
   int32_t* local_begin;    // [G + 1]
   int32_t* local_experts;  // [E] local experts by home, a hot rank's by descending load
-  std::byte* teams;        // of TeamScratch
+  std::byte* teams;        // of TeamScratch, or of as many bytes as each team needs
+  int64_t team_bytes;
   int64_t bytes;
 
-  UEC_HD PlannerScratch(const Topology& topology, std::byte* memory, int32_t num_teams = 1) {
+  UEC_HD PlannerScratch(const Topology& topology, std::byte* memory, int32_t num_teams = 1,
+                        int64_t least_team_bytes = 0) {
     const int64_t g = topology.num_ranks;
     ScratchCutter cutter(memory);
     rank_load = cutter.take<int64_t>(g);
@@ -45,17 +47,20 @@ struct PlannerScratch {
     sorted = cutter.take<int32_t>(g);
     local_begin = cutter.take<int32_t>(g + 1);
     local_experts = cutter.take<int32_t>(topology.num_experts);
-    teams = cutter.take_bytes(num_teams * TeamScratch(topology, nullptr).bytes);
+    team_bytes = max64(TeamScratch(topology, nullptr).bytes, least_team_bytes);
+    teams = cutter.take_bytes(num_teams * team_bytes);
     bytes = cutter.used_bytes();
   }
 
+  UEC_HD std::byte* of_team(int32_t index) const { return teams + index * team_bytes; }
   UEC_HD TeamScratch team(const Topology& topology, int32_t index) const {
-    return TeamScratch(topology, teams + index * TeamScratch(topology, nullptr).bytes);
+    return TeamScratch(topology, of_team(index));
   }
 };
 
-UEC_HD inline int64_t planner_scratch_bytes(const Topology& topology, int32_t num_teams = 1) {
-  return PlannerScratch(topology, nullptr, num_teams).bytes;
+UEC_HD inline int64_t planner_scratch_bytes(const Topology& topology, int32_t num_teams = 1,
+                                            int64_t least_team_bytes = 0) {
+  return PlannerScratch(topology, nullptr, num_teams, least_team_bytes).bytes;
 }
 
 // Chooses the replicas and every instance's quota for one microbatch.

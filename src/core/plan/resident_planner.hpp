@@ -2,8 +2,7 @@
 //
 // The readable definition of the same algorithm is `tests/reference/resident_planner.py`; the two
 // agree in every integer. The residents first: if tokens can flow to them (resident_flow.hpp) until
-// no rank has too many, nothing moves. Otherwise one expert at a time moves, to where it relieves
-// the most (resident_search.hpp).
+// no rank has too many, nothing moves. Otherwise one expert at a time moves (resident_search.hpp).
 #pragma once
 
 #include <cstddef>
@@ -21,7 +20,8 @@ namespace uec {
 // Contract
 
 UEC_HD inline int64_t resident_scratch_bytes(const Topology& topology) {
-  return planner_scratch_bytes(topology) + ResidentScratch(topology, nullptr).bytes;
+  return planner_scratch_bytes(topology) + ResidentTeamScratch(topology, nullptr).bytes +
+         ResidentScratch(topology, nullptr).bytes;
 }
 
 // Chooses the replicas and every instance's quota for one microbatch, given what the slots hold.
@@ -65,22 +65,18 @@ UEC_HD inline void plan_with_residents(const Topology& topology, const int64_t* 
   const SortedLoad sorted = detail::sort_load(topology, load, planner);
   if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, planner);
   const int64_t threshold = find_goal(SingleThread{}, sorted, objective).threshold;
-  const int32_t max_local_experts =
-      group_local_experts(topology, planner.local_begin, planner.local_experts);
-  const ResidentTask task{load,
-                          planner.rank_load,
-                          residents,
-                          {planner.local_begin, planner.local_experts, max_local_experts},
-                          threshold};
-  const ResidentScratch own(topology, scratch + planner_scratch_bytes(topology));
-  ResidentSearch<SingleThread> search(topology, task, own, true);
+  const ResidentTask task{load, planner.rank_load, residents, threshold};
+  std::byte* const memory = scratch + planner_scratch_bytes(topology);
+  const ResidentTeamScratch own(topology, memory);
+  const ResidentScratch shared(topology, memory + own.bytes);
+  SingleTeam teams;
+  ResidentSearch<SingleTeam> search(teams, topology, task, shared, own);
   if (!search.run(false)) {
-    plan_replicas(topology, load, objective, planner, own.planned_expert, own.planned_quota,
+    plan_replicas(topology, load, objective, planner, shared.planned_expert, shared.planned_quota,
                   home_quota);
-    group_local_experts(topology, planner.local_begin, planner.local_experts);
     search.run(true);
   }
-  const Assignment& best = own.best;
+  const Assignment best = search.best();
   for (int32_t i = 0; i < num_slots; ++i) {
     slot_expert[i] = best.slot_expert[i];
     slot_quota[i] = best.slot_quota[i];

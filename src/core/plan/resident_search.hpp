@@ -1,5 +1,9 @@
 // The search for moves: which experts go into which slots, so that residents and they have room for
-// all tokens. By a team: the planner's one thread, or a warp.
+// all tokens.
+//
+// Tokens flow to who holds their expert (resident_flow.hpp). Then two variants of a search go on
+// side by side: in a step each moves one expert, and tokens flow again. The first that leaves no
+// rank with too many is the plan. A team works on one variant: on a device, a warp of the block.
 #pragma once
 
 #include <cstddef>
@@ -8,47 +12,13 @@
 #include "core/base/common.hpp"
 #include "core/base/scratch.hpp"
 #include "core/base/team.hpp"
-#include "core/plan/pool_search.hpp"
 #include "core/plan/resident_flow.hpp"
 
 namespace uec {
 
-// An expert that more ranks should replicate.
-struct ResidentSource {
-  int64_t supply;  // tokens that would go there if there were room, for the good of hot ranks
-  int64_t need;    // by its load; each replica that it has already quarters it
-  int64_t expert;  // a whole word, since what pads it would be copied, and have no value
-
-  UEC_HD bool goes_before(const ResidentSource& other) const {
-    if (supply != other.supply) return supply > other.supply;
-    return need != other.need ? need > other.need : expert < other.expert;
-  }
-  UEC_HD SortKey<5> order() const {  // the same
-    return {{~high_word(supply), ~low_word(supply), ~high_word(need), ~low_word(need),
-             static_cast<uint32_t>(expert)}};
-  }
-};
-
-// A move that might help.
-struct ResidentMove {
-  int64_t left;   // excess that would stay
-  int64_t price;  // among those with as much, the cheapest is taken
-  int32_t expert, slot;
-
-  UEC_HD bool goes_before(const ResidentMove& other) const {
-    if (left != other.left) return left < other.left;
-    if (price != other.price) return price < other.price;
-    return expert != other.expert ? expert < other.expert : slot < other.slot;
-  }
-  UEC_HD SortKey<6> order() const {  // the same
-    return {{high_word(left), low_word(left), high_word(price), low_word(price),
-             static_cast<uint32_t>(expert), static_cast<uint32_t>(slot)}};
-  }
-};
-
 // A plan's score; less is better, and the first field that differs decides.
 struct ResidentScore {
-  int64_t fullest;
+  int64_t fullest;  // tokens of the fullest rank above the threshold
   int32_t transfer, moves, instances;
 
   UEC_HD bool is_better_than(const ResidentScore& other) const {
@@ -59,48 +29,60 @@ struct ResidentScore {
   }
 };
 
-// Scratch of a team of `num_members`. Aligned to 8 bytes; nothing in it needs to be initialised.
-struct ResidentScratch {
-  static constexpr int32_t kMaxTrials = 5, kMaxSources = 8;
+inline constexpr int32_t kResidentVariants = 2;  // of a search
+inline constexpr int32_t kResidentTrials = 4;    // moves that may be undone
 
+// What one team uses. Aligned to 8 bytes; nothing in it needs to be initialised.
+struct ResidentTeamScratch {
   FlowScratch flow;
-  Assignment now, before, best;  // the current one, one to go back to, and of the best plan
-  ResidentScore* score;          // [1] of the best
-  ResidentSource* sources;       // [members + 1][kMaxSources] each member's, then the first of all
-  ResidentMove* moves;           // [members + 1][kMaxTrials] likewise
-  int64_t* supply;               // [E] of replicas in one reach
-  int64_t* group_room;           // [G] room on the ranks of a group
-  uint32_t* group;               // [G] a rank of the group to which a rank belongs
-  int32_t* hot;                  // [G] ranks in one reach that have too many tokens
-  int32_t* imports;              // [G] moves to a rank
-  int32_t* exports;              // [G] experts at home on a rank that move
-  int32_t* is_exported;          // [E]
-  int32_t* planned_expert;       // [G * S] of a plan from empty slots
-  int32_t* planned_quota;        // [G * S]
+  uint32_t* lack;    // [2][G] as find_room() leaves it
+  int32_t* is_sent;  // [E] whether an expert moves
+  int32_t* exports;  // [G] experts at home on a rank that move
+  int32_t* imports;  // [G] moves to a rank
+  int32_t* moved;    // [G * S] slots that move
   int64_t bytes;
 
-  UEC_HD ResidentScratch(const Topology& topology, std::byte* memory, int32_t num_members = 1)
-      : ResidentScratch(topology, ScratchCutter(memory), num_members) {}
+  UEC_HD ResidentTeamScratch(const Topology& topology, std::byte* memory)
+      : ResidentTeamScratch(topology, ScratchCutter(memory)) {}
 
  private:
-  UEC_HD ResidentScratch(const Topology& t, ScratchCutter cutter, int32_t num_members)
+  UEC_HD ResidentTeamScratch(const Topology& t, ScratchCutter cutter)
       : flow(t, cutter.take_bytes(FlowScratch(t, nullptr).bytes)),
-        now(t, cutter.take_bytes(Assignment(t, nullptr).bytes)),
-        before(t, cutter.take_bytes(Assignment(t, nullptr).bytes)),
-        best(t, cutter.take_bytes(Assignment(t, nullptr).bytes)),
-        score(cutter.take<ResidentScore>(1)),
-        sources(cutter.take<ResidentSource>((num_members + 1) * kMaxSources)),
-        moves(cutter.take<ResidentMove>((num_members + 1) * kMaxTrials)),
-        supply(cutter.take<int64_t>(t.num_experts)),
-        group_room(cutter.take<int64_t>(t.num_ranks)),
-        group(cutter.take<uint32_t>(t.num_ranks)),
-        hot(cutter.take<int32_t>(t.num_ranks)),
-        imports(cutter.take<int32_t>(t.num_ranks)),
+        lack(cutter.take<uint32_t>(int64_t{2} * t.num_ranks)),
+        is_sent(cutter.take<int32_t>(t.num_experts)),
         exports(cutter.take<int32_t>(t.num_ranks)),
-        is_exported(cutter.take<int32_t>(t.num_experts)),
-        planned_expert(cutter.take<int32_t>(int64_t{t.num_ranks} * t.slots_per_rank)),
-        planned_quota(cutter.take<int32_t>(int64_t{t.num_ranks} * t.slots_per_rank)),
+        imports(cutter.take<int32_t>(t.num_ranks)),
+        moved(cutter.take<int32_t>(int64_t{t.num_ranks} * t.slots_per_rank)),
         bytes(round_up(cutter.used_bytes(), 8)) {}
+};
+
+// What all teams share, likewise.
+struct ResidentScratch {
+  // The trials', or the variants'; one to begin with or to spare; and the two plans that are kept.
+  static constexpr int32_t kStates = kResidentTrials + 3;
+
+  std::byte* states;        // [kStates] of an Assignment each
+  int64_t* excess;          // [kStates] of a state; -1: its variant has ended
+  ResidentScore* score;     // [kStates]
+  int32_t* planned_expert;  // [G * S] of a plan from empty slots
+  int32_t* planned_quota;   // [G * S]
+  int64_t state_bytes;
+  int64_t bytes;
+
+  UEC_HD ResidentScratch(const Topology& t, std::byte* memory) {
+    const int64_t num_slots = int64_t{t.num_ranks} * t.slots_per_rank;
+    ScratchCutter cutter(memory);
+    state_bytes = Assignment(t, nullptr).bytes;
+    states = cutter.take_bytes(kStates * state_bytes);
+    excess = cutter.take<int64_t>(kStates);
+    score = cutter.take<ResidentScore>(kStates);
+    planned_expert = cutter.take<int32_t>(num_slots);
+    planned_quota = cutter.take<int32_t>(num_slots);
+    bytes = round_up(cutter.used_bytes(), 8);
+  }
+  UEC_HD Assignment state(const Topology& topology, int32_t i) const {
+    return Assignment(topology, states + i * state_bytes);
+  }
 };
 
 // The input of a plan on top of residents.
@@ -108,470 +90,417 @@ struct ResidentTask {
   const int64_t* load;       // [E]
   const int64_t* rank_load;  // [G] without replicas; padded, if the plan is to be exact
   const int32_t* residents;  // [G, S]
-  LocalExperts local_experts;
-  int64_t threshold;  // tokens of a rank that are few enough
+  int64_t threshold;         // tokens of a rank that are few enough
 };
 
-namespace detail {
-
-// A member's sorted list of the first `capacity` values that it is given.
-template <class T>
-struct TopK {
-  T* list;
-  int32_t capacity;
-  int32_t count = 0;
-
-  UEC_HD void insert(const T& value) {
-    if (count == capacity) {
-      if (!value.goes_before(list[count - 1])) return;
-      --count;
-    }
-    int32_t at = count++;
-    for (; at > 0 && value.goes_before(list[at - 1]); --at) list[at] = list[at - 1];
-    list[at] = value;
-  }
+// What a search takes first.
+struct ResidentVariant {
+  bool from_end;  // the hot rank with the most excess; else with the least
+  bool by_load;   // the expert with the most tokens for an instance; else with most left at home
 };
 
-// Merges all members' lists, for all members. Returns how many values there are.
-template <class Team, class T>
-UEC_HD int32_t merge(Team team, const TopK<T>& own, T* merged) {
-  int32_t count = 0, used = 0;
-  for (; count < own.capacity; ++count) {
-    const bool has_any = used < own.count;
-    if (team.min_sync(has_any ? 0 : 1) != 0) break;
-    if (holds_min(team, has_any, (has_any ? own.list[used] : T{}).order()))
-      merged[count] = own.list[used++];
-  }
-  team.sync();
-  return count;
-}
-
-}  // namespace detail
-
-// All members of a team call its functions, and have the same answers.
+// One team's part: a variant, and what else takes a team.
 template <class Team>
-class ResidentSearch {
+class ResidentTeam {
  public:
-  // `is_first`: there is no best plan yet; else the one that the scratch has.
-  UEC_HD ResidentSearch(const Topology& topology, const ResidentTask& task,
-                        const ResidentScratch& scratch, bool is_first)
-      : t_(topology),
-        task_(task),
-        s_(scratch),
-        flow_(topology, task.local_experts, scratch.flow),
-        local_cells_(team_, static_cast<int32_t>(task.local_experts.max_count)) {
-    if (is_first && team_.leader()) *s_.score = {INT64_MAX, 0, 0, 0};
+  UEC_HD ResidentTeam(const Topology& topology, const ResidentTask& task,
+                      const ResidentTeamScratch& scratch)
+      : t_(topology), task_(task), s_(scratch), flow_(topology, scratch.flow) {}
+
+  UEC_HD Flow<Team>& flow() { return flow_; }
+
+  // No tokens in any slot.
+  UEC_HD void start(const Assignment& h, int64_t threshold) const {
+    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
+      h.over[r] = task_.rank_load[r] - threshold;
+    for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) {
+      h.home_quota[e] = static_cast<int32_t>(task_.load[e]);
+      h.copies[e] = 0;
+    }
+    team_.sync();
+    for (int32_t i = team_.index(); i < num_slots(); i += team_.size()) {
+      h.slot_expert[i] = task_.residents[i];
+      h.slot_quota[i] = 0;
+      if (task_.residents[i] >= 0) team_.atomic_add(h.copies + task_.residents[i], 1);
+    }
     team_.sync();
   }
 
-  // Keeps the residents, and moves what is needed. Returns whether that will do; if not, a plan
-  // from empty slots may be better: with `is_planned` it is in the scratch, and laid over the
-  // residents first. (In one function, since a device would have the code of two twice.)
-  UEC_HD bool run(bool is_planned) {
-    int64_t threshold = task_.threshold;
-    if (is_planned) {
-      flow_.set_threshold(threshold);
-      reset_to_residents();
-      if (team_.leader()) overlay_empty_plan();
-      team_.sync();
-      keep_better();
-      const int64_t fullest = s_.score->fullest;
-      team_.sync();  // all have looked
-      if (fullest <= threshold) return true;
-      threshold = fullest;
+  // Moves an expert, if one is found that could help, and lets tokens flow. Returns what is in
+  // excess then; -1: there is no such expert.
+  UEC_HD int64_t step(const Assignment& h, const ResidentVariant& variant) {
+    flow_.find_reach(h, hot_rank(h, variant.from_end));
+    find_traffic(h);
+    find_room(h);
+    int64_t excess = 0;
+    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
+      if (flow_.is_reached(r)) excess += max64(h.over[r], 0);
+    excess = static_cast<int64_t>(team_.sum(static_cast<uint64_t>(excess)));
+    const int32_t expert = choose_expert(h, variant, excess);
+    const int32_t slot = expert < 0 ? -1 : choose_slot(h, excess, expert);
+    if (slot < 0) return -1;
+    flow_.put(h, slot, expert);
+    return flow_.relieve_all(h);
+  }
+
+  // Undoes the n-th smallest move. Returns whether all tokens still have room.
+  UEC_HD bool undo(const Assignment& h, int32_t n) {
+    int32_t count = 0;
+    for (int32_t first = 0; first < num_slots(); first += team_.size()) {
+      const int32_t i = first + team_.index();
+      const bool has_moved =
+          i < num_slots() && h.slot_expert[i] != task_.residents[i] && h.slot_quota[i] > 0;
+      const MemberCount moved = team_.count(has_moved);
+      if (has_moved) s_.moved[count + moved.before] = i;
+      count += moved.all;
     }
-    return repair(threshold) && s_.score->transfer <= 1;
+    if (n >= count) return false;
+    team_.sync();
+    uint32_t slot = ~0u;
+    for (int32_t k = team_.index(); k < count; k += team_.size()) {
+      const int32_t own = s_.moved[k], quota = h.slot_quota[own];
+      int32_t smaller = 0;
+      for (int32_t j = 0; j < count; ++j) {
+        const int32_t other = h.slot_quota[s_.moved[j]];
+        smaller += other < quota || (other == quota && j < k);
+      }
+      if (smaller == n) slot = static_cast<uint32_t>(own);
+    }
+    slot = team_.min_sync(slot);
+    flow_.put(h, static_cast<int32_t>(slot), task_.residents[slot]);
+    return flow_.relieve_all(h) == 0;
+  }
+
+  // Moves without tokens are none; residents give their tokens back to homes that have room.
+  UEC_HD void empty_slots(const Assignment& h) const {
+    for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
+      if (h.slot_quota[i] == 0) h.slot_expert[i] = task_.residents[i];
+    team_.sync();
+    const auto is_needless = [&](int32_t slot) {
+      const int32_t quota = h.slot_quota[slot], e = h.slot_expert[slot];
+      return quota > 0 && e == task_.residents[slot] && quota <= -h.over[t_.home[e]];
+    };
+    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
+      if (team_.leader()) flow_.give(h, i, -h.slot_quota[i]);
+      team_.sync();
+    }
+  }
+
+  // Lays a plan made from empty slots over the residents, without moving what is in place already.
+  UEC_HD void lay_over(const Assignment& h, const int32_t* planned_expert,
+                       const int32_t* planned_quota) const {
+    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
+      const int32_t begin = r * t_.slots_per_rank, end = begin + t_.slots_per_rank;
+      for (int32_t n = begin; n < end; ++n)
+        lay(h, begin, planned_expert[n], planned_quota[n], true);
+      for (int32_t n = begin; n < end; ++n)
+        lay(h, begin, planned_expert[n], planned_quota[n], false);
+    }
+    team_.sync();
+  }
+
+  // `extra`: tokens of the threshold above the task's.
+  UEC_HD ResidentScore score(const Assignment& h, int64_t extra) const {
+    find_traffic(h);
+    int64_t fullest = 0;
+    int32_t transfer = 0;
+    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
+      fullest = max64(fullest, h.over[r] + extra);
+      transfer = max32(transfer, max32(s_.imports[r], s_.exports[r]));
+    }
+    uint32_t moves = 0, instances = 0;
+    for (int32_t i = team_.index(); i < num_slots(); i += team_.size()) {
+      moves += h.slot_expert[i] != task_.residents[i];
+      instances += h.slot_quota[i] > 0;
+    }
+    return {static_cast<int64_t>(highest(team_, static_cast<uint64_t>(fullest))),
+            static_cast<int32_t>(highest(team_, static_cast<uint32_t>(transfer))),
+            static_cast<int32_t>(team_.sum(moves)), static_cast<int32_t>(team_.sum(instances))};
   }
 
  private:
-  static constexpr int32_t kMaxTrials = ResidentScratch::kMaxTrials;
-  static constexpr int32_t kMaxSources = ResidentScratch::kMaxSources;
-
   UEC_HD int32_t num_slots() const { return t_.num_ranks * t_.slots_per_rank; }
-  UEC_HD bool has_moved(int32_t slot) const {
-    return s_.now.slot_expert[slot] != task_.residents[slot];
-  }
-  // What it costs to evict a slot's expert: its load, halved for each other replica; -1: empty.
-  UEC_HD int64_t eviction_cost(int32_t slot) const {
-    const int32_t e = s_.now.slot_expert[slot];
-    return e < 0 ? -1 : task_.load[e] >> min32(s_.now.replicas[e] - 1, 32);
-  }
-  // The slot of `expert` on the rank whose first slot is `begin`; its last slot + 1 if it has none.
-  UEC_HD int32_t slot_of(int32_t expert, int32_t begin) const {
-    int32_t i = begin;
-    while (i < begin + t_.slots_per_rank && s_.now.slot_expert[i] != expert) ++i;
-    return i;
-  }
 
-  // Moves what is needed under the threshold. Returns whether there is a way, with the least
-  // transfer that has one.
-  UEC_HD bool repair(int64_t threshold) {
-    flow_.set_threshold(threshold);
-    const int32_t last_cap =
-        max32(static_cast<int32_t>(task_.local_experts.max_count), t_.slots_per_rank);
-    for (int32_t cap = 1; cap < 2 * last_cap; cap = detail::next_cap(cap, t_.slots_per_rank)) {
-      for (int32_t retry = 0; retry < 2; ++retry) {
-        reset_to_residents();
-        if (!move_all(cap, retry == 1)) continue;
-        undo_needless();
-        empty_slots();
-        keep_better();
-        return true;
+  // The rank with the least tokens above the threshold, or the most.
+  UEC_HD int32_t hot_rank(const Assignment& h, bool from_end) const {
+    const uint32_t flip = from_end ? ~0u : 0;
+    SortKey<3> best{};
+    int32_t found = -1;
+    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
+      const int64_t over = h.over[r];
+      if (over <= 0) continue;
+      const SortKey<3> key{
+          {high_word(over) ^ flip, low_word(over) ^ flip, static_cast<uint32_t>(r) ^ flip}};
+      if (found < 0 || goes_before(key, best)) {
+        best = key;
+        found = r;
       }
     }
-    return false;
+    return holder(found >= 0, best, found);
   }
 
-  UEC_HD void reset_to_residents() {
-    flow_.reset_reach();
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      s_.now.tokens[r] = task_.rank_load[r];
+  // Which slots move, and how many leave or enter a rank.
+  UEC_HD void find_traffic(const Assignment& h) const {
+    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
       s_.imports[r] = s_.exports[r] = 0;
-    }
-    for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) {
-      s_.now.home_quota[e] = static_cast<int32_t>(task_.load[e]);
-      s_.now.first_slot[e] = -1;
-      s_.now.replicas[e] = 0;
-      s_.is_exported[e] = 0;
-    }
-    for (int32_t i = team_.index(); i < s_.now.num_order(t_); i += team_.size())
-      s_.now.order[i] = 0;
-    for (int32_t i = team_.index(); i < num_slots(); i += team_.size()) {
-      s_.now.slot_quota[i] = 0;
-      s_.now.slot_expert[i] = s_.now.next_slot[i] = -1;
-    }
+    for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.is_sent[e] = 0;
     team_.sync();
-    if (team_.leader())
-      for (int32_t i = num_slots() - 1; i >= 0; --i)
-        if (task_.residents[i] >= 0) s_.now.add(i, task_.residents[i]);
+    flow_.each_slot([&](int32_t slot, int32_t rank) {
+      const int32_t e = h.slot_expert[slot];
+      if (e == task_.residents[slot]) return;
+      if (team_.atomic_add(s_.is_sent + e, 1) == 0) team_.atomic_add(s_.exports + t_.home[e], 1);
+      ++s_.imports[rank];
+    });
     team_.sync();
-  }
-  // By one member: tokens of the main instance, for a slot that holds the expert.
-  UEC_HD void give(int32_t slot, int32_t tokens) const {
-    const int32_t e = s_.now.slot_expert[slot];
-    s_.now.slot_quota[slot] += tokens;
-    s_.now.home_quota[e] -= tokens;
-    s_.now.tokens[flow_.rank_of(slot)] += tokens;
-    s_.now.tokens[t_.home[e]] -= tokens;
-  }
-  // By one member. The slot's tokens go home.
-  UEC_HD void put(int32_t slot, int32_t expert) const {
-    if (s_.now.slot_expert[slot] >= 0) {
-      give(slot, -s_.now.slot_quota[slot]);
-      s_.now.remove(slot);
-    }
-    if (expert >= 0) s_.now.add(slot, expert);
-  }
-  // Returns the home of what was there, or -1 if there was nothing.
-  UEC_HD int32_t replace(int32_t slot, int32_t expert) {
-    flow_.reset_reach();
-    const int32_t old = s_.now.slot_expert[slot];
-    team_.sync();  // all have looked
-    if (team_.leader()) put(slot, expert);
-    team_.sync();
-    return old < 0 ? -1 : t_.home[old];
-  }
-  UEC_HD void restore() {
-    flow_.reset_reach();
-    s_.now.copy(team_, s_.before);
   }
 
-  // By one member: lays the plan made from empty slots over the residents.
-  UEC_HD void overlay_empty_plan() const {
-    for (int32_t r = 0; r < t_.num_ranks; ++r) {
-      const int32_t begin = r * t_.slots_per_rank, end = begin + t_.slots_per_rank;
-      for (int32_t i = begin; i < end && s_.planned_expert[i] >= 0; ++i) {
-        const int32_t at = slot_of(s_.planned_expert[i], begin);
-        if (at < end) give(at, s_.planned_quota[i]);
-      }
-      for (int32_t i = begin; i < end && s_.planned_expert[i] >= 0; ++i) {
-        if (slot_of(s_.planned_expert[i], begin) < end) continue;
-        int32_t at = -1;
-        for (int32_t to = begin; to < end; ++to)
-          if (s_.now.slot_quota[to] == 0 && (at < 0 || eviction_cost(to) < eviction_cost(at)))
-            at = to;
-        put(at, s_.planned_expert[i]);
-        give(at, s_.planned_quota[i]);
-      }
-    }
-  }
-
-  UEC_HD int32_t next_hot_rank(bool fullest_first) const {
-    int64_t most = 0;
-    int32_t hot = -1;
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      const int64_t tokens = s_.now.tokens[r];
-      if (tokens <= flow_.threshold()) continue;
-      if (hot >= 0 && (fullest_first ? tokens <= most : tokens >= most)) continue;
-      most = tokens;
-      hot = r;
-    }
-    const int64_t order = fullest_first ? -most : most;
-    const SortKey<3> own{{high_word(order), low_word(order), static_cast<uint32_t>(hot)}};
-    return static_cast<int32_t>(
-        team_.min_sync(holds_min(team_, hot >= 0, own) ? static_cast<uint32_t>(hot) : ~0u));
-  }
-
-  // Relieves one hot rank after the other. A retry begins at the other end, and looks at more
-  // experts.
-  UEC_HD bool move_all(int32_t cap, bool is_retry) {
-    flow_.relieve_all(s_.now);
-    for (;;) {
-      const int32_t hot = next_hot_rank(is_retry);
-      if (hot < 0) return true;
-      if (flow_.relieve(s_.now, hot)) continue;
-      find_sources(cap, is_retry ? kMaxSources : 1);
-      find_groups();
-      if (try_moves(cap, true)) continue;
-      flow_.relieve(s_.now, hot);  // for its reach
-      if (!try_moves(cap, false)) return false;
-    }
-  }
-
-  // The experts of which ranks in the hot rank's reach have tokens: all who have such tokens, and
-  // the home, are in reach.
-  UEC_HD void find_sources(int32_t cap, int32_t most) {
-    flow_.measure_supply(s_.now);
-    num_hot_ = 0;
-    int64_t own_excess = 0;
-    for (int32_t first = 0; first < flow_.count(); first += team_.size()) {
-      const int32_t i = first + team_.index();
-      const int64_t excess = i < flow_.count() ? flow_.excess(s_.now, flow_.reached(i)) : 0;
-      const MemberCount hot = team_.count(excess > 0);
-      if (excess > 0) s_.hot[num_hot_ + hot.before] = flow_.reached(i);
-      num_hot_ += hot.all;
-      own_excess += excess;
-    }
-    excess_ = static_cast<int64_t>(team_.sum(static_cast<uint64_t>(own_excess)));
-    for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.supply[e] = 0;
-    team_.sync();
-    for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
-      if (s_.now.slot_quota[i] > 0 && flow_.is_reached(flow_.rank_of(i)))
-        team_.atomic_add(s_.supply + s_.now.slot_expert[i],
-                         min64(flow_.supply(flow_.rank_of(i)), s_.now.slot_quota[i]));
-    team_.sync();
-    detail::TopK<ResidentSource> own{s_.sources + team_.index() * kMaxSources, most};
-    for (Cells at = local_cells_; at.row < flow_.count(); at.next()) {
-      const int32_t rank = flow_.reached(at.row), m = task_.local_experts.begin[rank] + at.column;
-      if (m >= task_.local_experts.begin[rank + 1]) continue;
-      const int32_t e = task_.local_experts.ids[m];
-      if (s_.exports[rank] >= cap && s_.is_exported[e] == 0) continue;
-      const int64_t supply = s_.supply[e] + min64(flow_.supply(rank), s_.now.home_quota[e]);
-      if (supply == 0) continue;
-      own.insert({min64(supply, excess_), task_.load[e] >> min32(2 * s_.now.replicas[e], 32), e});
-    }
-    num_sources_ = detail::merge(team_, own, sources());
-  }
-  UEC_HD ResidentSource* sources() const { return s_.sources + team_.size() * kMaxSources; }
-  UEC_HD ResidentMove* moves() const { return s_.moves + team_.size() * kMaxTrials; }
-
-  // Ranks that can hand tokens to one another are a group: what one of them takes, all make room
-  // for. Its name is its first rank.
-  UEC_HD void find_groups() const {
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      s_.group[r] = static_cast<uint32_t>(r);
-      s_.group_room[r] = 0;
-    }
-    team_.sync();
-    join_groups(team_);
+  // What each rank lacks to the largest room, or the best to which it can pass tokens in two steps.
+  UEC_HD void find_room(const Assignment& h) const {
+    uint32_t *lack = s_.lack, *next = s_.lack + t_.num_ranks;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      team_.atomic_add(s_.group_room + s_.group[r], max64(flow_.room(s_.now, r), 0));
-    team_.sync();
-  }
-  // Another rank that holds the expert of a slot with tokens, and has tokens of it, too.
-  UEC_HD int32_t partner(int32_t slot) const {
-    const int32_t e = s_.now.slot_expert[slot];
-    if (s_.now.home_quota[e] > 0) return t_.home[e];
-    int32_t at = s_.now.first_slot[e];
-    while (s_.now.slot_quota[at] == 0) at = s_.now.next_slot[at];
-    return flow_.rank_of(at);
-  }
-  UEC_HD void join_groups(SingleThread) const {
-    for (int32_t i = 0; i < num_slots(); ++i) {
-      if (s_.now.slot_quota[i] == 0) continue;
-      const uint32_t a = group_of(flow_.rank_of(i)), b = group_of(partner(i));
-      s_.group[a > b ? a : b] = min_u32(a, b);
-    }
-    for (int32_t r = 0; r < t_.num_ranks; ++r)
-      s_.group[r] = s_.group[s_.group[r]];  // the first rank comes before all others
-  }
-  UEC_HD uint32_t group_of(uint32_t rank) const {
-    while (s_.group[rank] != rank) rank = s_.group[rank] = s_.group[s_.group[rank]];
-    return rank;
-  }
-  // By a team: names spread from rank to rank, until none changes.
-  template <class Members>
-  UEC_HD void join_groups(Members team) const {
-    for (bool changes = true; changes;) {
-      changes = false;
-      for (int32_t first = 0; first < num_slots(); first += team.size()) {
-        const int32_t i = first + team.index();
-        uint32_t a = 0, b = 0;
-        int32_t rank = 0, other = 0;
-        if (i < num_slots() && s_.now.slot_quota[i] > 0) {
-          rank = flow_.rank_of(i);
-          other = partner(i);
-          a = s_.group[rank];
-          b = s_.group[other];
-        }
-        team.sync();  // all have looked
-        if (a != b) {
-          team.atomic_min(s_.group + (a < b ? other : rank), min_u32(a, b));
-          changes = true;
-        }
-        team.sync();
-      }
-      changes = team.min_sync(changes ? 0 : 1) == 0;
-    }
-  }
-
-  // Makes a move that helps the hot rank's reach: the first that does all that is expected of
-  // it, of the few that look best, or the one that does most. By groups: what a rank cannot take
-  // itself, others of its group may. Returns whether one does help.
-  UEC_HD bool try_moves(int32_t cap, bool by_groups) {
-    const int32_t count = find_moves(cap, by_groups);
-    const int64_t total = flow_.excess(s_.now);
-    int64_t most = 0;
-    int32_t best = -1;
-    s_.before.copy(team_, s_.now);
-    for (int32_t i = 0; i < count; ++i) {
-      make(moves()[i]);
-      const int64_t gain = total - flow_.excess(s_.now);
-      if (gain > 0 && gain >= excess_ - moves()[i].left) return record(moves()[i]);
-      if (gain > most) {
-        most = gain;
-        best = i;
-      }
-      restore();
-    }
-    if (best < 0) return false;
-    make(moves()[best]);
-    return record(moves()[best]);
-  }
-  UEC_HD void make(const ResidentMove& move) {
-    const int32_t home = replace(move.slot, move.expert);
-    for (int32_t i = 0; i < num_hot_; ++i) flow_.relieve(s_.now, s_.hot[i]);
-    if (home >= 0) flow_.relieve(s_.now, home);
-  }
-  UEC_HD bool record(const ResidentMove& move) const {
-    if (team_.leader()) record(move.slot, move.expert);
-    team_.sync();
-    return true;
-  }
-  // By one member.
-  UEC_HD void record(int32_t slot, int32_t expert) const {
-    ++s_.imports[flow_.rank_of(slot)];
-    if (s_.is_exported[expert] == 0) ++s_.exports[t_.home[expert]];
-    s_.is_exported[expert] = 1;
-  }
-
-  // The best come first in moves(). Returns how many there are.
-  UEC_HD int32_t find_moves(int32_t cap, bool by_groups) const {
-    const int32_t slots = t_.slots_per_rank;
-    detail::TopK<ResidentMove> own{s_.moves + team_.index() * kMaxTrials, kMaxTrials};
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      const int64_t room_here = flow_.room(s_.now, r);
-      const int64_t shared = by_groups ? s_.group_room[s_.group[r]] : room_here;
-      if (shared <= 0 || s_.imports[r] >= cap || flow_.is_reached(r)) continue;
-      const int32_t begin = r * slots;
-      for (int32_t i = begin; i < begin + slots; ++i) {
-        const int32_t old = s_.now.slot_expert[i];
-        if (has_moved(i) || (old < 0 && slot_of(-1, begin) < i)) continue;
-        // What the resident has taken goes home first, where there may be no room for it.
-        const int64_t quota = s_.now.slot_quota[i];
-        int64_t back = 0;
-        if (quota > 0) back = max64(quota - max64(flow_.room(s_.now, t_.home[old]), 0), 0);
-        const int64_t room = max64(room_here + quota, shared);
-        for (int32_t k = 0; k < num_sources_; ++k) {
-          const ResidentSource& source = sources()[k];
-          const auto e = static_cast<int32_t>(source.expert);
-          const int64_t gain = min64(source.supply, room);
-          const int64_t left = excess_ - gain + back;
-          if (own.count == kMaxTrials && left > own.list[own.count - 1].left) continue;
-          if (!t_.may_hold(e, r) || is_resident(e, begin)) continue;
-          own.insert({left, room - gain + 2 * (quota + eviction_cost(i)), e, i});
-        }
-      }
-    }
-    return detail::merge(team_, own, moves());
-  }
-  UEC_HD bool is_resident(int32_t expert, int32_t begin) const {
-    for (int32_t i = begin; i < begin + t_.slots_per_rank; ++i)
-      if (task_.residents[i] == expert) return true;
-    return false;
-  }
-
-  // Later moves may have made earlier ones needless. One with a large quota next to the room that
-  // all ranks have hardly ever is, and a search for that would find every rank full.
-  UEC_HD void undo_needless() {
-    int64_t own_room = 0;
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      own_room += flow_.room(s_.now, r);
-    const auto room = static_cast<int64_t>(team_.sum(static_cast<uint64_t>(own_room)));
-    const auto may_be_needless = [&](int32_t slot) {
-      return has_moved(slot) && int64_t{4} * s_.now.slot_quota[slot] <= room;
-    };
-    for (int32_t i = -1;
-         (i = find_first(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
-      s_.before.copy(team_, s_.now);
-      if (!flow_.relieve(s_.now, replace(i, task_.residents[i]))) restore();
-    }
-  }
-  // Residents give their tokens back to homes that have room.
-  UEC_HD void empty_slots() const {
-    const auto is_needless = [&](int32_t slot) {
-      const int32_t quota = s_.now.slot_quota[slot];
-      return quota > 0 && !has_moved(slot) &&
-             flow_.room(s_.now, t_.home[s_.now.slot_expert[slot]]) >= quota;
-    };
-    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
-      if (team_.leader()) give(i, -s_.now.slot_quota[i]);
+      lack[r] = kMaxQuota - static_cast<uint32_t>(min64(max64(-h.over[r], 0), kMaxQuota));
+    for (int32_t n = 0; n < 2; ++n) {
       team_.sync();
-    }
-  }
-
-  UEC_HD void keep_better() {
-    const ResidentScore score = score_plan();
-    const bool is_better = score.is_better_than(*s_.score);
-    team_.sync();  // all have looked
-    if (!is_better) return;
-    if (team_.leader()) *s_.score = score;
-    s_.best.copy(team_, s_.now);
-  }
-  UEC_HD ResidentScore score_plan() const {
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      s_.imports[r] = s_.exports[r] = 0;
-    for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.is_exported[e] = 0;
-    uint32_t instances = 0;
-    for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
-      instances += s_.now.slot_quota[i] > 0;
-    ResidentScore score{0, 0, 0, static_cast<int32_t>(team_.sum(instances))};
-    const auto moves = [&](int32_t slot) { return has_moved(slot); };
-    for (int32_t i = -1; (i = find_first(team_, i + 1, num_slots(), moves)) < num_slots();) {
-      ++score.moves;
-      if (team_.leader()) record(i, s_.now.slot_expert[i]);
+      for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) next[r] = lack[r];
+      team_.sync();
+      flow_.each_edge(h, [&](int32_t slot, int32_t rank, int32_t e, int32_t home) {
+        pass(next + rank, h.slot_quota[slot], lack[home]);
+        pass(next + home, h.home_quota[e], lack[rank]);
+      });
+      uint32_t* const last = lack;
+      lack = next;
+      next = last;
     }
     team_.sync();
-    int64_t fullest = flow_.threshold();
-    int32_t transfer = 0;
-    for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      fullest = max64(fullest, s_.now.tokens[r]);
-      transfer = max32(transfer, max32(s_.imports[r], s_.exports[r]));
-    }
-    score.fullest = static_cast<int64_t>(highest(team_, static_cast<uint64_t>(fullest)));
-    score.transfer = static_cast<int32_t>(highest(team_, static_cast<uint32_t>(transfer)));
-    return score;
   }
+  UEC_HD void pass(uint32_t* lack, int32_t quota, uint32_t least) const {
+    const uint32_t of_quota = kMaxQuota - static_cast<uint32_t>(quota);
+    const uint32_t passed = of_quota > least ? of_quota : least;
+    if (passed < *lack) team_.atomic_min(lack, passed);
+  }
+
+  // The first expert of those that could relieve a hot rank, and its slot; -1: there is none. No
+  // rank sends more than one expert, or gets more.
+  UEC_HD int32_t choose_expert(const Assignment& h, const ResidentVariant& variant,
+                               int64_t excess) const {
+    SortKey<3> best{};
+    int32_t found = -1;
+    for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) {
+      const int32_t home = t_.home[e], quota = h.home_quota[e];
+      if (quota <= 0 || !flow_.is_reached(home)) continue;
+      if (s_.is_sent[e] == 0 && s_.exports[home] > 0) continue;
+      SortKey<3> key{{~static_cast<uint32_t>(quota), 0, static_cast<uint32_t>(e)}};
+      if (variant.by_load) {
+        key.word[0] = ~static_cast<uint32_t>(min64(quota, excess));
+        key.word[1] = ~static_cast<uint32_t>(task_.load[e] >> min32(h.copies[e], 31));
+      }
+      if (found < 0 || goes_before(key, best)) {
+        best = key;
+        found = e;
+      }
+    }
+    return holder(found >= 0, best, found);
+  }
+  UEC_HD int32_t choose_slot(const Assignment& h, int64_t excess, int32_t expert) const {
+    const int32_t quota_at_home = h.home_quota[expert];
+    SortKey<5> best{};
+    int32_t found = -1;
+    flow_.each_slot([&](int32_t slot, int32_t rank) {
+      const int64_t shared = kMaxQuota - s_.lack[rank];
+      if (shared == 0 || flow_.is_reached(rank) || s_.imports[rank] > 0) return;
+      const int32_t old = h.slot_expert[slot], quota = h.slot_quota[slot];
+      if (old != task_.residents[slot]) return;
+      if (!t_.may_hold(expert, rank) || is_on(h, expert, rank)) return;
+      // What the resident has taken goes home first, where there may be no room for it.
+      int64_t back = 0, price = int64_t{quota} - 1;
+      if (old >= 0) {
+        back = max64(quota - max64(-h.over[t_.home[old]], 0), 0);
+        price = quota + (task_.load[old] >> min32(h.copies[old] - 1, 31));
+      }
+      const int64_t space = max64(quota - h.over[rank], shared);
+      const int64_t gain = min64(quota_at_home, min64(excess + back, space));
+      const int64_t left = excess + back - gain, cost = space - gain + 2 * price;
+      const SortKey<5> key{{high_word(left), low_word(left), high_word(cost), low_word(cost),
+                            static_cast<uint32_t>(slot)}};
+      if (found >= 0 && !goes_before(key, best)) return;
+      best = key;
+      found = slot;
+    });
+    return holder(found >= 0, best, found);
+  }
+  // Whether a rank has an expert in a slot, or had it.
+  UEC_HD bool is_on(const Assignment& h, int32_t expert, int32_t rank) const {
+    const int32_t begin = rank * t_.slots_per_rank;
+    for (int32_t i = begin; i < begin + t_.slots_per_rank; ++i)
+      if (h.slot_expert[i] == expert || task_.residents[i] == expert) return true;
+    return false;
+  }
+
+  // By one member, of a rank's slots: gives one planned replica its slot.
+  UEC_HD void lay(const Assignment& h, int32_t begin, int32_t expert, int32_t quota,
+                  bool is_held) const {
+    if (expert < 0) return;
+    const int32_t end = begin + t_.slots_per_rank;
+    int32_t at = begin;
+    while (at < end && task_.residents[at] != expert) ++at;
+    if ((at < end) != is_held) return;
+    if (!is_held) {
+      int64_t least = 0;
+      for (int32_t i = begin; i < end; ++i) {
+        if (h.slot_quota[i] != 0) continue;
+        const int64_t value = h.slot_expert[i] < 0 ? -1 : task_.load[h.slot_expert[i]];
+        if (at < end && value >= least) continue;
+        least = value;
+        at = i;
+      }
+      h.slot_expert[at] = expert;
+    }
+    h.slot_quota[at] = quota;
+    team_.atomic_add(h.home_quota + expert, -quota);
+    team_.atomic_add(h.over + begin / t_.slots_per_rank, int64_t{quota});
+    team_.atomic_add(h.over + t_.home[expert], int64_t{-quota});
+  }
+
+  template <int32_t kCount>
+  UEC_HD static bool goes_before(const SortKey<kCount>& a, const SortKey<kCount>& b) {
+    UEC_UNROLLED
+    for (int32_t i = 0; i < kCount; ++i)
+      if (a.word[i] != b.word[i]) return a.word[i] < b.word[i];
+    return false;
+  }
+  // The value of the member with the least key, for all; -1: none has any.
+  template <int32_t kCount>
+  UEC_HD int32_t holder(bool has_any, const SortKey<kCount>& key, int32_t value) const {
+    return static_cast<int32_t>(
+        team_.min_sync(holds_min(team_, has_any, key) ? static_cast<uint32_t>(value) : ~0u));
+  }
+
+  static constexpr int32_t kMaxQuota = INT32_MAX;
 
   const Team team_{};
   const Topology& t_;
-  const ResidentTask task_;
-  const ResidentScratch s_;
+  const ResidentTask& task_;
+  const ResidentTeamScratch s_;
   Flow<Team> flow_;
-  const Cells local_cells_;  // rank by rank
-  // State of the hot rank's reach:
-  int64_t excess_ = 0;
-  int32_t num_hot_ = 0, num_sources_ = 0;
+};
+
+// All threads of all teams call its functions, and have the same answers.
+template <class TeamSet>
+class ResidentSearch {
+ public:
+  UEC_HD ResidentSearch(TeamSet& teams, const Topology& topology, const ResidentTask& task,
+                        const ResidentScratch& scratch, const ResidentTeamScratch& own)
+      : teams_(teams), t_(topology), task_(task), s_(scratch), team_(topology, task, own) {}
+
+  // Keeps the residents, and moves what is needed. Returns whether that will do; if not, a plan
+  // from empty slots may be better: make it, into the scratch, and call again with `is_planned`.
+  // (In one function, since a device would have the code of two twice.) Then best() is the plan.
+  UEC_HD bool run(bool is_planned) {
+    int64_t extra = 0;
+    if (is_planned) {
+      if (teams_.index() == 0) {
+        const Assignment laid = s_.state(t_, kLaid);
+        team_.start(laid, task_.threshold);
+        team_.lay_over(laid, s_.planned_expert, s_.planned_quota);
+        put_score(kLaid, 0);
+      }
+      teams_.exchange(0);
+      consider(kLaid);
+      extra = s_.score[kLaid].fullest;
+      if (extra == 0) return true;
+    } else {
+      best_ = -1;
+    }
+    const int32_t found = search(task_.threshold + extra);
+    if (found < 0) return false;
+    if (teams_.index() == 0) {
+      put_score(found, extra);
+      if (!is_planned) s_.state(t_, kKept).copy(teams_.team(), s_.state(t_, found));
+      if (!is_planned && teams_.team().leader()) s_.score[kKept] = s_.score[found];
+    }
+    teams_.exchange(0);
+    consider(is_planned ? found : static_cast<int32_t>(kKept));
+    return s_.score[best_].transfer <= 1;
+  }
+
+  UEC_HD Assignment best() const { return s_.state(t_, best_); }
+
+ private:
+  static constexpr int32_t kMaxSteps = 32, kMaxRises = 2;
+  static constexpr int32_t kSpare = kResidentTrials, kKept = kSpare + 1, kLaid = kKept + 1;
+
+  UEC_HD void put_score(int32_t state, int64_t extra) const {
+    const ResidentScore score = team_.score(s_.state(t_, state), extra);
+    if (teams_.team().leader()) s_.score[state] = score;
+  }
+  UEC_HD void consider(int32_t state) {
+    if (best_ < 0 || s_.score[state].is_better_than(s_.score[best_])) best_ = state;
+  }
+
+  // Returns the best of the first plans that variants find, or -1.
+  UEC_HD int32_t search(int64_t threshold) {
+    const Assignment first = s_.state(t_, kSpare);
+    if (teams_.index() == 0) {
+      team_.start(first, threshold);
+      const int64_t left = team_.flow().relieve_all(first);
+      if (teams_.team().leader()) s_.excess[kSpare] = left;
+    }
+    teams_.exchange(0);
+    if (s_.excess[kSpare] == 0) return undo(kSpare);
+    uint32_t rises = 0;  // a byte for each variant of this team
+    for (int32_t n = 0; n < kMaxSteps; ++n) {
+      bool is_done = false;  // by an earlier variant of this team
+      for (int32_t v = teams_.index(), k = 0; v < kResidentVariants; v += teams_.size(), k += 8) {
+        const Assignment own = s_.state(t_, v);
+        if (n == 0) own.copy(teams_.team(), first);
+        const int64_t before = s_.excess[n == 0 ? static_cast<int32_t>(kSpare) : v];
+        int64_t left = -1;
+        if (before > 0 && !is_done) left = team_.step(own, {.from_end = v == 0, .by_load = v == 0});
+        if (left >= before && (rises >> k & 255) == kMaxRises) left = -1;
+        if (left >= before) rises += 1u << k;
+        is_done |= left == 0;
+        teams_.team().sync();  // all have looked
+        if (teams_.team().leader()) s_.excess[v] = left;
+      }
+      teams_.exchange(0);
+      int32_t first_done = -1;
+      bool has_more = false;
+      for (int32_t v = kResidentVariants - 1; v >= 0; --v) {
+        has_more |= s_.excess[v] > 0;
+        if (s_.excess[v] == 0) first_done = v;
+      }
+      teams_.exchange(0);  // likewise
+      if (first_done >= 0) return undo(first_done);
+      if (!has_more) return -1;
+    }
+    return -1;
+  }
+
+  // Undoes the smallest move that is unnecessary, of some. Returns the state that is left.
+  UEC_HD int32_t undo(int32_t found) {
+    const auto state_of = [&](int32_t k) { return k == found ? static_cast<int32_t>(kSpare) : k; };
+    bool is_done = false;  // by an earlier trial of this team
+    for (int32_t k = teams_.index(); k < kResidentTrials; k += teams_.size()) {
+      const Assignment trial = s_.state(t_, state_of(k));
+      if (!is_done) trial.copy(teams_.team(), s_.state(t_, found));
+      const bool is_enough = !is_done && team_.undo(trial, k);
+      is_done |= is_enough;
+      if (teams_.team().leader()) s_.excess[state_of(k)] = is_enough ? 0 : -1;
+    }
+    teams_.exchange(0);
+    int32_t left = found;
+    for (int32_t k = kResidentTrials - 1; k >= 0; --k)
+      if (s_.excess[state_of(k)] == 0) left = state_of(k);
+    if (teams_.index() == 0) team_.empty_slots(s_.state(t_, left));
+    return left;
+  }
+
+  TeamSet& teams_;
+  const Topology& t_;
+  const ResidentTask& task_;
+  const ResidentScratch s_;
+  ResidentTeam<typename TeamSet::Team> team_;
+  int32_t best_ = 0;  // the state that is the best plan; -1: there is none yet
 };
 
 }  // namespace uec

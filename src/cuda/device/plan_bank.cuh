@@ -1,6 +1,6 @@
 // The plan kernel for a bank: one block makes the plan of a load on top of what the bank's slots
-// hold, the same as plan_with_residents() (core/plan/resident_planner.hpp). One warp looks for the
-// moves; where it takes a plan from empty slots, all of them do.
+// hold, the same as plan_with_residents() (core/plan/resident_planner.hpp), with a warp for each
+// variant of the search, and for each move that may be undone.
 #pragma once
 
 #include "core/plan/resident_search.hpp"
@@ -27,9 +27,8 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
   topology.num_ranks = args.plan.num_ranks;
   topology.num_experts = args.plan.num_experts;
   topology.slots_per_rank = args.plan.slots_per_rank;
-  static_assert(Warp::size() <= BankPlanBlock::kMembers);
-  const PlanBlock block(topology, BlockTeams::size(), shared_memory);
-  const BankPlanBlock bank(topology, shared_memory + round_up(block.bytes, 8));
+  const BankPlanBlock bank(topology, BlockTeams::size(), shared_memory);
+  const PlanBlock& block = bank.block;
   BlockTeams teams(block.answers);
   const int32_t num_slots = topology.num_ranks * topology.slots_per_rank;
   int32_t* const slot_expert = args.plan.slot_expert;
@@ -56,13 +55,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     own.topology = topology;
     own.topology.home = block.home;
     own.topology.domain = block.pool;
-    own.task = {block.load,
-                block.planner.rank_load,
-                bank.residents,
-                {block.planner.local_begin, block.by_home, args.plan.max_local_experts},
-                block.goal->threshold};
-    own.scratch = bank.scratch;
-    own.is_enough = block.goal->is_met;
+    own.task = {block.load, block.planner.rank_load, bank.residents, block.goal->threshold};
     *block.out = {is_held ? bank.scratch.planned_expert : slot_expert,
                   is_held ? bank.scratch.planned_quota : slot_quota, home_quota};
   }
@@ -71,20 +64,17 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     bank.scratch.planned_expert[i] = -1;
     bank.scratch.planned_quota[i] = 0;
   }
+  ResidentSearch<BlockTeams> search(teams, bank.plan->topology, bank.plan->task, bank.scratch,
+                                    bank.team(topology, BlockTeams::index()));
   for (bool is_planned = false;; is_planned = true) {
-    if (is_held && BlockTeams::index() == 0) {
-      const BankPlan& own = *bank.plan;
-      ResidentSearch<Warp> search(own.topology, own.task, own.scratch, !is_planned);
-      const bool is_enough = search.run(is_planned);
-      if (Warp::leader()) bank.plan->is_enough = is_enough;
-    }
+    const bool is_enough = is_held ? search.run(is_planned) : block.goal->is_met;
+    if (is_planned || is_enough) break;
     ptx::sync_block();
-    if (is_planned || bank.plan->is_enough) break;
     search_plan(teams, *block.sorted, args.plan.objective, *block.goal, topology.slots_per_rank,
                 block.planner.team(topology, BlockTeams::index()), *block.out);
     ptx::sync_block();
   }
-  const Assignment& best = bank.scratch.best;
+  const Assignment best = search.best();
   for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
     const int32_t expert = is_held ? best.slot_expert[i] : slot_expert[i];
     moves[i] = expert != bank.residents[i];

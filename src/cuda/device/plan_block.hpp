@@ -31,11 +31,13 @@ struct PlanBlock {
   PlannerScratch planner;
   int64_t bytes;
 
-  UEC_HD PlanBlock(const Topology& topology, int32_t num_warps, std::byte* memory)
-      : PlanBlock(topology, num_warps, ScratchCutter(memory)) {}
+  UEC_HD PlanBlock(const Topology& topology, int32_t num_warps, std::byte* memory,
+                   int64_t least_team_bytes = 0)
+      : PlanBlock(topology, num_warps, ScratchCutter(memory), least_team_bytes) {}
 
  private:
-  UEC_HD PlanBlock(const Topology& topology, int32_t num_warps, ScratchCutter cutter)
+  UEC_HD PlanBlock(const Topology& topology, int32_t num_warps, ScratchCutter cutter,
+                   int64_t least_team_bytes)
       : load(cutter.take<int64_t>(topology.num_experts)),
         home(cutter.take<int32_t>(topology.num_experts)),
         by_home(cutter.take<int32_t>(topology.num_experts)),
@@ -50,7 +52,9 @@ struct PlanBlock {
         rank_tokens(cutter.take<int32_t>(topology.num_ranks)),
         rows(cutter.take<LocalRow>(topology.num_ranks)),
         local_tokens(cutter.take<int32_t>(topology.num_experts)),
-        planner(topology, cutter.take_bytes(planner_scratch_bytes(topology, num_warps)), num_warps),
+        planner(topology,
+                cutter.take_bytes(planner_scratch_bytes(topology, num_warps, least_team_bytes)),
+                num_warps, least_team_bytes),
         bytes(cutter.used_bytes()) {}
 };
 
@@ -63,33 +67,39 @@ UEC_HD inline int64_t plan_shared_bytes(const Topology& topology, int32_t num_wa
 struct BankPlan {
   Topology topology;
   ResidentTask task;
-  ResidentScratch scratch;
-  bool is_enough;  // what the slots hold, with the moves that one warp has found
 };
 
+// Its teams have the memory of the planner's: they search in turns with it.
 struct BankPlanBlock {
-  static constexpr int32_t kMembers = 32;  // of a warp, at most
-
+  PlanBlock block;
   BankPlan* plan;      // [1] for all threads
   int32_t* residents;  // [G, S]
   ResidentScratch scratch;
   int64_t bytes;
 
-  UEC_HD BankPlanBlock(const Topology& topology, std::byte* memory)
-      : BankPlanBlock(topology, ScratchCutter(memory)) {}
+  UEC_HD BankPlanBlock(const Topology& topology, int32_t num_warps, std::byte* memory)
+      : BankPlanBlock(topology, num_warps, ScratchCutter(memory)) {}
+
+  UEC_HD ResidentTeamScratch team(const Topology& topology, int32_t index) const {
+    return ResidentTeamScratch(topology, block.planner.of_team(index));
+  }
 
  private:
-  UEC_HD BankPlanBlock(const Topology& topology, ScratchCutter cutter)
-      : plan(cutter.take<BankPlan>(1)),
-        residents(cutter.take<int32_t>(int64_t{topology.num_ranks} * topology.slots_per_rank)),
-        scratch(topology, cutter.take_bytes(ResidentScratch(topology, nullptr, kMembers).bytes),
-                kMembers),
+  UEC_HD static int64_t team_bytes(const Topology& topology) {
+    return ResidentTeamScratch(topology, nullptr).bytes;
+  }
+  UEC_HD BankPlanBlock(const Topology& t, int32_t num_warps, ScratchCutter cutter)
+      : block(t, num_warps,
+              cutter.take_bytes(PlanBlock(t, num_warps, nullptr, team_bytes(t)).bytes),
+              team_bytes(t)),
+        plan(cutter.take<BankPlan>(1)),
+        residents(cutter.take<int32_t>(int64_t{t.num_ranks} * t.slots_per_rank)),
+        scratch(t, cutter.take_bytes(ResidentScratch(t, nullptr).bytes)),
         bytes(cutter.used_bytes()) {}
 };
 
 UEC_HD inline int64_t bank_plan_shared_bytes(const Topology& topology, int32_t num_warps) {
-  return round_up(plan_shared_bytes(topology, num_warps), 8) +
-         BankPlanBlock(topology, nullptr).bytes;
+  return BankPlanBlock(topology, num_warps, nullptr).bytes;
 }
 
 }  // namespace uec::cuda

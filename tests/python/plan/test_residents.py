@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import one_planner, resident_planner
+from reference import resident_planner
 from reference.planner_oracle import (
     Plan,
     Problem,
@@ -148,27 +148,6 @@ def test_both_versions_agree_and_keep_their_promises(case: tuple[list[Problem], 
         held = plan.slot_expert
 
 
-@given(sequences())
-@settings(max_examples=cases(100, 1000), deadline=None)
-def test_the_search_that_is_to_follow_keeps_the_same_promises(
-    case: tuple[list[Problem], Slots],
-) -> None:
-    """``one_planner.py``: what the core does not do yet."""
-    steps, held = case
-    for problem in steps:
-        arrays = one_planner.plan_slots(
-            problem.load,
-            residents=np.array(held).reshape(problem.num_ranks, problem.slots_per_rank),
-            home=problem.home,
-            domain=problem.domain,
-            allow_cross_domain=problem.allow_cross_domain,
-            target=problem.target,
-        )
-        plan = Plan.of(arrays)
-        check(problem, plan, held)
-        held = plan.slot_expert
-
-
 @pytest.mark.parametrize("target", [1.0, 1.01])
 def test_what_a_plan_has_brought_suffices_for_the_same_load(target: float) -> None:
     random = np.random.default_rng(0)
@@ -292,7 +271,7 @@ def layers(step_tokens: int, order: int) -> Iterator[list[np.ndarray]]:
     ("tokens", "num_ranks", "replicas", "moves", "transfer", "idle"),
     [
         # As recorded, a plan with the fewest moves of each step has nothing to move in 0.21.
-        (32_768, 8, 4, 1.3, 0.9, 0.25),
+        (32_768, 8, 4, 1.3, 0.9, 0.22),
         (8192, 8, 0, 1.1, 0.75, 0.38),
         (32_768, 32, 20, 7, 7, 0),
     ],
