@@ -27,7 +27,7 @@ PLANS = {"ultraep_plan", "ultraep_load_plan"}
 # which its searches for room are given as one object.
 BANK_PLAN = "ultraep_plan_in_bank"
 BANK_PLAN_STACK = 704
-# The flow of a plan for a bank has eleven arrays at hand, and no more registers than its caller leaves.
+# The flow of a plan for a bank has eleven arrays at hand; its caller leaves no registers for all.
 FLOW_SPILLS = 72
 REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
 # What nvshmem4py's library_init asks the loaded cubin for.
