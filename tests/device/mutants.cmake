@@ -659,6 +659,11 @@ ultraep_add_device_mutant(device_any_rank_with_room PROGRAM test_plan
   FIND [[if (room > 0) team.atomic_min(s.best + way.root, order_of(r, room));]]
   REPLACE [[if (room > 0) s.best[way.root] = order_of(r, room);]])
 
+ultraep_add_device_mutant(device_imports_counted_by_one PROGRAM test_plan
+  FILE core/plan/resident_search.hpp
+  FIND [[      team_.atomic_add(s_.imports + rank, 1);]]
+  REPLACE [[      ++s_.imports[rank];]])
+
 ultraep_add_device_mutant(device_states_copied_in_part PROGRAM test_plan
   FILE core/plan/resident_flow.hpp
   FIND [[const auto count = static_cast<int32_t>(bytes / 8);]]

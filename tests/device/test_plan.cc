@@ -98,8 +98,9 @@ void check_steps(uint32_t seed, PlanCase group, int32_t num_steps, Seen* seen) {
     uec::BankTable bank{.version = 3, .segments = is_known ? 1u : 0u, .resident = held.data()};
     uint64_t fault = 0;
     std::vector<uint8_t> moves;
-    const Plan device = plan_in_bank_on_device(topology, load, bank, target_ppm, draw(random, 1, 4),
-                                               &fault, &moves);
+    const int32_t warps = draw(random, 1, uec::cuda::kMaxBankPlanWarps);
+    const Plan device =
+        plan_in_bank_on_device(topology, load, bank, target_ppm, warps, &fault, &moves);
     CHECK_EQ(fault, 0);
     if (!is_known) std::fill(held.begin(), held.end(), -1);
     const Plan host =

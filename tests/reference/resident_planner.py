@@ -20,7 +20,7 @@ from reference.planner import Int32Array
 from ultraep_comm.plan.planner import PPM
 
 # Variants of a search: which hot rank is first, that with the most excess (True) or the least; and
-# which expert, by load per instance (True) or by tokens of the main one.
+# which expert, by tokens that can leave, then load per instance (True), or by all of the main one.
 VARIANTS = (True, True), (False, False)
 MAX_STEPS, MAX_RISES, MAX_TRIALS = 32, 2, 4
 MAX_QUOTA = 2**31 - 1
@@ -95,15 +95,14 @@ def plan_slots_with_residents(
         slots=slots,
     )
     best = search.run(threshold)
-    if best is None or search.score(best).transfer > 1:
+    if best is None:
         expert, quota, _ = from_empty()
-        laid = search.overlay_empty_plan(threshold, expert.tolist(), quota.tolist())
-        extra = search.score(laid).over
+        best = search.overlay_empty_plan(threshold, expert.tolist(), quota.tolist())
+        extra = search.score(best).over
         second = search.run(threshold + extra) if extra > 0 else None
         if second is not None:
             second.over = [over + extra for over in second.over]
-        plans = [plan for plan in (best, laid, second) if plan is not None]
-        best = min(plans, key=search.score)
+            best = min(best, second, key=search.score)
     return (
         np.array(best.slot_expert, np.int32).reshape(num_ranks, slots),
         np.array(best.slot_quota, np.int32).reshape(num_ranks, slots),
@@ -324,7 +323,7 @@ class _Search:
                 continue
             if self.pool_of[self.home[expert]] == self.pool_of[rank]:
                 # What the resident has taken goes home first, where there may be no room for it.
-                back = max(quota - max(-s.over[self.home[old]], 0), 0)
+                back = max(quota - max(-s.over[self.home[old]], 0), 0) if old >= 0 else 0
                 space = max(quota - s.over[rank], room[rank])
                 gain = min(s.home_quota[expert], excess + back, space)
                 price = quota + (self.load[old] >> copies[old] - 1 if old >= 0 else -1)

@@ -18,11 +18,11 @@ namespace uec {
 
 // A plan's score; less is better, and the first field that differs decides.
 struct ResidentScore {
-  int64_t fullest;  // tokens of the fullest rank above the threshold
+  int64_t over;  // tokens of the fullest rank above the threshold
   int32_t transfer, moves, instances;
 
   UEC_HD bool is_better_than(const ResidentScore& other) const {
-    if (fullest != other.fullest) return fullest < other.fullest;
+    if (over != other.over) return over < other.over;
     if (transfer != other.transfer) return transfer < other.transfer;
     if (moves != other.moves) return moves < other.moves;
     return instances < other.instances;
@@ -58,8 +58,8 @@ struct ResidentTeamScratch {
 
 // What all teams share, likewise.
 struct ResidentScratch {
-  // The trials', or the variants'; one to begin with or to spare; and the two plans that are kept.
-  static constexpr int32_t kStates = kResidentTrials + 3;
+  // The trials', or the variants'; one to begin with or to spare; and the plan from empty slots.
+  static constexpr int32_t kStates = kResidentTrials + 2;
 
   std::byte* states;        // [kStates] of an Assignment each
   int64_t* excess;          // [kStates] of a state; -1: its variant has ended
@@ -96,7 +96,7 @@ struct ResidentTask {
 // What a search takes first.
 struct ResidentVariant {
   bool from_end;  // the hot rank with the most excess; else with the least
-  bool by_load;   // the expert with the most tokens for an instance; else with most left at home
+  bool by_load;   // by tokens that can leave, then load per instance; else by all of the main one
 };
 
 // One team's part: a variant, and what else takes a team.
@@ -187,8 +187,8 @@ class ResidentTeam {
   }
 
   // Lays a plan made from empty slots over the residents, without moving what is in place already.
-  UEC_HD void lay_over(const Assignment& h, const int32_t* planned_expert,
-                       const int32_t* planned_quota) const {
+  UEC_HD void overlay_empty_plan(const Assignment& h, const int32_t* planned_expert,
+                                 const int32_t* planned_quota) const {
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       const int32_t begin = r * t_.slots_per_rank, end = begin + t_.slots_per_rank;
       for (int32_t n = begin; n < end; ++n)
@@ -249,7 +249,7 @@ class ResidentTeam {
       const int32_t e = h.slot_expert[slot];
       if (e == task_.residents[slot]) return;
       if (team_.atomic_add(s_.is_sent + e, 1) == 0) team_.atomic_add(s_.exports + t_.home[e], 1);
-      ++s_.imports[rank];
+      team_.atomic_add(s_.imports + rank, 1);
     });
     team_.sync();
   }
@@ -276,7 +276,7 @@ class ResidentTeam {
   UEC_HD void pass(uint32_t* lack, int32_t quota, uint32_t least) const {
     const uint32_t of_quota = kMaxQuota - static_cast<uint32_t>(quota);
     const uint32_t passed = of_quota > least ? of_quota : least;
-    if (passed < *lack) team_.atomic_min(lack, passed);
+    if (passed < kMaxQuota) team_.atomic_min(lack, passed);  // else it changes nothing
   }
 
   // The first expert of those that could relieve a hot rank, and its slot; -1: there is none. No
@@ -396,48 +396,40 @@ class ResidentSearch {
   // from empty slots may be better: make it, into the scratch, and call again with `is_planned`.
   // (In one function, since a device would have the code of two twice.) Then best() is the plan.
   UEC_HD bool run(bool is_planned) {
-    int64_t extra = 0;
-    if (is_planned) {
-      if (teams_.index() == 0) {
-        const Assignment laid = s_.state(t_, kLaid);
-        team_.start(laid, task_.threshold);
-        team_.lay_over(laid, s_.planned_expert, s_.planned_quota);
-        put_score(kLaid, 0);
-      }
-      teams_.exchange(0);
-      consider(kLaid);
-      extra = s_.score[kLaid].fullest;
-      if (extra == 0) return true;
-    } else {
-      best_ = -1;
+    if (!is_planned) {
+      best_ = search(task_.threshold);
+      return best_ >= 0;
     }
-    const int32_t found = search(task_.threshold + extra);
-    if (found < 0) return false;
+    best_ = kLaid;
     if (teams_.index() == 0) {
-      put_score(found, extra);
-      if (!is_planned) s_.state(t_, kKept).copy(teams_.team(), s_.state(t_, found));
-      if (!is_planned && teams_.team().leader()) s_.score[kKept] = s_.score[found];
+      const Assignment laid = s_.state(t_, kLaid);
+      team_.start(laid, task_.threshold);
+      team_.overlay_empty_plan(laid, s_.planned_expert, s_.planned_quota);
+      put_score(kLaid, 0);
     }
     teams_.exchange(0);
-    consider(is_planned ? found : static_cast<int32_t>(kKept));
-    return s_.score[best_].transfer <= 1;
+    const int64_t extra = s_.score[kLaid].over;
+    const int32_t found = extra > 0 ? search(task_.threshold + extra) : -1;
+    if (found < 0) return true;
+    if (teams_.index() == 0) put_score(found, extra);
+    teams_.exchange(0);
+    if (s_.score[found].is_better_than(s_.score[kLaid])) best_ = found;
+    return true;
   }
 
   UEC_HD Assignment best() const { return s_.state(t_, best_); }
 
  private:
   static constexpr int32_t kMaxSteps = 32, kMaxRises = 2;
-  static constexpr int32_t kSpare = kResidentTrials, kKept = kSpare + 1, kLaid = kKept + 1;
+  static constexpr int32_t kSpare = kResidentTrials, kLaid = kSpare + 1;
 
   UEC_HD void put_score(int32_t state, int64_t extra) const {
     const ResidentScore score = team_.score(s_.state(t_, state), extra);
     if (teams_.team().leader()) s_.score[state] = score;
   }
-  UEC_HD void consider(int32_t state) {
-    if (best_ < 0 || s_.score[state].is_better_than(s_.score[best_])) best_ = state;
-  }
 
-  // Returns the best of the first plans that variants find, or -1.
+  // Returns the state of the first plan that is found, of two in one step the first variant's; -1:
+  // there is none.
   UEC_HD int32_t search(int64_t threshold) {
     const Assignment first = s_.state(t_, kSpare);
     if (teams_.index() == 0) {
@@ -479,8 +471,9 @@ class ResidentSearch {
   // Undoes the smallest move that is unnecessary, of some. Returns the state that is left.
   UEC_HD int32_t undo(int32_t found) {
     const auto state_of = [&](int32_t k) { return k == found ? static_cast<int32_t>(kSpare) : k; };
+    const int32_t num_trials = found == kSpare ? 0 : kResidentTrials;  // nothing has moved there
     bool is_done = false;  // by an earlier trial of this team
-    for (int32_t k = teams_.index(); k < kResidentTrials; k += teams_.size()) {
+    for (int32_t k = teams_.index(); k < num_trials; k += teams_.size()) {
       const Assignment trial = s_.state(t_, state_of(k));
       if (!is_done) trial.copy(teams_.team(), s_.state(t_, found));
       const bool is_enough = !is_done && team_.undo(trial, k);
@@ -489,9 +482,10 @@ class ResidentSearch {
     }
     teams_.exchange(0);
     int32_t left = found;
-    for (int32_t k = kResidentTrials - 1; k >= 0; --k)
+    for (int32_t k = num_trials - 1; k >= 0; --k)
       if (s_.excess[state_of(k)] == 0) left = state_of(k);
     if (teams_.index() == 0) team_.empty_slots(s_.state(t_, left));
+    teams_.exchange(0);
     return left;
   }
 
