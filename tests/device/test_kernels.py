@@ -26,7 +26,7 @@ PLANS = {"ultraep_plan", "ultraep_load_plan"}
 # One warp of it searches with more registers, and has the search's arrays on its stack: addresses,
 # which its searches for room are given as one object.
 BANK_PLAN = "ultraep_plan_in_bank"
-BANK_PLAN_STACK = 704
+BANK_PLAN_STACK = 712
 # The flow of a plan for a bank has eleven arrays at hand; its caller leaves no registers for all.
 FLOW_SPILLS = 72
 REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
