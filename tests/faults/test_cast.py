@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from actor import Actor, Event, Report, plan_of
 from cast import Cue, Outcome
 from deaths import BOTH
@@ -55,7 +56,7 @@ def _misbehaves(actor: Actor, *, how: str) -> None:
         own.group.slots["s"][0].view(-1)[3] ^= 1
         own._filled.discard((1, 0))  # as if the plan left it empty
     elif how == "one of its weights":
-        own.weights["w"].view(-1)[3] += 1
+        own.weights["w"].view(-1)[3:4].view(torch.uint8).bitwise_not_()
     elif how == "a descriptor":
         os.dup(1)
     elif how == "a thread":

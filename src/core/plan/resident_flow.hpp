@@ -34,13 +34,12 @@ struct Assignment {
     bytes = cutter.used_bytes();
   }
 
-  // By a team.
+  // By a team, whose members have met since they looked at what was there.
   UEC_HD void copy(SingleThread, const Assignment& from) const {
     __builtin_memcpy(over, from.over, static_cast<size_t>(bytes));
   }
   template <class Team>
   UEC_HD void copy(Team team, const Assignment& from) const {
-    team.sync();  // all have looked at what was there
     const auto count = static_cast<int32_t>(bytes / 8);
     UEC_UNROLLED_BY_4
     for (int32_t i = team.index(); i < count; i += team.size()) over[i] = from.over[i];
@@ -119,9 +118,9 @@ class Flow {
     h.over[slot / t_.slots_per_rank] += tokens;
     h.over[t_.home[e]] -= tokens;
   }
-  // Puts an expert, or -1, into a slot, whose tokens go home.
+  // Puts an expert, or -1, into a slot, whose tokens go home. The members have met since they
+  // looked at what was there.
   UEC_HD void put(const Assignment& h, int32_t slot, int32_t expert) const {
-    team_.sync();  // all have looked
     if (team_.leader()) {
       if (h.slot_quota[slot] > 0) give(h, slot, -h.slot_quota[slot]);
       if (h.slot_expert[slot] >= 0) --h.copies[h.slot_expert[slot]];
