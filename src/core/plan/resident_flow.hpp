@@ -132,7 +132,7 @@ class Flow {
 
   // Shifts tokens from ranks with too many to ranks with room, as many as can be. Returns how many
   // are too many still.
-  UEC_HD_NOINLINE int64_t relieve_all(const Assignment& h) {
+  UEC_HD int64_t relieve_all(const Assignment& h) {
     find_edges(h);
     while (grow(team_, h, -1)) hand_on(team_, h);
     int64_t excess = 0;

@@ -62,7 +62,7 @@ struct ResidentScratch {
   static constexpr int32_t kStates = kResidentTrials + 2;
 
   std::byte* states;        // [kStates] of an Assignment each
-  int64_t* excess;          // [kStates] of a state; -1: its variant has ended
+  int64_t* excess;          // [kStates] of a state; -1: its variant has ended, or its trial failed
   ResidentScore* score;     // [kStates]
   int32_t* planned_expert;  // [G * S] of a plan from empty slots
   int32_t* planned_quota;   // [G * S]
@@ -279,8 +279,7 @@ class ResidentTeam {
     if (passed < kMaxQuota) team_.atomic_min(lack, passed);  // else it changes nothing
   }
 
-  // The first expert of those that could relieve a hot rank, and its slot; -1: there is none. No
-  // rank sends more than one expert, or gets more.
+  // The first expert of those that could relieve a hot rank, or -1. No rank sends more than one.
   UEC_HD int32_t choose_expert(const Assignment& h, const ResidentVariant& variant,
                                int64_t excess) const {
     SortKey<3> best{};
@@ -301,6 +300,7 @@ class ResidentTeam {
     }
     return holder(found >= 0, best, found);
   }
+  // The best slot for an expert, or -1. No rank gets more than one.
   UEC_HD int32_t choose_slot(const Assignment& h, int64_t excess, int32_t expert) const {
     const int32_t quota_at_home = h.home_quota[expert];
     SortKey<5> best{};
